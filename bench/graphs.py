@@ -187,7 +187,7 @@ def measure(engine: Engine, steps: int, mutation: str | None) -> dict[str, Any]:
         allocated.append(torch.cuda.memory_allocated())
     rank = engine.groups.pp_rank
     peak, planned = torch.cuda.max_memory_allocated(), engine.plan.memory[rank]
-    engine.make_parameters_whole()
+    engine.gather_all_params()
     state = [
         tensor for chunk in engine.chunks for tensor in (*chunk.parameters(), *chunk.buffers())
     ]

@@ -126,7 +126,7 @@ def train(
             return measure(engine, steps, top)
         finally:
             engine.release()
-            engine.make_parameters_whole()
+            engine.gather_all_params()
             del engine
             gc.collect()
 

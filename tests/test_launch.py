@@ -212,7 +212,7 @@ def test_a_port_taken_costs_ranks_that_others_started_one_line(
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MASTER_PORT": str(taken), **started}
     command = [sys.executable, str(ROOT / "train.py"), "run_dir=run"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    rule = "another program on this host has this port; choose a free one"
+    rule = "another program on this host uses this port; choose a free one"
     said = f"train.py: MASTER_PORT={taken}: {rule}\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said) and not (
         tmp_path / "run"

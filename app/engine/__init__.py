@@ -1,1 +1,1 @@
-"""Processes: groups, executor, checkpoints, reports, and the trainer that joins them."""
+"""Run-time side of training: process groups, executor, checkpoints, reports, trainer."""

@@ -1,4 +1,4 @@
-"""From a frozen `Run` to the objects that train: the one place that knows every kind of part."""
+"""Build the objects that train from a frozen `Run`; the only module that knows every part."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from app.plan.stages import StagePlan
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """All that one rank trains with: chunks, optimizer, groups, transport, watchdog."""
+    """Everything one rank trains with: chunks, optimizer, groups, transport, watchdog."""
 
     plan: Plan
     chunks: tuple[Chunk, ...]
@@ -64,12 +64,12 @@ class Engine:
     transport: Transport
     watchdog: Watchdog
     loss_scale: LossScale | None
-    dispatcher: Dispatcher[Any, Any] | None  # of all MoE layers; None: there are no experts
-    recorder: Recorder | None  # of CUDA graphs; None: nothing is captured
-    fp8: Fp8Layers  # whose products are in FP8, if any
+    dispatcher: Dispatcher[Any, Any] | None  # shared by all MoE layers; None without experts
+    recorder: Recorder | None  # of CUDA graphs; None without capture
+    fp8: Fp8Layers  # layers whose GEMMs run in FP8; empty without a recipe
 
     def routers(self) -> Iterator[tuple[tuple[int, int], Router]]:
-        """(chunk, n-th MoE layer) and router of every MoE layer of this rank."""
+        """Yield ((chunk, n-th MoE layer of the chunk), router) for every MoE layer of this rank."""
         for index, chunk in enumerate(self.chunks):
             bodies = (layer.body for layer in chunk.in_order)
             routed = (body for body in bodies if isinstance(body, MoEBody))
@@ -77,7 +77,7 @@ class Engine:
                 yield (index, nth), body.router
 
     def named_routers(self) -> Iterator[tuple[str, Router]]:
-        """Global name and router of every MoE layer of this rank."""
+        """Yield (global name, router) for every MoE layer of this rank."""
         for chunk in self.chunks:
             for name, module in chunk.named_modules():
                 if isinstance(module, Router):
@@ -85,11 +85,11 @@ class Engine:
 
     @property
     def cloning(self) -> Cloning | None:
-        """What has hot experts cloned; None: nothing does."""
+        """Cloning of hot experts (ECHO); None without clones."""
         return self.dispatcher.cloning if isinstance(self.dispatcher, StaticDispatcher) else None
 
     def start_step(self) -> None:
-        """Forget what routers, clones and products have counted of the step before."""
+        """Reset the per-step counters of routers, clones and FP8 layers."""
         for _, router in self.routers():
             router.start_step()
         if self.cloning is not None:
@@ -98,36 +98,36 @@ class Engine:
 
     @property
     def capturable(self) -> bool:
-        """Whether a step's kernels are those of all further ones."""
+        """True if every later step launches the same kernels as this one."""
         return self.fp8.capturable
 
     def finish_step(self, skipped: Tensor) -> None:
-        """On the device, behind the update; `skipped`: 1 where there was none, otherwise 0."""
+        """Run the device work that follows the update; `skipped` is 1 if it was skipped, else 0."""
         self.fp8.finish_step(skipped)
 
     def stepped(self, skipped: bool) -> None:
-        """The host has learnt whether the update was skipped."""
+        """Tell FP8 layers, once the host knows, whether the update was skipped."""
         self.fp8.stepped(skipped)
 
     def clone_sums(self) -> dict[str, Tensor]:
-        """What clones of this rank's group have counted since `start_step`, scalars."""
+        """Return the clone counters of this rank's group since `start_step`, as scalars by name."""
         if self.cloning is None:
             return {}
         return dict(zip(CLONE_SUMS, self.cloning.sums_4.unbind(), strict=True))
 
     def all_rows(self) -> AbstractContextManager[None]:
-        """Within the block experts have memory for all their rows; nothing can be captured."""
+        """Give experts memory for all dispatched tokens within the block; rules out capture."""
         if isinstance(self.dispatcher, StaticDispatcher):
             return self.dispatcher.all_rows()
         return nullcontext()
 
-    def make_parameters_whole(self) -> None:
-        """Gather all parameters that other ranks have updated, or wait where that is under way."""
+    def gather_all_params(self) -> None:
+        """Gather all parameters that other ranks updated, or wait for the gathers under way."""
         for chunk in range(len(self.chunks)):
             self.optimizer.gather_params(chunk)
 
     def release(self) -> None:
-        """Give up what must not outlive the process groups."""
+        """Release CUDA graphs, which must not outlive the process groups."""
         if self.recorder is not None:
             self.recorder.release()
 
@@ -139,13 +139,14 @@ def build_engine(
     watchdog: Watchdog | None = None,
     pretrained: Pretrained | None = None,
 ) -> Engine:
-    """Chunks of this rank with their initial weights, and the optimizer over them.
+    """Build this rank's chunks, set their initial weights, and build the optimizer over them.
 
-    `watchdog` looks at the rank; None: at most at its actions, and without asking other ranks.
-    Weights are those of `pretrained`, or random without it. Raises ConfigError, the same on every
-    rank, where they cannot be read.
+    Weights come from `pretrained`, or are random without it. Without a `watchdog` a local one is
+    made, which records actions but asks no other rank. Raises ConfigError, the same on every rank,
+    if weights cannot be read.
     """
     run = plan.run
+    # 1. Chunks, on the meta device first, then with memory; 2. their weights.
     paged_buffer = build_paged_buffer(plan, run, groups.pp_rank, device=device)
     dispatcher = build_dispatcher(
         run, groups.layer_groups(run.parallel.cp_comm_type), device, paged_buffer=paged_buffer
@@ -155,19 +156,22 @@ def build_engine(
         run, plan.stages, groups, dispatcher=dispatcher, device=device, attend=attend
     )
     _set_weights(run, chunks, groups, pretrained=pretrained)
+    # 3. FP8 layers, and 4. the optimizer with its fp32 main parameters; both need the weights set.
     fp8 = build_fp8(run, chunks, groups, device)
     optimizer = _build_optimizer(plan, chunks, groups, device)
     if pretrained is not None:
+        # main parameters from the files again, which may be more precise than the weights
         all_succeed(groups, lambda: fill_main_params(optimizer.param_shards(), pretrained))
     if run.optim.overlap_params:
         for chunk in chunks:
             _wait_for_parameters(chunk, optimizer)
-    optimizer.changed = fp8.expire
+    optimizer.changed = fp8.expire  # an update invalidates quantised copies of weights
     fp8.watch()
+    # 5. Transport between stages, and the watchdog over all of it.
     pp_ranks = dist.get_process_group_ranks(groups.pp)
     transport = Transport(groups.pp, pp_ranks, run.schedule.batch_p2p)
     watchdog = watchdog or Watchdog(groups.rank, run.schedule.timeout_s)
-    watchdog.exchanges = transport.unfinished
+    watchdog.pending_p2p = transport.unfinished
     watchdog.spins = device.type == "cuda"
     watchdog.replays = _waits_unseen(run, dispatcher, device)
     loss_scale = LossScale.start(run.precision, device)
@@ -189,7 +193,7 @@ def build_engine(
 def _build_optimizer(
     plan: Plan, chunks: Sequence[Chunk], groups: Groups, device: torch.device
 ) -> DistributedOptimizer:
-    """Over the parameters of this rank's chunks."""
+    """Build the ZeRO-1 optimizer over the parameters of this rank's chunks."""
     run = plan.run
     optimizer_groups = OptimizerGroups(
         dp_cp=groups.dp_cp, edp=groups.edp, tp=groups.tp, embedding=groups.embedding
@@ -201,13 +205,13 @@ def _build_optimizer(
         groups=optimizer_groups,
         grads=DTYPES[run.precision.grads],
         device=device,
-        whole_steps=run.cuda_graph.impl is GraphImpl.full_iteration,
+        full_iteration=run.cuda_graph.impl is GraphImpl.full_iteration,
         writes_first=run.writes_expert_grads,
     )
 
 
 def _attention(run: Run, groups: Groups, device: torch.device) -> Attend:
-    """What computes attention. Raises ConfigError, the same on every rank, where it cannot."""
+    """Choose the attention backend. Raises ConfigError, the same on every rank, if missing."""
     if run.train.attention_backend is AttentionBackendKind.torch:
         return TorchAttention(run.train.deterministic)
     dtype = DTYPES[run.precision.params]
@@ -215,8 +219,9 @@ def _attention(run: Run, groups: Groups, device: torch.device) -> Attend:
 
 
 def _waits_unseen(run: Run, dispatcher: Dispatcher[Any, Any] | None, device: torch.device) -> bool:
-    """Whether ranks wait for each other in what is no collective that could be asked about: in
-    graphs, and for each other's memory.
+    """Return whether ranks wait for each other in ways that torch's flight recorder cannot see.
+
+    Those are collectives inside CUDA graphs, and kernels that wait on peer memory.
     """
     layer_groups = isinstance(dispatcher, StaticDispatcher) and dispatcher.peer is not None
     captures = run.cuda_graph.impl is not GraphImpl.none and device.type == "cuda"
@@ -226,7 +231,7 @@ def _waits_unseen(run: Run, dispatcher: Dispatcher[Any, Any] | None, device: tor
 def _set_weights(
     run: Run, chunks: Sequence[Chunk], groups: Groups, *, pretrained: Pretrained | None
 ) -> None:
-    """Those of a pretrained model, or random ones; ConfigError as `build_engine`."""
+    """Load pretrained weights, or draw random ones. Raises ConfigError as `build_engine`."""
     if pretrained is not None:
         all_succeed(groups, lambda: fill_chunks(chunks, pretrained, groups.coords))
         return
@@ -235,7 +240,10 @@ def _set_weights(
 
 
 def build_recorder(run: Run, device: torch.device) -> Recorder | None:
-    """Recorder of CUDA graphs, or its CPU stand-in. ConfigError for what cannot be captured."""
+    """Build the CUDA graph recorder, or its CPU stand-in; None without capture.
+
+    Raises ConfigError for what cannot be captured.
+    """
     check_capturable(run, device)
     if run.cuda_graph.impl is GraphImpl.none:
         return None
@@ -245,7 +253,7 @@ def build_recorder(run: Run, device: torch.device) -> Recorder | None:
 
 
 def _wait_for_parameters(chunk: Chunk, optimizer: DistributedOptimizer) -> None:
-    """With optim.overlap_params, have each module's forward wait for its own parameters only."""
+    """Make each module's forward wait for its own parameters only (optim.overlap_params)."""
     inner = [*chunk.layers.values(), *([] if chunk.norm is None else [chunk.norm])]
     own = [chunk.embedding.weight] if chunk.first and chunk.embedding is not None else []
     for module, params in ((chunk, own), *((module, module.parameters()) for module in inner)):
@@ -264,13 +272,13 @@ def build_chunks(
     device: torch.device,
     attend: Attend | None = None,
 ) -> tuple[Chunk, ...]:
-    """Chunks of this rank, built without memory and then materialised; weights are not yet set.
+    """Build this rank's chunks on the meta device, then give them memory; weights are not yet set.
 
-    `attend`: what computes attention; None: torch.
+    `attend` computes attention; None uses torch's.
     """
     chunks = []
     layer_groups = groups.layer_groups(run.parallel.cp_comm_type)
-    # one for all layers: libraries keep memory for each stream that they have computed on
+    # One stream for all layers: libraries keep a workspace per stream that they have run on.
     overlaps = run.model.moe is not None and run.model.moe.shared_overlap
     side = torch.cuda.Stream(device) if overlaps and device.type == "cuda" else None
     for stage in stages.stages[groups.pp_rank]:
@@ -301,8 +309,9 @@ def build_layer(
     dispatcher: Dispatcher[Any, Any] | None,
     side: torch.cuda.Stream | None = None,
 ) -> Layer:
-    """Decoder layer `index`, dense or with routed experts, which `dispatcher` serves; `side`: the
-    stream of its shared expert.
+    """Build decoder layer `index`, dense or with routed experts behind `dispatcher`.
+
+    `side` is the CUDA stream of its shared expert.
     """
     if not model.is_moe_layer(index):
         return Layer(model, DenseBody(model, layer_groups), layer_groups)
@@ -315,7 +324,7 @@ def build_layer(
 
 
 def _materialise(chunk: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Give parameters memory (uninitialised, in `dtype`), and buffers zeros in their own dtype."""
+    """Allocate parameters (uninitialised, in `dtype`), and buffers as zeros of their own dtype."""
     for module in chunk.modules():
         for name, param in module.named_parameters(recurse=False):
             memory = torch.empty(param.shape, dtype=dtype, device=device)
@@ -325,10 +334,10 @@ def _materialise(chunk: nn.Module, device: torch.device, dtype: torch.dtype) -> 
 
 
 def parameter_specs(chunk: Chunk, coords: ShardCoords) -> Iterator[ParamSpec]:
-    """Every parameter of a chunk in order of use (`chunk_parameters`), with its block of the whole.
+    """Yield a spec of every parameter of a chunk, in order of use, with its block of the weight.
 
-    Of tied tables on two stages the first stage's counts, of what all tensor-parallel ranks hold
-    the first one's.
+    A norm over parameters counts each weight once: a tied embedding table on the first stage, a
+    weight replicated over tensor-parallel ranks on the first of them.
     """
     index, ranks = coords.tp
     for named, param in chunk.weights():
@@ -347,7 +356,7 @@ def parameter_specs(chunk: Chunk, coords: ShardCoords) -> Iterator[ParamSpec]:
 
 
 def build_partial_graphs(engine: Engine) -> PartialGraphs | None:
-    """The captured parts of this rank's layers, not yet recorded; None where there are none."""
+    """Build the graphs of the captured parts of this rank's layers, not yet recorded, or None."""
     run = engine.plan.run
     graphs = engine.plan.graphs[engine.groups.pp_rank]
     if graphs is None or engine.recorder is None:
@@ -372,7 +381,7 @@ def build_partial_graphs(engine: Engine) -> PartialGraphs | None:
 
 
 def _hidden(engine: Engine) -> torch.Size:
-    """Of what moves between layers: B, S / tp, D."""
+    """Return the shape of hidden states between layers: B, S / (cp · tp), D."""
     run, layout = engine.plan.run, engine.groups.layout
     tokens = run.train.seq_len // (layout.cp * layout.tp)
     return torch.Size((run.train.micro_batch, tokens, run.model.hidden_size))
@@ -384,9 +393,10 @@ def select_forward_backward(
     graphs: PartialGraphs | None = None,
     policy: RecomputePolicy | None = None,
 ) -> ForwardBackward:
-    """The executor, bound to this rank's list of actions and to what that works on; `lists` has one
-    list per pipeline rank. Without `graphs` everything runs eagerly. `policy`: what backward
-    computes again; None: as the run says.
+    """Bind the executor to this rank's list of actions and to the chunks these work on.
+
+    `lists` has one list per pipeline rank. Without `graphs` everything runs eagerly. `policy` says
+    what backward recomputes; None takes it from the run.
     """
     run = engine.plan.run
     rank = engine.groups.pp_rank

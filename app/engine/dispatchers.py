@@ -1,4 +1,4 @@
-"""From a plan to what takes tokens to experts, with the memory and the clones that it needs."""
+"""Build the planned token dispatcher with its transport, paged buffer and expert clones."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ from app.plan.sharding.blocks import ShardCoords
 def build_paged_buffer(
     plan: Plan, run: Run, pp_rank: int, *, device: torch.device
 ) -> PagedBuffer | None:
-    """What keeps rows of experts on a rank for backward, of a `run` that is else as planned; None:
-    autograd does.
+    """Build the paged activation buffer of a pipeline rank; None leaves saving to autograd.
+
+    `run` may differ from the plan's in how backward recomputes.
     """
     planned = planned_paged_buffer(run, plan.stages.stages[pp_rank], plan.actions[pp_rank])
     return None if planned is None else PagedBuffer(planned, device)
@@ -51,7 +52,7 @@ def build_dispatcher(
     device: torch.device,
     paged_buffer: PagedBuffer | None = None,
 ) -> Dispatcher[Any, Any] | None:
-    """What serves the experts of all layers of a rank, as planned; None: there are none."""
+    """Build the one dispatcher of all MoE layers of a rank; None for a dense model."""
     planned = run_dispatcher(run)
     if planned is None:
         return None
@@ -83,15 +84,16 @@ def build_dispatcher(
 def build_cloning(
     run: Run, planned: PlannedStatic, group: dist.ProcessGroup, *, device: torch.device, peer: bool
 ) -> Cloning | None:
-    """What has hot experts cloned between the ranks of `group`, by `peer` memory or collectives;
-    None: nothing does. Raises ConfigError where the GPU lacks what its kernels need.
+    """Build the cloning of hot experts over `group`, through `peer` memory or collectives.
+
+    None without spare slots. Raises ConfigError if the GPU lacks what its kernels need.
     """
     echo = planned.moe.echo
     if not echo.spares:
         return None
     if device.type == "cuda" and (triton is None or not moves_tiles(device)):
         what = "Triton is not installed" if triton is None else "this GPU is older than Hopper"
-        rule = f"rows of clones are found on the device by kernels, and {what}"
+        rule = f"clones need Triton kernels for Hopper or newer, and {what}"
         raise ConfigError("model.moe.echo.spares", echo.spares, rule, nearest=0)
     weights = ExpertWeights.of(run.model.hidden_size, planned.moe.ffn_hidden_size, planned.own)
     both = weights.w_up, weights.w_down
@@ -114,8 +116,9 @@ def build_cloning(
 def build_peer_transport(
     run: Run, planned: PlannedStatic, group: dist.ProcessGroup, *, device: torch.device
 ) -> PeerTransport | None:
-    """The memory that the ranks of `group` reach in each other's GPU; None: collectives carry
-    tokens. Raises ConfigError where it is asked for and cannot be had.
+    """Build the symmetric memory through which ranks of `group` write tokens to each other's GPU.
+
+    None leaves tokens to collectives. Raises ConfigError if it is asked for and unavailable.
     """
     transport = planned.moe.static.transport
     key, near = "model.moe.static.transport", ("collective",)
@@ -124,8 +127,8 @@ def build_peer_transport(
     if device.type == "cpu" or triton is None:
         if transport is StaticTransport.auto:
             return None
-        what = "there are none" if device.type == "cpu" else "Triton is not installed"
-        rule = f"is for GPUs, by Triton's kernels, and {what}"
+        what = "this is a CPU" if device.type == "cpu" else "Triton is not installed"
+        rule = f"needs GPUs and Triton, and {what}"
         raise ConfigError(key, transport, rule, nearest=near)
     try:
         return PeerTransport(
@@ -139,5 +142,5 @@ def build_peer_transport(
             device=device,
         )
     except RuntimeError as error:
-        rule = f"these GPUs do not reach each other's memory: {error}"
+        rule = f"these GPUs have no peer access to each other's memory: {error}"
         raise ConfigError(key, transport, rule, nearest=near) from error

@@ -1,4 +1,4 @@
-"""Element types of the configuration as torch has them."""
+"""Map the configuration's element types to torch's."""
 
 from __future__ import annotations
 

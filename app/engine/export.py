@@ -1,7 +1,7 @@
-"""A checkpoint of ours as a Hugging Face model, whatever layout it was saved at.
+"""Export a checkpoint, saved at any layout, as a Hugging Face model.
 
-Weights are read from the checkpoint's files, so that neither the ranks that wrote them nor memory
-for the whole model are needed; several processes write a file each at a time.
+Weights are read from the checkpoint's files, so neither the ranks that wrote them nor memory for
+the whole model is needed. Several processes write in parallel, one file each at a time.
 """
 
 from __future__ import annotations
@@ -40,39 +40,39 @@ NAMES = {Dtype.float32: "float32", Dtype.bfloat16: "bfloat16", Dtype.float16: "f
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A checkpoint, and what becomes of it."""
+    """Checkpoint and the folder that it is exported to."""
 
     checkpoint: Path
     manifest: Mapping[str, Any]
-    key: str  # that named it, for messages
-    folder: Path  # that is written
-    replaces: bool = False  # an earlier export there
+    key: str  # config key or argument that named it, for messages
+    folder: Path  # written by the export
+    replaces: bool = False  # True: an earlier export in `folder` is replaced
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Of the run that saved it, as in config.yaml."""
+        """Configuration of the run that saved it, as in config.yaml."""
         found: Mapping[str, Any] = self.manifest["config"]
         return found
 
     @property
     def model(self) -> ModelConfig:
-        """Its model."""
+        """Model section of that configuration."""
         found = from_plain(ModelConfig, self.config["model"])
         assert isinstance(found, ModelConfig)
         return found
 
     @property
     def dtype(self) -> Dtype:
-        """That of its parameters; of a model that no run has trained yet, of most of them."""
+        """Type of its parameters; of most of them for an imported model not yet trained."""
         imported = self.manifest.get(IMPORTED)
         return Dtype(imported or self.config["precision"]["params"])
 
     def family(self) -> Family:
-        """Raises ConfigError where Hugging Face has no such model."""
+        """Return its model family. Raises ConfigError if Hugging Face has no such model."""
         return family_of(self.model, self.key, self.checkpoint)
 
     def export(self) -> Export:
-        """The files to write. Raises ConfigError as `family`."""
+        """Return the files to write. Raises ConfigError as `family`."""
         return Export(
             self.model,
             self.family(),
@@ -82,7 +82,7 @@ class Exported:
         )
 
     def apart(self) -> dict[str, torch.dtype]:
-        """Weights that came in another type, which they keep until a run has trained them."""
+        """Types of imported weights that differ from `dtype`, which they keep until trained."""
         if IMPORTED not in self.manifest:
             return {}
         saved = SavedWeights(self.checkpoint, dict(self.manifest))
@@ -90,7 +90,7 @@ class Exported:
         return {name: kind for name, kind in kinds.items() if kind != DTYPES[self.dtype]}
 
     def texts(self, say: Callable[[str], object]) -> dict[str, bytes]:
-        """What is no weight, by name of file; `say` hears what is left out. Raises ConfigError."""
+        """Return config and tokenizer files by name; `say` gets omissions. Raises ConfigError."""
         run_dir = self.checkpoint.parent.parent
         texts = ExportTexts(
             run_dir=run_dir,
@@ -107,10 +107,10 @@ class Exported:
 def export_checkpoint(
     path: Path, folder: Path, key: str, *, say: Callable[[str], object] = warn
 ) -> Exported:
-    """Write the model of a checkpoint into a new folder, in this process alone; `say` hears what is
-    left out.
+    """Write the model of a checkpoint into a new folder, in this process alone.
 
-    The checkpoint's files are compared with their checksums first. Raises ConfigError.
+    The checkpoint's files are checked against their checksums first. `say` is told what is left
+    out. Raises ConfigError.
     """
     with _about(key):
         manifest = read_manifest(path)
@@ -128,18 +128,18 @@ def export_checkpoint(
 
 
 def _check_all(path: Path, manifest: dict[str, Any]) -> None:
-    """`check_contents` of all files of a checkpoint, several at a time."""
+    """Check the contents of all files of a checkpoint, several at a time in threads."""
 
     def check(name: str) -> None:
         check_contents(path, manifest, [name])
 
     with ThreadPoolExecutor() as threads:
-        list(threads.map(check, manifest["files"]))  # raises what one has raised
+        list(threads.map(check, manifest["files"]))  # re-raises the error of a thread
 
 
 @contextmanager
 def _about(key: str) -> Iterator[None]:
-    """Name what the user has given where something is wrong with a checkpoint."""
+    """Re-raise a ConfigError about a checkpoint under the key that the user has given."""
     try:
         yield
     except ConfigError as error:
@@ -147,9 +147,9 @@ def _about(key: str) -> Iterator[None]:
 
 
 def export_together(path: Path, folder: Path, groups: Groups, activity: ThreadActivity) -> None:
-    """Write the model of a checkpoint that all ranks have saved, a file each at a time.
+    """Export a checkpoint saved by all ranks; they write in parallel, a file each at a time.
 
-    An export of an earlier end of the run gives way. Raises ConfigError, the same on every rank.
+    Replaces an earlier export of the run. Raises ConfigError, the same on every rank.
     """
     key = "checkpoint.export_hf"
     activity.rest(f"exporting {path.name}")
@@ -158,7 +158,7 @@ def export_together(path: Path, folder: Path, groups: Groups, activity: ThreadAc
     export = exported.export()
     leads = groups.rank == 0
     rank_zero_says(groups, export.begin)
-    own = list(export.files())[groups.rank :: groups.host.size()]
+    own = list(export.files())[groups.rank :: groups.host.size()]  # round robin over ranks
     try:
         texts = all_succeed(groups, lambda: exported.texts(warn) if leads else {})
         all_succeed(groups, lambda: _write(export, own, exported))

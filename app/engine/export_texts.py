@@ -1,6 +1,6 @@
-"""What lies beside the weights of an exported model: config.json, generation config, tokenizer.
+"""Files beside the weights of an exported model: config.json, generation config, tokenizer.
 
-All of it is read before weights are written, so that nothing can vanish or be wrong half-way.
+All are read before weights are written, so that a missing or broken file stops the export early.
 """
 
 from __future__ import annotations
@@ -25,31 +25,32 @@ from app.hf.tokenizer_files import TrainedTokenizer, with_tokenizer
 from app.hf.write import as_json, write_all
 
 END_IDS = "eos_token_id"
-# of weights as they were stored, or of code, which is not copied
+# keys about how weights were stored, or about remote code, which is not copied
 NOT_KEPT = ("quantization_config", "dtype", "auto_map")
 
 
 @dataclass(frozen=True, slots=True)
 class ExportTexts:
-    """Texts for the model of a checkpoint in `run_dir`."""
+    """Config and tokenizer files for the model of a checkpoint in `run_dir`."""
 
     run_dir: Path
     manifest: Mapping[str, Any]
     model: ModelConfig
     family: Family
-    dtype: str  # of weights, as config.json calls it
-    key: str  # that named the checkpoint, for messages
-    say: Callable[[str], object]  # hears what is left out
+    dtype: str  # of weights, in the notation of config.json
+    key: str  # config key or argument that named the checkpoint, for messages
+    say: Callable[[str], object]  # called with each omission, in words
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Sections of config.yaml."""
+        """Sections of the run's config.yaml."""
         found: Mapping[str, Any] = self.manifest["config"]
         return found
 
     def files(self) -> dict[str, bytes]:
-        """Name and contents of each file, config.json last. Raises ConfigError for one that cannot
-        be read.
+        """Return name and contents of each file, config.json last.
+
+        Raises ConfigError if one cannot be read.
         """
         source = self._source()
         if source is None:
@@ -57,7 +58,7 @@ class ExportTexts:
             texts = with_tokenizer({}, tokenizer)
             return {**texts, CONFIG_JSON: as_json(self._new_config(tokenizer))}
         texts = read_texts(source, self.key)
-        theirs = json.loads(texts.pop(CONFIG_JSON))  # has been read as that of the model
+        theirs = json.loads(texts.pop(CONFIG_JSON))  # `_source` has parsed it without error
         if not self._untrained:
             texts, theirs = self._trained_texts(source, texts, theirs)
         return {**texts, CONFIG_JSON: as_json(self._their_config(theirs))}
@@ -65,9 +66,10 @@ class ExportTexts:
     def _trained_texts(
         self, source: Path, texts: Mapping[str, bytes], theirs: dict[str, Any]
     ) -> tuple[dict[str, bytes], dict[str, Any]]:
-        """Texts and config.json of the model at the start, with the tokenizer that it was trained
-        with. The token that ended documents is among those that end generation: of the generation
-        config, or of config.json where that one names none.
+        """Return texts and config.json of the initial model, with the tokenizer of its training.
+
+        The end-of-document token of training is added to the ids that end generation: in the
+        generation config, or in config.json if the former names none.
         """
         tokenizer = self._tokenizer(source)
         name = SETTINGS
@@ -87,11 +89,11 @@ class ExportTexts:
 
     @property
     def _untrained(self) -> bool:
-        """Whether no run has trained it yet, so that nothing says on what."""
+        """True for an imported model that no run has trained yet, hence without a data section."""
         return "data" not in self.config
 
     def _source(self) -> Path | None:
-        """The folder of the model that the run started from; None: there is none any more."""
+        """Find the folder of the model that the run started from; None if it is gone."""
         kept = self.run_dir / PRETRAINED
         if (kept / CONFIG_JSON).exists():
             self._check_model(kept)
@@ -109,14 +111,14 @@ class ExportTexts:
         return found
 
     def _check_model(self, folder: Path) -> None:
-        """Raise ConfigError where a folder's config.json is that of another model."""
+        """Raise ConfigError if a folder's config.json describes another model."""
         found = TheirModel.read(folder, self.key).model
         for field, ours, theirs in differences(self.model, found):
             rule = f"has model.{field}={typed(theirs)}, and the checkpoint {typed(ours)}"
             raise ConfigError(self.key, folder, f"{CONFIG_JSON} {rule}")
 
     def _their_config(self, found: dict[str, Any]) -> dict[str, Any]:
-        """That of the model at the start, of which all stays but how weights are stored."""
+        """Return config.json of the initial model, changed only in how weights are stored."""
         kept = {name: value for name, value in found.items() if name not in NOT_KEPT}
         if PREDICT_LAYERS[0] in self.family.defaults:
             kept.pop(PREDICT_LAYERS[1], None)
@@ -133,7 +135,7 @@ class ExportTexts:
         }
 
     def _tokenizer(self, source: Path | None) -> TrainedTokenizer | None:
-        """What the model was trained with; None: it is no longer there, which has been said."""
+        """Return the tokenizer of training; None, after telling `say`, if it is gone."""
         name = self.config["data"]["tokenizer"]
         if name == BYTES:
             return TrainedTokenizer(bytes_as_json().encode(), BYTES_END, ByteTokenizer.eod)
@@ -146,7 +148,7 @@ class ExportTexts:
             return TrainedTokenizer(path.read_bytes(), read.end, read.eod)
         state = "has other contents now" if Path(name).is_file() else "is not there"
         what = f"no tokenizer is written: {name}, which the model was trained with, {state}"
-        self.say(f"{what}; as {kept} it would be found")
+        self.say(f"{what}; copy the original file to {kept}")
         return None
 
 
@@ -162,8 +164,9 @@ def _with_end(settings: dict[str, Any], end: int) -> dict[str, Any]:
 
 
 def read_texts(folder: Path, key: str) -> dict[str, bytes]:
-    """What lies beside the weights of a model: configurations, tokenizer, no code; by name, in
-    order. Raises ConfigError for what cannot be read, as a link to nothing in the hub's cache.
+    """Read the config and tokenizer files (no code) of a model folder, by name, sorted.
+
+    Raises ConfigError if one cannot be read, as a dangling link in the hub's cache.
     """
     read = {}
     for path in sorted((*folder.iterdir(), *folder.glob(f"{CHAT_TEMPLATES}/*"))):
@@ -179,8 +182,10 @@ def read_texts(folder: Path, key: str) -> dict[str, bytes]:
 
 
 def keep_texts(run: Run, run_dir: Path, checkpoint: Path | None = None) -> None:
-    """Copy what came with the model that a run starts from into its folder; of a run that goes on
-    from a checkpoint of another folder, what that one keeps. Raises ConfigError.
+    """Copy config and tokenizer files of the initial model into the run folder.
+
+    A run that resumes from another folder's `checkpoint` copies the files kept there. Raises
+    ConfigError.
     """
     if checkpoint is not None:
         key, kept = "resume", checkpoint.parent.parent / PRETRAINED
@@ -197,7 +202,7 @@ def keep_texts(run: Run, run_dir: Path, checkpoint: Path | None = None) -> None:
 
 
 def write_texts(run_dir: Path, texts: Mapping[str, bytes]) -> None:
-    """Put what came with a model into a run folder. Raises OSError."""
+    """Write the files of an initial model into a run folder. Raises OSError."""
     (run_dir / PRETRAINED).mkdir(exist_ok=True)
     write_all(run_dir / PRETRAINED, texts)
 

@@ -1,4 +1,4 @@
-"""What is captured, and which fast paths a run on a GPU does not take, why, and at what cost."""
+"""Report which fast paths a run does not take, why, and the cost; and what CUDA graphs capture."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from app.kernels.common import moves_tiles, triton
 from app.moe.dispatch.static import StaticDispatcher
 from app.rules.attention import check_attention
 
-NARROW = 1024  # hidden size up to which the recipe `block` was no faster than bfloat16
-SHORT = 8192  # tokens: cuDNN's ordered backward has a matrix of all scores, GiB for longer ones
+NARROW = 1024  # hidden size up to which recipe `block` was measured no faster than bfloat16
+SHORT = 8192  # tokens; cuDNN's deterministic backward stores all scores, GiB for longer ones
 
 
 def slow_paths(
     run: Run, device: torch.device, dispatcher: object = None
 ) -> Iterator[tuple[str, str]]:
-    """(part, what it does instead, why, and what that costs), one line each; the figures are
-    those of docs/benchmarks.md. `dispatcher`: what serves the run's experts.
+    """Yield (part, the slow path taken, its reason and cost) for each fast path not taken.
+
+    Costs are those of docs/benchmarks.md. `dispatcher` is the one of the run's experts.
     """
     static = dispatcher if isinstance(dispatcher, StaticDispatcher) else None
     if static is not None and static.planned.peer and static.peer is None:
@@ -51,20 +52,21 @@ def slow_paths(
         dtype = run.precision.params.value
         yield (
             "experts",
-            "one product after the other, and the host waits for their sizes: torch groups "
-            f"bfloat16, not {dtype}",
+            "one GEMM after the other, and the host waits for their sizes: torch groups "
+            f"GEMMs in bfloat16, not in {dtype}",
         )
     if _stores_gradients(run, device):
-        why = "since this GPU does not move whole tiles by itself, as Hopper does"
+        why = "since this GPU has no tensor memory accelerator, as Hopper has"
         yield (
             "gradients",
-            f"of experts' weights are stored before they are added, {why}: 1.6 times the time",
+            f"of expert weights are stored before they are added, {why}: 1.6 times the time",
         )
 
 
 def _slow_fp8(run: Run) -> str | None:
-    """Where products in FP8 may take longer than those in 16: by measured layers and steps
-    (docs/fp8.md). None: they have paid there.
+    """Say why FP8 may be slower than 16-bit GEMMs in this run, as measured in docs/fp8.md.
+
+    None where FP8 was measured faster.
     """
     fp8 = run.precision.fp8
     if fp8.recipe is None or not fp8.by_library:
@@ -85,8 +87,8 @@ def _slow_fp8(run: Run) -> str | None:
 
 
 def _ordered_attention(run: Run) -> str:
-    """What torch's gradients in a fixed order cost, and what costs less where it can be had."""
-    line = "torch's ordered kernel, with train.deterministic=true: about half as fast"
+    """Say what torch's deterministic attention costs, and the cheaper backend if there is one."""
+    line = "torch's deterministic kernel (train.deterministic=true): about half as fast"
     backend = AttentionBackendKind.transformer_engine
     train = dataclasses.replace(run.train, attention_backend=backend)
     try:
@@ -98,32 +100,30 @@ def _ordered_attention(run: Run) -> str:
 
 
 def _stores_gradients(run: Run, device: torch.device) -> bool:
-    """Whether gradients of experts' weights are made before they are added to sums of more bits."""
+    """True if expert weight gradients are stored before they are added to wider main gradients."""
     wide = run.precision.grads is Dtype.float32 and run.precision.params is not Dtype.float32
     return run.model.moe is not None and wide and not moves_tiles(device)
 
 
 def graphs_line(run: Run, device: torch.device) -> str:
-    """What is captured and in which step, in words, for a run that captures."""
+    """Say what is captured and in which step, for a run that captures."""
     graph = run.cuda_graph
     parts = ", ".join(part.value for part in graph.scope) or "whole layers"
     if graph.impl is GraphImpl.full_iteration:
         updates = " with their updates," if graph.optimizer else ""
-        parts = f"whole steps{updates} and validations"
+        parts = f"full iterations{updates} and validations"
     on_cpu = ""
     if device.type != "cuda":
-        on_cpu = "; on a CPU a stand-in does the work again instead, and nothing is faster for it"
+        on_cpu = "; on a CPU a stand-in reruns the work instead, without a speedup"
     return f"{parts}, captured in step {graph.warmup_steps + 1} of this process{on_cpu}"
 
 
 def check_capturable(run: Run, device: torch.device) -> None:
-    """Nothing that is captured on this device waits for it. Raises ConfigError."""
+    """Raise ConfigError if a captured part would make the host wait for the device."""
     graph = run.cuda_graph
     moe = run.model.moe
     if graph.optimizer and device.type == "cuda" and triton is None:
-        rule = (
-            "captures AdamW, for whose learning rate the host waits where Triton is not installed"
-        )
+        rule = "captures AdamW, which makes the host wait for its learning rate without Triton"
         raise ConfigError("cuda_graph.optimizer", True, rule, nearest=False)
     parts = graph.impl is not GraphImpl.full_iteration and graph.scope
     no_experts = parts and GraphScope.moe not in graph.scope
@@ -131,7 +131,7 @@ def check_capturable(run: Run, device: torch.device) -> None:
         return
     if run.precision.params is not Dtype.bfloat16:
         dtype = run.precision.params.value
-        rule = f"captures the experts, for whose sizes the host waits in {dtype}"
+        rule = f"captures the experts, and in {dtype} the host waits for their sizes"
         what = "cuda_graph.impl"
         near = (Instead("precision=bf16"), Instead("cuda_graph=partial"))
         raise ConfigError(what, graph.impl, rule, nearest=near)

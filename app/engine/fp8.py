@@ -1,4 +1,4 @@
-"""From a run's choice of products in FP8 to the layers that compute them so."""
+"""Build the layers whose GEMMs run in FP8 from the run's recipe."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ HOPPER = 9  # major compute capability
 
 
 def build_fp8(run: Run, chunks: Sequence[Chunk], groups: Groups, device: torch.device) -> Fp8Layers:
-    """The layers of these chunks whose products are in FP8, as the run says. Weights have to
-    be set. Raises ConfigError for what this host lacks.
+    """Build the FP8 layers of these chunks, whose weights must be set already.
+
+    Raises ConfigError for what this host lacks.
     """
     fp8 = run.precision.fp8
     if fp8.recipe is None:
@@ -67,13 +68,13 @@ def build_fp8(run: Run, chunks: Sequence[Chunk], groups: Groups, device: torch.d
 
 
 def _weights(run: Run, chunk: Chunk) -> list[NamedWeight]:
-    """Those of a chunk that are read in FP8."""
+    """Return the weights of a chunk that are read in FP8."""
     stage = Stage(tuple(map(int, chunk.layers)), embedding=chunk.first, head=chunk.last)
     return [*fp8_weights(run.model, run.precision.fp8, stage)]
 
 
 def fp8_line(run: Run, device: torch.device) -> str:
-    """Which products are in FP8, and what computes them, in words."""
+    """Say which GEMMs run in FP8, and what computes them."""
     fp8 = run.precision.fp8
     assert fp8.recipe is not None, "there are such layers"
     whole = Stage(tuple(range(run.model.num_layers)), embedding=True, head=True)
@@ -87,7 +88,7 @@ def fp8_line(run: Run, device: torch.device) -> str:
         matrices = f"{counts.total()} matrices of {parts}"
         said.append(f"{matrices}, recipe {fp8.recipe.value}, by {name}")
     if experts:
-        name = "torch's grouped product" if on_cores else REFERENCE
+        name = "torch's grouped GEMM" if on_cores else REFERENCE
         said.append(f"{experts} of experts, a scale per row, by {name}")
     return f"{'; '.join(said)}; else {run.precision.params.value}"
 
@@ -100,7 +101,7 @@ Maker = Callable[[LinearScales | None], Fp8Arithmetic]  # from the scales of a l
 
 
 def arithmetic_maker(asked: LinearBackendKind, recipe: Fp8Recipe, device: torch.device) -> Maker:
-    """What computes by a recipe on this device. Raises ConfigError where it cannot be had."""
+    """Choose the FP8 arithmetic of a recipe on this device. Raises ConfigError if unavailable."""
     if asked is LinearBackendKind.transformer_engine and device.type != "cuda":
         near = (LinearBackendKind.auto, LinearBackendKind.torch)
         raise ConfigError("precision.fp8.backend", asked, ON_CPU, nearest=near)
@@ -117,8 +118,9 @@ def experts_arithmetic(
     device: torch.device,
     include: Sequence[Fp8Part] = (Fp8Part.experts,),
 ) -> RowScaled:
-    """What computes experts on this device. Raises ConfigError where it cannot be had; `include`:
-    all that is to be in FP8.
+    """Choose the FP8 arithmetic of experts on this device. Raises ConfigError if unavailable.
+
+    `include` lists all parts asked to run in FP8; a refusal suggests it without the experts.
     """
     if device.type != "cuda":
         return RowScaled(by_reference)
@@ -128,11 +130,11 @@ def experts_arithmetic(
     if asked is LinearBackendKind.torch and generation >= HOPPER:
         return RowScaled(by_reference)
     if generation != HOPPER:
-        rule = "torch multiplies rows in FP8 by experts on GPUs like Hopper, not on this one"
-        # kernels of the reference are for GPUs from Hopper on
+        rule = "torch's row-scaled FP8 grouped GEMM runs on Hopper GPUs only"
+        # the reference's kernels also need Hopper or newer
         near = (rest, off) if generation > HOPPER else (rest,)
         raise ConfigError(key, tuple(include), rule, nearest=near)
     if dtype is not Dtype.bfloat16:
-        rule = f"makes bfloat16 of experts in FP8, and parameters are {dtype.value}"
+        rule = f"experts in FP8 need bfloat16 parameters, and these are {dtype.value}"
         raise ConfigError(key, tuple(include), rule, nearest=(Instead("precision=bf16"), off))
     return RowScaled(on_tensor_cores)

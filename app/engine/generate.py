@@ -1,4 +1,4 @@
-"""A short sample from the model, to look at: every rank generates the same tokens."""
+"""Generate a short sample from the model during training; all ranks draw the same tokens."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from app.data.tokenizer import Tokenizer
 from app.engine.build import Engine
 from app.engine.decoding.decoder import Decoder
 from app.engine.decoding.drawing import Sampling, agreed
-from app.engine.decoding.texts import UNFINISHED, behind
+from app.engine.decoding.texts import UNFINISHED, text_after
 from app.engine.report.telling import telling
 
 SAMPLING = Sampling(temperature=0.7)
-SECONDS = 4.0  # that a sample may take
+SECONDS = 4.0  # limit on the time of a sample
 
 
 def sample_text(engine: Engine, tokenizer: Tokenizer, prompt: list[int], aloud: bool) -> str | None:
-    """Text that continues a prompt; None where the run asks for none. All ranks call it.
+    """Return text that continues a prompt; None if train.sample_tokens=0. All ranks call it.
 
-    `aloud`: this rank says how far it has come, where that takes long.
+    With `aloud` this rank prints progress if sampling takes long.
     """
     run = engine.plan.run
     drawn: list[int] = []
@@ -43,7 +43,7 @@ def sample_text(engine: Engine, tokenizer: Tokenizer, prompt: list[int], aloud: 
             drawn.append(token)
     # a character that the prompt leaves incomplete is completed by what follows
     given = tokenizer.decode(prompt).rstrip(UNFINISHED)
-    return f"{given}▶{behind(tokenizer, given, [*prompt, *drawn])}"
+    return f"{given}▶{text_after(tokenizer, given, [*prompt, *drawn])}"
 
 
 def sample_tokens(
@@ -56,20 +56,20 @@ def sample_tokens(
     seed: int,
     seconds: float = math.inf,
 ) -> Iterator[int]:
-    """Tokens that continue `prompt`, drawn at a fixed temperature given the last `window` tokens.
+    """Yield tokens that continue `prompt`, drawn at a fixed temperature given `window` tokens.
 
-    There are `count` of them, or fewer where that would take longer than some `seconds`. Up to the
-    window's end a token costs a step; then the window moves, and as its tokens have other positions
-    each time, a token costs a forward of all of it. Only the first `vocab` ids are drawn: a padded
-    embedding has more rows than the tokenizer has ids.
+    Yields `count` tokens, or fewer after about `seconds`. Until the window is full a token costs
+    one decoding step on the key-value cache; after that the window slides, every cached position
+    changes, and a token costs a forward of the window. Only the first `vocab` ids are drawn: a
+    padded embedding has more rows than the tokenizer has ids.
     """
     until = time.monotonic() + seconds
-    engine.make_parameters_whole()
+    engine.gather_all_params()
     decoder = Decoder(engine, 1, min(window, len(prompt) + count))
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     for nth in range(count):
-        if nth and len(tokens) <= window:
+        if nth and len(tokens) <= window:  # the last token extends the cache by one position
             logits_1V = decoder.step(tokens[-1:])
         else:
             logits_1V = decoder.prompts([tokens[-window:]])

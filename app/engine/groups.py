@@ -1,4 +1,4 @@
-"""Process groups of a rank, created from the table of them: the only side effect of a layout."""
+"""Create the process groups of a rank from the table in `app.plan.groups`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from app.plan.groups import GROUPS, Group, GroupKind
 from app.plan.layout import ParallelLayout
 from app.plan.sharding.blocks import ShardCoords
 
-# Where torch ends a collective. The watchdog ends a hang long before, and knows who may take long.
+# torch's own timeout. The watchdog ends a hang long before, and knows which ranks may take long.
 HOST_TIMEOUT = datetime.timedelta(hours=4)
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """This rank's communicators and its place in them.
+    """This rank's communicators and its position in them.
 
-    They have the names of `app.plan.groups.GROUPS`, which says what each is for.
+    Fields carry the names of `app.plan.groups.GROUPS`, which says what each is for.
     """
 
     layout: ParallelLayout
@@ -61,11 +61,11 @@ class Groups:
 
     @property
     def coords(self) -> ShardCoords:
-        """Where this rank is on the axes that cut parameters."""
+        """Position of this rank on the axes that shard parameters."""
         return ShardCoords.of(self.layout, self.rank)
 
     def layer_groups(self, cp_comm_type: CpComm) -> LayerGroups:
-        """The ranks that this one computes its layers with."""
+        """Return the groups that this rank computes its layers with."""
         (ep_rank, ep), (etp_rank, etp) = self.coords.ep, self.coords.etp
         return LayerGroups(
             tp=self.tp,
@@ -85,19 +85,19 @@ class Groups:
         return {name: getattr(self, name) for name in GROUPS}
 
     def barrier(self) -> None:
-        """Wait for all ranks of the run, over gloo; nothing to do for one rank."""
+        """Wait for all ranks of the run, over gloo; no-op for one rank."""
         if self.host.size() > 1:
             dist.barrier(self.host)
 
 
 def create_groups(layout: ParallelLayout, rank: int) -> Groups:
-    """Create the groups that `rank` is in: one for each of the table, in its order.
+    """Create the groups that `rank` is in: one per entry of the table, in its order.
 
-    All ranks must call it, each in the world of its initialised default group. Groups that are
-    destroyed cannot be created again in that world: torch would find what the first have left in
-    its store. In a world of the "fake" backend this is a dry run of one rank: nothing is sent.
+    All ranks must call it, each with an initialised default group. Destroyed groups cannot be
+    created again under that default group: torch would find their keys in its store. With the
+    "fake" backend this is a dry run of one rank that sends nothing.
     """
-    alone = host_group([rank])  # serves every purpose for which the layout has no second rank
+    alone = host_group([rank])  # stands for every group that has no second rank
     created = {
         name: _create(group, layout, rank) if group.size(layout) > 1 else alone
         for name, group in GROUPS.items()
@@ -108,8 +108,8 @@ def create_groups(layout: ParallelLayout, rank: int) -> Groups:
 def _create(group: Group, layout: ParallelLayout, rank: int) -> dist.ProcessGroup:
     ranks = next((ranks for ranks in group.members(layout) if rank in ranks), None)
     if ranks is None:
-        # torch names a group by its ranks and the number of groups that a rank has: a rank that is
-        # in none makes one of its own, or its next group would have another name than elsewhere.
+        # torch names a group by its ranks and by how many groups the rank already has. A rank in
+        # none of these creates one of its own, or the names of later groups would differ by rank.
         return host_group([rank])
     if group.kind is GroupKind.host:
         return host_group(ranks)
@@ -117,8 +117,8 @@ def _create(group: Group, layout: ParallelLayout, rank: int) -> dist.ProcessGrou
 
 
 def host_group(ranks: list[int]) -> dist.ProcessGroup:
-    """A group of these ranks over gloo, which all of them create as their next one."""
-    # Also for one rank: an NCCL communicator would take 390 MiB of its GPU, to send nothing.
+    """Create a gloo group of these ranks; each of them must do so as its next group."""
+    # Also for one rank: an NCCL communicator would take 390 MiB of GPU memory to send nothing.
     backend = "fake" if dist.get_backend() == "fake" else "gloo"
     return _new_group(ranks, backend=backend)
 
@@ -146,13 +146,13 @@ def _device_group(ranks: list[int], channels: int | None) -> dist.ProcessGroup:
         return _new_group(ranks)
     options = None
     if channels is not None:
-        # A communicator with few channels also takes less of the GPU's memory.
+        # A communicator with few channels takes fewer SMs and less GPU memory.
         options = dist.ProcessGroupNCCL.Options()
         options.config.min_ctas, options.config.max_ctas = 1, channels
-        options._timeout = HOST_TIMEOUT  # torch warns where it differs from the group's own
-    # NCCL connects a group with a device at once; otherwise it would do so at the first use, and
-    # once more for every two ranks whose sends are not batched. From a default group with a device
-    # it would split the new one off, which needs all ranks of the world.
+        options._timeout = HOST_TIMEOUT  # torch warns if it differs from the group's own
+    # With a device NCCL connects the group now; otherwise at first use, and once more for every
+    # pair of ranks whose sends are not batched. If the default group also had a device, NCCL would
+    # split this group off it, which needs all ranks of the world.
     device = torch.device("cuda", torch.cuda.current_device())
     return _new_group(ranks, options=options, device=device)
 
@@ -161,14 +161,14 @@ def _device_group(ranks: list[int], channels: int | None) -> dist.ProcessGroup:
 def process_world(
     rank: int, world_size: int, device: torch.device, store: dist.Store | None = None
 ) -> Iterator[None]:
-    """The default process group, gloo on CPU and NCCL on GPU, for the length of the block.
+    """Initialise the default process group, gloo on CPU and NCCL on GPU, within the block.
 
-    A single process meets itself in memory; several meet in `store`, for None at the address their
-    launcher put into the environment.
+    A single process uses a store in memory. Several use `store`, or with None the address that
+    their launcher put into the environment.
     """
-    # one process has nothing to send: NCCL's communicator would only take GPU memory
+    # one process sends nothing: NCCL's communicator would only take GPU memory
     backend = "nccl" if device.type == "cuda" and world_size > 1 else "gloo"
-    # no device: NCCL's default group, which nobody uses, stays apart
+    # no device_id: NCCL then never connects the default group, which nothing uses
     dist.init_process_group(
         backend,
         rank=rank,
@@ -179,7 +179,7 @@ def process_world(
     try:
         yield
     except BaseException:
-        if backend == "gloo":  # destroying NCCL's would wait for what the other ranks never finish
+        if backend == "gloo":  # destroying NCCL's would wait for work that others never finish
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()

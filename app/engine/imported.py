@@ -1,7 +1,7 @@
-"""A Hugging Face model as a checkpoint of ours, before the first step of a run.
+"""Import a Hugging Face model as a checkpoint of step 0.
 
-It holds the weights alone, in the types that they came in: moments begin at zero, and data, lengths
-and precision are those of the run that goes on from it, at any layout.
+The checkpoint holds the weights alone, in the types that they came in. The run that resumes from
+it, at any layout, starts moments at zero and sets data, lengths and precision.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from app.plan.sharding.reshard import Block
 def import_model(folder: Path, name: str, run_dir: Path, key: str) -> Pretrained:
     """Write the model of a Hugging Face folder as the checkpoint of step 0 of a new run folder.
 
-    `name` is what the user called it. Raises ConfigError. Nothing is left where that fails.
+    `name` is the model's name as the user gave it. Raises ConfigError, and then leaves no files.
     """
     if os.path.lexists(run_dir):
         raise ConfigError("folder", run_dir, "is there already", advice="name a new folder")
@@ -83,7 +83,7 @@ def _write(temporary: Path, pretrained: Pretrained, name: str) -> None:
 
 
 def _part(named: NamedWeight) -> tuple[str, dict[str, Any]]:
-    """Of the one file: all of a weight."""
+    """Return a weight's name and manifest entry: the single rank file holds all of it."""
     whole = Block.whole(*named.weight.shape)
     held = (0, whole.start, whole.stop, (0, whole.numel))
     return named.name, {"shape": whole.shape, "held": [held]}
@@ -106,7 +106,7 @@ def _write_weights(file: Writable, pretrained: Pretrained) -> None:
 
 
 def _in_order(pretrained: Pretrained, named: NamedWeight, dtype: torch.dtype) -> Iterator[Tensor]:
-    """A weight in parts of consecutive rows."""
+    """Yield a weight in blocks of consecutive rows."""
     for block in pretrained.row_blocks(named, Block.whole(*named.weight.shape)):
         values = torch.empty(block.sizes, dtype=dtype)
         pretrained.fill_block(named, block, values)

@@ -1,5 +1,6 @@
-"""The tokenizer that a model is trained with: kept in the folder of its run, and found again; and
-the token that ends its documents, which the run's checkpoints record.
+"""Keep the tokenizer of a run in its folder and find it again.
+
+Checkpoints also record the token that ends documents.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from app.engine.checkpoint.load import IMPORTED
 from app.errors import ConfigError, writing
 from app.hf.file_names import TOKENIZER
 
-END = "end_of_document"  # in what a checkpoint records of its data
+END = "end_of_document"  # key in the manifest's data section
 
 
 def keep_tokenizer(run: Run, run_dir: Path, end: str | None = None) -> None:
-    """Copy the tokenizer's file into the run folder, beside it the token that ends documents
-    (None: the one that the files name): what is trained is of no use without them. Raises
-    ConfigError.
+    """Copy the tokenizer file into the run folder, and write the end-of-document token beside it.
+
+    The trained model is useless without them. `end` None takes the token that the tokenizer's files
+    name. Raises ConfigError.
     """
     if run.data.tokenizer == BYTES:
         return
@@ -41,10 +43,12 @@ def keep_tokenizer(run: Run, run_dir: Path, end: str | None = None) -> None:
 def find_tokenizer(
     run_dir: Path, manifest: Mapping[str, Any], besides: Iterable[Path] = ()
 ) -> Path | None:
-    """The file with which the checkpoint of this manifest was trained: the run's own, or the one
-    that was named, or one `besides`; None: none that can be read has those contents.
+    """Find the tokenizer file that the checkpoint of this manifest was trained with.
+
+    Candidates are the run folder's copy, the path in the config, and `besides`. None if no readable
+    candidate has the recorded contents.
     """
-    data = manifest.get("data")  # what they were, not where; None: not known
+    data = manifest.get("data")  # checksums, not paths; None if the checkpoint has no record
     expected = None if data is None else data["tokenizer"]
     named = Path(manifest["config"]["data"]["tokenizer"])
     for path in (run_dir / TOKENIZER, named, *besides):
@@ -55,21 +59,22 @@ def find_tokenizer(
 
 
 def end_of(tokenizer: Tokenizer) -> str | None:
-    """Name of the token that ends documents; None: bytes, whose end has no choice."""
+    """Return the end-of-document token; None for bytes, whose end is fixed."""
     return tokenizer.end if isinstance(tokenizer, JsonTokenizer) else None
 
 
 def recorded_end(tokenizer: Tokenizer) -> dict[str, str]:
-    """What a checkpoint records of the end of its documents."""
+    """Return the checkpoint's record of the end-of-document token."""
     end = end_of(tokenizer)
     return {} if end is None else {END: end}
 
 
 def kept_end(manifest: Mapping[str, Any] | None, spec: str) -> str | None:
-    """The token with which the documents of a checkpoint go on to end, for `load_tokenizer`.
+    """Return the end-of-document token that a resumed run keeps, for `load_tokenizer`.
 
-    The checkpoint records it; of one that does not, it is what was taken then, unless that is an
-    ordinary token. None: the files of the tokenizer `spec` name it.
+    Checkpoints record it. For one without a record it is the token that the version of that time
+    chose, unless that is an ordinary token. None leaves the choice to the files of tokenizer
+    `spec`.
     """
     if manifest is None or spec == BYTES or IMPORTED in manifest:
         return None
@@ -78,9 +83,10 @@ def kept_end(manifest: Mapping[str, Any] | None, spec: str) -> str | None:
 
 
 def changed_end(manifest: Mapping[str, Any] | None, spec: str, *, kept: bool = True) -> str | None:
-    """How documents end now, where a checkpoint was trained with another end; with `kept` also
-    where it is kept and the files of the tokenizer `spec` name another one. None: nothing of that.
-    Raises ConfigError.
+    """Say how documents end now if the checkpoint was trained with another end-of-document token.
+
+    With `kept`, also say so if the token stays but the files of tokenizer `spec` name another.
+    None if neither holds. Raises ConfigError.
     """
     if manifest is None or spec == BYTES or IMPORTED in manifest:
         return None
@@ -92,8 +98,8 @@ def changed_end(manifest: Mapping[str, Any] | None, spec: str, *, kept: bool = T
         return f"documents end with {now!r} from here on, and ended with {was!r} so far{why}"
     if not kept:
         return None
-    with suppress(ConfigError):  # the files alone leave open which token it is
+    with suppress(ConfigError):  # raised if the files do not say which token it is
         named = json_tokenizer(Path(spec)).end
         if named != now:
-            return f"documents go on to end with {now!r}, although {spec} ends them with {named!r}"
+            return f"documents still end with {now!r}, although {spec} ends them with {named!r}"
     return None

@@ -1,4 +1,4 @@
-"""Whether a GPU has memory for a run."""
+"""Check a run's planned memory against that of a GPU."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from app.plan.plan import GIB, Plan
 
 
 def fits(run: Run, device: torch.device) -> bool:
-    """By its plan: in what the run says that a GPU has, or else in what this one has; always on a
-    CPU.
+    """Return whether the planned peak fits into the GPU; True on a CPU.
+
+    The GPU's memory is hardware.gpu_memory_gib, or else that of this device.
     """
     if device.type != "cuda":
         return True
@@ -23,7 +24,7 @@ def fits(run: Run, device: torch.device) -> bool:
 
 
 def memory_of(run: Run, device: torch.device) -> int:
-    """Bytes that a GPU has, of what the run says of it or else of this one; on a CPU the host's."""
+    """Return the bytes of hardware.gpu_memory_gib, or of this GPU; on a CPU of the host."""
     if device.type != "cuda":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if run.hardware.gpu_memory_gib is not None:

@@ -1,4 +1,4 @@
-"""From a plan to a trained model on this rank: groups, engine, data, trainer, watchdog."""
+"""Train on one rank from a plan: process groups, engine, data, trainer, watchdog."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from app.plan.plan import Plan
 
 
 def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
-    """Train on this rank from start to end; returns the exit code: that of the signal when one
-    ended it early, DIVERGED when its numbers were no longer finite.
+    """Train on this rank from start to end, and return the exit code.
 
-    Raises ConfigError for what only the host, data, a checkpoint or a full disk can reveal.
+    The code is 0, that of the signal that ended the run early, or DIVERGED after non-finite
+    numbers. Raises ConfigError for what only the host, data, a checkpoint or a full disk reveals.
     """
     run = plan.run
     times = StartTimes()
     device = choose_device(run, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # graphs captured later need gradients that were never on the default stream
+        # CUDA graphs captured later need gradients that never were on the default stream
         torch.cuda.set_stream(torch.cuda.Stream())
     times.end("device")
     store = attempt.meeting_store(rank, run.world_size)
     watchdog = watch_over(run, rank, store)
-    # ended in reverse order: the watchdog before the processes part
+    # Closed in reverse order: the watchdog stops before the process groups are destroyed.
     with FolderLock() as lock, ExitStack() as world, watchdog.running(), lasting_output():
         watchdog.meet("connecting the ranks")
         world.enter_context(process_world(rank, run.world_size, device, store=store))
@@ -65,12 +65,12 @@ def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
                 trainer.engine.groups.barrier()
                 return DIVERGED
     if not finished:
-        trainer.request.hand_on()
+        trainer.request.hand_on()  # to submitit's handler, which requeues the job
     return 0 if finished else exit_code(trainer.request.signal)
 
 
 def watch_over(run: Run, rank: int, store: dist.Store) -> Watchdog:
-    """What will look at this rank, and ask after the others in the store where they meet."""
+    """Build the watchdog of this rank; it exchanges heartbeats with others through `store`."""
     others = Heartbeats.over(store, rank, run.world_size) if run.world_size > 1 else None
     return Watchdog(rank, run.schedule.timeout_s, others)
 
@@ -84,9 +84,9 @@ def start_up(
     watchdog: Watchdog,
     times: StartTimes,
 ) -> Trainer:
-    """Everything before the first step, in a world of processes; `times` hears how long it takes.
+    """Do everything before the first step; `times` records how long each part takes.
 
-    Raises ConfigError, the same on every rank.
+    Needs the default process group. Raises ConfigError, the same on every rank.
     """
     run = plan.run
     rank = watchdog.rank
@@ -109,7 +109,7 @@ def start_up(
     data = load_all_data(run, groups, local_rank, sources=sources, manifest=start.manifest)
     times.end("data")
     watchdog.rest("building the model")
-    # seeds what must differ from rank to rank: the jitter of routers' inputs
+    # differs by rank, as the jitter of router inputs must
     torch.manual_seed((run.train.seed * run.world_size + rank) % 2**64)
     engine = build_engine(plan, groups, device, watchdog=watchdog, pretrained=pretrained)
     times.end("model")
@@ -118,7 +118,7 @@ def start_up(
 
 @contextmanager
 def closing_graphs(engine: Engine) -> Iterator[None]:
-    """CUDA graphs hold on to communicators: they go first, also after an error."""
+    """Release CUDA graphs after the block, also on error: they must go before communicators."""
     try:
         yield
     finally:

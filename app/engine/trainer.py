@@ -1,4 +1,4 @@
-"""The training loop of one rank: batches, passes, update, report; validations and checkpoints."""
+"""Training loop of one rank: batches, step, report, validation, checkpoints."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ from app.version import VERSION, Version
 
 
 class Trainer:
-    """Owns what changes in a run: progress, data cursor; through the engine weights and moments."""
+    """Owner of a run's changing state: progress and data cursor; weights are in the engine."""
 
     def __init__(
         self, engine: Engine, data: Data, start: Start, times: StartTimes | None = None
@@ -105,16 +105,16 @@ class Trainer:
         self.saver = Saver(engine, self.request.ask, self._origin())
         self.saved: Path | None = None  # checkpoint of the last step taken
         self.bad_steps = BadSteps(run.train)
-        self.stops = False  # the ranks have agreed to end after the last step taken
+        self.stops = False  # True once the ranks have agreed to end after this step
 
     @property
     def leads(self) -> bool:
-        """Whether this rank writes the run folder."""
+        """True on rank 0, which writes the run folder."""
         return self.engine.groups.rank == 0
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank tells a person how the run goes."""
+        """True on the rank that prints progress to the console, if any."""
         return self.leads and self.run.log.console
 
     def _program(self) -> Version:
@@ -122,14 +122,14 @@ class Trainer:
         return self.version
 
     def _origin(self) -> dict[str, Any]:
-        """What checkpoints say of where they come from; empty where this rank has not looked."""
+        """Return the origin recorded in checkpoints (data, version); empty except on rank 0."""
         return {"data": self.data.record, VERSION: self.version.record()} if self.version else {}
 
     def fit(self, attempt: Attempt, lock: FolderLock) -> bool:
-        """Train to the last step, then validate, sample, save and sum up.
+        """Train to the last step, then validate, sample, save and print the summary.
 
-        False: the ranks were told to stop before that. `lock` is of the run folder. Raises
-        ConfigError, the same on every rank.
+        Returns False if the ranks were told to stop before that. `lock` is that of the run folder.
+        Raises ConfigError, the same on every rank.
         """
         self.lock = lock
         self.engine.watchdog.rest("opening the run folder")
@@ -161,7 +161,7 @@ class Trainer:
         return True
 
     def _export(self) -> None:
-        """Write the model as transformers loads it, from the checkpoint of the last step."""
+        """Export the checkpoint of the last step as a Hugging Face model."""
         newest = rank_zero_says(self.engine.groups, lambda: newest_checkpoint(self.run_dir))
         assert newest is not None, "runs that export save their last step"
         with telling("exporting the model", aloud=self.speaks):
@@ -169,7 +169,7 @@ class Trainer:
             export_together(newest, self.run_dir / EXPORTED, self.engine.groups, activity)
 
     def _check_files(self, sinks: Sequence[Sink]) -> None:
-        """Raise ConfigError where the run folder has gone, or metrics.jsonl lacks lines."""
+        """Raise ConfigError if the run folder is gone or metrics.jsonl lacks lines."""
         self.lock.check()
         for sink in sinks:
             if isinstance(sink, JsonLines):
@@ -177,8 +177,9 @@ class Trainer:
 
     @contextmanager
     def _all_saved(self) -> Iterator[None]:
-        """At the end of the block all checkpoints are on disk, also when it has raised Diverged,
-        which then names the newest.
+        """Wait after the block until all checkpoints are on disk.
+
+        If the block raised Diverged, raise it again with the newest checkpoint in its message.
         """
         try:
             yield
@@ -189,13 +190,13 @@ class Trainer:
             raise Diverged(f"{end}; {left}") from None
         with self._telling_save():
             self.saver.wait()
-        # torchrun ends the other ranks once one has left with an exit code
+        # torchrun kills the other ranks as soon as one exits with a non-zero code
         self.engine.groups.barrier()
 
     def _open_folder(self, attempt: Attempt) -> Path:
         folder = create_run_folder(self.run, self.start.run_dir)
         self.lock.take(folder)
-        attempt.note(folder)  # before the first file: from here on the folder is known to be ours
+        attempt.note(folder)  # before the first file, so that a restart recognises the folder
         forget_end(folder)
         describe_run(self.engine.plan, folder, self._program())
         begin_metrics(folder, self.progress.step)
@@ -204,7 +205,7 @@ class Trainer:
         return folder
 
     def _train(self, sinks: Sequence[Sink]) -> ValidationReport | None:
-        """Take the steps; returns the last validation."""
+        """Run the remaining steps; return the last validation."""
         self.times.end("run folder")
         validated = self._first_validation(sinks)
         if validated is not None:
@@ -218,6 +219,7 @@ class Trainer:
             self._tell_graphs(sinks)
             self._tell_pace(sinks, report)
             if self.bad_steps.rolls_back(report, self.engine.loss_scale):
+                # back to the checkpoint's state, but on with the next data: a bad batch would recur
                 self._roll_back(sinks)
                 stopwatch.lap()
                 continue
@@ -229,7 +231,7 @@ class Trainer:
         return validated
 
     def _tell_ready(self, sinks: Sequence[Sink]) -> None:
-        """After the first step of this process: how long it has taken to come there."""
+        """Report start-up times after the first step of this process."""
         if self.training_step.taken != 1:
             return
         self.times.end("first step")
@@ -237,7 +239,7 @@ class Trainer:
             sink.note(f"step {self.progress.step}/{self.run.train.steps}  {self.times}")
 
     def _tell_graphs(self, sinks: Sequence[Sink]) -> None:
-        """After the step that has captured them: this rank's graphs beside what was planned."""
+        """Report captured graphs beside the plan, after the step that captured them."""
         engine = self.engine
         recorder = engine.recorder
         captured_now = self.training_step.taken == self.run.cuda_graph.warmup_steps + 1
@@ -251,7 +253,7 @@ class Trainer:
             sink.note(f"step {self.progress.step}/{self.run.train.steps}  {text}")
 
     def _tell_pace(self, sinks: Sequence[Sink], report: StepReport) -> None:
-        """Once, where steps are slower than planned."""
+        """Report once if steps are slower than planned."""
         if self.pace is None:
             return
         text = self.pace.sentence(report, self.meter.rank_load)
@@ -285,7 +287,7 @@ class Trainer:
             yield lambda: Console(self.run, self.progress.step)
 
     def step(self, stopwatch: Stopwatch) -> StepReport:
-        """Train on the next batches; `stopwatch` times what lies between two steps."""
+        """Train on the next global batch; `stopwatch` measures time from step to step."""
         run = self.run
         updates = self.progress.updates + 1
         lr = lr_at(updates, run)
@@ -297,6 +299,7 @@ class Trainer:
         self.meter.begin(self.progress.step + 1)
         facts, totals = self.training_step(batches, lr, decay, following)
         self.meter.count(totals)
+        # a stop request during the last step changes nothing: the run ends anyway
         self.stops = bool(facts.stop) and self.progress.step + 1 < run.train.steps
         taken = self.progress.step + 1
         tokens = self.progress.tokens + self.meter.tokens_per_step
@@ -310,7 +313,7 @@ class Trainer:
         return step == self.run.train.steps or bool(interval and step % interval == 0)
 
     def _owes_validation(self) -> bool:
-        """Whether validation is due: at the start, or where the last process left it out."""
+        """True if a validation is due at the start, or was skipped when the last process ended."""
         step = self.progress.step
         if not step or not self._validates_now():
             return not step
@@ -321,7 +324,7 @@ class Trainer:
         return any("loss" in row for row in rows) and not any("val_loss" in row for row in rows)
 
     def _first_validation(self, sinks: Sequence[Sink]) -> ValidationReport | None:
-        """What is due before the first step; also what the end tells where no step is left."""
+        """Run a validation owed before the first step, or the final one if no step is left."""
         if self._owes_validation():
             return self._validate(sinks)
         return self._validate(()) if self.progress.step == self.run.train.steps else None
@@ -343,12 +346,13 @@ class Trainer:
             self.saved = self._save()
 
     def _telling_save(self) -> AbstractContextManager[None]:
-        """At the end of a run, when nothing else is told, of a save that takes long."""
+        """Print the progress of a slow save at the end of a run, when nothing else is printed."""
         ends = self.stops or self.progress.step == self.run.train.steps
         what = f"saving {checkpoint_name(self.progress.step)}"
         return telling(what, self.saver.progress, aloud=self.speaks and ends)
 
     def _save(self) -> Path:
+        # After a bad step check the state: a checkpoint of NaNs must not become the newest.
         if self.bad_steps.in_a_row and not self._finite():
             bad = "parameters or moments are not finite"
             raise Diverged(f"step {self.progress.step} was to be saved, but {bad}")
@@ -356,7 +360,7 @@ class Trainer:
         return self.saver.save(self.run_dir / CHECKPOINTS, self.progress, self.feed.cursor.state())
 
     def _finite(self) -> bool:
-        """Whether parameters and moments are finite; the same on every rank."""
+        """Return whether parameters and moments of all ranks are finite; same on every rank."""
         param_shards = self.engine.optimizer.param_shards()
         values = (value for owned in param_shards for value in owned.state.values())
         bad = torch.stack([value.isfinite().logical_not().any() for value in values]).any().float()
@@ -364,7 +368,7 @@ class Trainer:
         return not bad
 
     def _roll_back(self, sinks: Sequence[Sink]) -> None:
-        """Load the newest checkpoint; the data cursor stays. Raises Diverged without one."""
+        """Load the newest checkpoint but keep the data cursor. Raises Diverged without one."""
         bad = self.progress.step
         self.saver.wait()
         found = rank_zero_says(self.engine.groups, self._newest)
@@ -383,12 +387,13 @@ class Trainer:
         return None if path is None else (path, read_manifest(path))
 
     def _sample(self, sinks: Sequence[Sink]) -> str | None:
-        """Text that continues the first tokens of the validation data; None: nobody asks for it."""
+        """Return text that continues the first validation tokens; None without a sink for it."""
         log = self.run.log
         if not (log.console or log.wandb or log.tensorboard):
             return None
         length = max(1, self.run.train.seq_len // 2)
         prompt = next(iter(self.held_out)).tokens_BS[0, :length].tolist()
+        # replicas have different validation data, and all ranks must generate the same
         prompt = rank_zero_says(self.engine.groups, lambda: prompt)
         self.engine.watchdog.note("a sample")
         text = sample_text(self.engine, self.data.tokenizer, prompt, aloud=self.leads)

@@ -80,7 +80,7 @@ class DistributedOptimizer:
 
     `chunks[c]` lists the parameters of chunk c in the order of use, and `buffers[c]` says where
     they lie; `grads` is the type in which gradients are summed. A chunk, or all of them, may have
-    none: what is summed over ranks is then zero, on `device`. With `whole_steps`, a step is one
+    none: what is summed over ranks is then zero, on `device`. With `full_iteration`, a step is one
     graph, and gathers updated parameters itself (`in_graph`). `writes_first`: the sums of experts
     are not cleared, their first gradients in a step are written.
     """
@@ -94,7 +94,7 @@ class DistributedOptimizer:
         grads: torch.dtype = torch.float32,
         *,
         device: torch.device,
-        whole_steps: bool = False,
+        full_iteration: bool = False,
         writes_first: bool = False,
     ) -> None:
         self.config = config
@@ -119,12 +119,12 @@ class DistributedOptimizer:
             for specs, shards in zip(chunks, self.shards, strict=True)
             for shard in in_use_order(specs, shards)
         ]
-        at_update = config.overlap_params and not whole_steps
+        at_update = config.overlap_params and not full_iteration
         self._param_gather = ParamGather(self._in_use_order, at_update)
         # replaced where something is made of parameters that holds until they change; called when
         # they have, or will have in what is recorded now and replayed later
         self.changed: Callable[[], None] = nothing
-        if whole_steps:  # the first eager step connects what recorded gathers will go through
+        if full_iteration:  # the first eager step connects what recorded gathers will go through
             for shard in self._in_use_order:
                 self._param_gather.updated(shard)
 

@@ -32,7 +32,7 @@ Trained = list[list[float]]  # by step, from 1 on: loss, gradient norm squared, 
 
 
 def easy_batches(run: Run, step: int, dp_rank: int) -> list[Batch]:
-    """Of few tokens, so that the loss falls."""
+    """Return batches of few distinct tokens, so that the loss falls."""
     return [
         dataclasses.replace(
             batch,
@@ -89,8 +89,9 @@ def trained_alone(run: Run, **given: Any) -> Trained:
 
 
 def print_trained(cases: Mapping[str, Sequence[Run]], steps: int) -> None:
-    """As one of torchrun's ranks, train the runs of each case, which are laid out alike; the first
-    rank prints the case's name and what each run gave.
+    """Train the runs of each case as one of torchrun's ranks; runs of a case share a layout.
+
+    The first rank prints the case's name and the result of each run.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device(f"cuda:{rank}")

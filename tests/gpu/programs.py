@@ -57,7 +57,7 @@ def losses(folder: Path, *overrides: str, first: int = 1) -> list[tuple[float, f
 
 
 def printed_by_ranks(program: str, ranks: int) -> list[Any]:
-    """What as many processes of a file of tests print as lines of JSON, each a list."""
+    """Return what the processes of a test file print as lines of JSON, each a list."""
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     line += [f"--nproc-per-node={ranks}", program]
     paths = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"

@@ -35,7 +35,7 @@ def said(run: Run, device: str, captures: bool = False) -> torch.Tensor:
     """Logits behind the prompts and behind each of the same tokens."""
     with process_world(0, 1, torch.device(device)):
         engine = engine_on(run, device)
-        engine.make_parameters_whole()
+        engine.gather_all_params()
         recorder = CudaRecorder() if captures else None
         decoder = Decoder(engine, len(PROMPTS), 32, recorder)
         found = [decoder.prompts(PROMPTS)]

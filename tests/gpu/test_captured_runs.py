@@ -96,7 +96,9 @@ def test_a_resumed_run_validates_as_one_without_graphs(tmp_path: Path, model: st
 @pytest.mark.parametrize("graph", ["full_iteration", "update"])
 @pytest.mark.parametrize("overlap", ["true", "false"])
 @pytest.mark.parametrize("layout", ["parallel.dp=2", "parallel.tp=2", "parallel.pp=2"])
-def test_a_whole_step_gathers_its_parameters(tmp_path: Path, layout: str, overlap: str, graph: str):
+def test_full_iteration_graph_gathers_parameters(
+    tmp_path: Path, layout: str, overlap: str, graph: str
+):
     """After every step a validation, whose graph leaves everything whole, and a new process."""
     fixed = (
         "model=dense_tiny",

@@ -38,9 +38,9 @@ def test_transports_and_graphs_give_the_same_bits(tmp_path: Path):
 
 
 def test_like_without_clones_and_across_a_checkpoint(tmp_path: Path):
-    """In fp32 the first step is that without clones, and so is the step behind a checkpoint that
-    was written with them: later steps drift apart, since Adam makes a whole step of what is rounded
-    where a gradient is nothing else.
+    """In fp32 the first step equals that without clones, as does the first after a checkpoint.
+
+    Later steps drift apart: Adam normalises gradients that are rounding errors alone to full size.
     """
     fp32 = (*FIXED, "precision=fp32", "checkpoint=default")
     plain = losses(tmp_path / "plain", *fp32, "train.steps=1")

@@ -1,5 +1,6 @@
-"""Experts in FP8 on a GPU: kernels that quantise, torch's grouped product beside fp64 and
-beside the reference, in CUDA graphs, with weights that are quantised once, and in whole runs.
+"""Experts in FP8 on a GPU: quantisation kernels, and torch's grouped GEMM.
+
+Compared with fp64 and the reference, in CUDA graphs, with weights quantised once, and in runs.
 
 Shapes: E experts, T rows, IN and OUT widths.
 """
@@ -66,7 +67,7 @@ def test_kernels_round_as_torch_does(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_products_are_as_near_to_fp64_as_fp8_are(shape: tuple[int, int, int, int]):
+def test_gemms_are_as_accurate_as_fp8_allows(shape: tuple[int, int, int, int]):
     """With rows of nobody that hold NaN; the reference's results are within its sums' rounding."""
     experts, count, width, made = shape
     ends = uneven_ends(experts, count)
@@ -115,7 +116,7 @@ class Layer:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_captured_layer_equals_the_eager_one_also_after_an_update(
+def test_captured_layer_equals_eager_after_update(
     shape: tuple[int, int, int, int],
 ):
     layer = Layer(*shape)
@@ -148,7 +149,7 @@ def test_a_captured_layer_equals_the_eager_one_also_after_an_update(
     torch.cuda.current_stream().wait_stream(side)
 
 
-def test_nothing_waits_for_the_device_and_a_weight_is_quantised_once():
+def test_no_host_sync_and_weights_quantised_once():
     layer = Layer(*SHAPES[-1])
     first = layer.results(layer.both)
     places = [each.data_ptr() for each in layer.fp8.held.tensors()]  # type: ignore[union-attr]

@@ -1,5 +1,6 @@
-"""Transformer Engine's products on a GPU: beside fp64, beside scales and entries of the reference,
-in CUDA graphs, and with weights that are quantised once.
+"""Transformer Engine's FP8 GEMMs on a GPU, against fp64 and the reference's scales and entries.
+
+Also in CUDA graphs, and with weights quantised once.
 
 Shapes: T rows, IN and OUT widths.
 """
@@ -40,7 +41,7 @@ def normal(*shape: int, seed: int = 0, std: float = 1.0) -> Tensor:
 
 
 def operands(rows: int, given: int, made: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What comes in, the weight, the output's gradient."""
+    """Return input, weight, and gradient of the output."""
     return (
         normal(rows, given),
         normal(made, given, seed=1, std=0.02),
@@ -71,7 +72,7 @@ def reference(recipe: Fp8Recipe, *matrices: Tensor) -> Reference:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("recipe", Fp8Recipe, ids=lambda recipe: recipe.value)
-def test_products_are_as_near_to_fp64_as_fp8_are(recipe: Fp8Recipe, shape: tuple[int, int, int]):
+def test_gemms_are_as_accurate_as_fp8_allows(recipe: Fp8Recipe, shape: tuple[int, int, int]):
     """Tensor cores keep 13 bits of a partial sum where 32 products are added at once."""
     matrices = operands(*shape)
     kind = "block" if recipe is Fp8Recipe.block else "current"
@@ -139,9 +140,7 @@ class Layer:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("recipe", Fp8Recipe, ids=lambda recipe: recipe.value)
-def test_a_captured_layer_equals_the_eager_one_also_after_an_update(
-    recipe: Fp8Recipe, shape: tuple[int, int, int]
-):
+def test_captured_layer_equals_eager_after_update(recipe: Fp8Recipe, shape: tuple[int, int, int]):
     layer = Layer(recipe, shape)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -171,7 +170,7 @@ def test_a_captured_layer_equals_the_eager_one_also_after_an_update(
 
 
 @pytest.mark.parametrize("recipe", Fp8Recipe, ids=lambda recipe: recipe.value)
-def test_nothing_waits_for_the_device_and_a_weight_is_quantised_once(recipe: Fp8Recipe):
+def test_no_host_sync_and_weights_quantised_once(recipe: Fp8Recipe):
     layer = Layer(recipe, SHAPES[1])
     first = layer.results(layer.both)
     places = [each.data_ptr() for each in layer.fp8.held.tensors() if each is not None]
@@ -189,7 +188,7 @@ def test_nothing_waits_for_the_device_and_a_weight_is_quantised_once(recipe: Fp8
 
 
 @pytest.mark.parametrize("recipe", Fp8Recipe, ids=lambda recipe: recipe.value)
-def test_rows_that_tensor_cores_do_not_take_are_padded(recipe: Fp8Recipe):
+def test_rows_are_padded_for_tensor_cores(recipe: Fp8Recipe):
     """One row, as when a token is generated, and 37: the same as the first of more."""
     layer = Layer(recipe, (64, 256, 128))
     for rows in (1, 37):
@@ -212,8 +211,8 @@ def test_a_gradient_that_waits_is_the_one_added_at_once(recipe: Fp8Recipe):
 
 
 @pytest.mark.parametrize("recipe", Fp8Recipe, ids=lambda recipe: recipe.value)
-def test_a_graph_counts_lost_entries_in_the_replays_that_are_asked_to(recipe: Fp8Recipe):
-    """As many as torch counts of the same entries."""
+def test_graph_counts_lost_entries_only_when_asked(recipe: Fp8Recipe):
+    """Counts equal those by torch of the same entries."""
     x = operands(272, 144, 80)[0] * torch.logspace(0, -12, 144, device=GPU).bfloat16()
     x[3, 5] = 0.0
     scales = earlier(x / 2, x, x) if recipe is Fp8Recipe.delayed else None

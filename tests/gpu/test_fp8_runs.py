@@ -61,8 +61,8 @@ GRAPHS = {
     "attn": CudaGraphConfig(GraphImpl.local, (GraphScope.attn,)),
     "partial": CudaGraphConfig(GraphImpl.local, PARTS),
     "layer": CudaGraphConfig(GraphImpl.local),
-    "whole step": WHOLE,
-    "whole step with its update": UPDATES,
+    "full iteration": WHOLE,
+    "full iteration with its update": UPDATES,
     "attn by Transformer Engine": CudaGraphConfig(GraphImpl.transformer_engine, (GraphScope.attn,)),
     "partial by Transformer Engine": CudaGraphConfig(GraphImpl.transformer_engine, PARTS),
     "layer by Transformer Engine": CudaGraphConfig(GraphImpl.transformer_engine),
@@ -113,8 +113,8 @@ BIASED_GRAPHS = {
         for name, scope in SCOPES.items()
         for impl in (GraphImpl.local, GraphImpl.transformer_engine)
     },
-    "whole step": dataclasses.replace(WHOLE, warmup_steps=WARMUP),
-    "whole step with its update": dataclasses.replace(UPDATES, warmup_steps=WARMUP),
+    "full iteration": dataclasses.replace(WHOLE, warmup_steps=WARMUP),
+    "full iteration with its update": dataclasses.replace(UPDATES, warmup_steps=WARMUP),
 }
 
 
@@ -145,7 +145,7 @@ RECOMPUTED = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.value)
-def test_what_is_computed_again_changes_no_bits(recipe: Fp8Recipe):
+def test_recompute_is_bit_identical(recipe: Fp8Recipe):
     kept = trained_alone(run_of(recipe), steps=20)
     for name, recompute in RECOMPUTED.items():
         for graph in (EAGER, WHOLE):
@@ -193,7 +193,7 @@ def test_chunks_of_the_head_and_shared_experts(chosen: str):
     assert graphs == eager
 
 
-@pytest.mark.parametrize("graph", [EAGER, WHOLE], ids=["eager", "whole step"])
+@pytest.mark.parametrize("graph", [EAGER, WHOLE], ids=["eager", "full iteration"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.value)
 def test_a_resumed_run_repeats_one_that_was_not_stopped(
     tmp_path: Path, recipe: Fp8Recipe, graph: CudaGraphConfig
@@ -207,8 +207,8 @@ def test_a_resumed_run_repeats_one_that_was_not_stopped(
     assert trained_alone(run, steps=20, resume=saved) == whole[10:]
 
 
-def test_the_program_goes_on_in_fp8(tmp_path: Path):
-    """Of its starts, each half a minute, no more than one case needs."""
+def test_program_resumes_in_fp8(tmp_path: Path):
+    """Each start takes half a minute, so every case has only as many as it needs."""
     given = (
         "model=dense_tiny",
         "model.num_layers=4",

@@ -51,7 +51,7 @@ def test_logits_beyond_32_bits(plain: None):
 @pytest.mark.parametrize(
     "size", [(8192, 6, 64, 1024), (4096, 8, 128, 2048), (1024, 8, 16, 5120)], ids=str
 )
-def test_rows(
+def test_dispatched_rows_match_reference(
     size: tuple[int, int, int, int], drops: bool, rows_per_expert: int | None, plain: None
 ):
     drawn = draw_rows(*size, torch.bfloat16, drops, rows_per_expert)
@@ -91,7 +91,7 @@ def test_grouped_gradient_beyond_32_bits():
     check_grouped_gradient([70_000, 300_000, 9, 230_000], 4096, 128, dtype=torch.bfloat16, spare=3)
 
 
-def test_sums_of_more_bits_take_the_grouped_gradient():
+def test_grouped_gradient_adds_to_wider_main_gradients():
     """Bits below those of the weights count."""
     rows_TI, grad_TO = (
         torch.randn(500, 64, device="cuda").bfloat16(),
@@ -141,7 +141,7 @@ def drawn_leaves() -> tuple[Tensor, ...]:
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k"), [(8192, 64, 6), (4096, 128, 8), (1, 64, 6)]
 )
-def test_rows_are_counted_as_they_are_sorted(
+def test_counts_match_sorted_rows(
     tokens: int, experts: int, top_k: int, drops: bool, monkeypatch: pytest.MonkeyPatch
 ):
     scores_TE = torch.rand(tokens, experts, device="cuda")
@@ -177,7 +177,7 @@ def test_callers_take_the_kernels(monkeypatch: pytest.MonkeyPatch):
 
 
 def captured(run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """What a replay leaves behind."""
+    """Return the results of a replay."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

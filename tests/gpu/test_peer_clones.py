@@ -60,7 +60,7 @@ def main() -> None:
 def compared(
     sizes: CloneSizes, group: dist.ProcessGroup, device: torch.device
 ) -> dict[str, list[str]]:
-    """What differs from the loops, eagerly and replayed, with two sets of values in turn."""
+    """Return differences from reference loops, eager and replayed, for two sets of values."""
     rank, ranks = group.rank(), group.size()
     clones = PeerClones(
         group,
@@ -100,7 +100,7 @@ def compared(
 def repeated(
     run: Run, values: CloneValues, others: list[CloneValues], exact: list[dict[str, Tensor]]
 ) -> list[str]:
-    """What is ever different from the loops."""
+    """Return all differences from reference loops."""
     flags = []
     with no_waits():
         for nth in range(REPEATS):
@@ -110,7 +110,7 @@ def repeated(
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_clones_arrive_and_their_gradients_come_home():
+def test_clone_weights_arrive_and_gradients_return():
     ranks = min(4, torch.cuda.device_count())
     rows = printed_by_ranks(__file__, ranks)
     assert len(rows) == len(SIZES)

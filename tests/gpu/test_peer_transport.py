@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def compared(sizes: Sizes, group: dist.ProcessGroup, device: torch.device) -> dict[str, list[str]]:
-    """What differs between the transports, and between one run and another of the same values."""
+    """Return differences between the transports, and between two runs on the same values."""
     rank, ranks = group.rank(), group.size()
     local = sizes.local(ranks)
     transports: dict[str, TokenTransport] = {
@@ -91,7 +91,7 @@ def compared(sizes: Sizes, group: dist.ProcessGroup, device: torch.device) -> di
 
 
 def replayed(name: str, run: Run, given: Given, another: Given) -> dict[str, list[str]]:
-    """What differs between a captured run and an eager one, with two sets of values in turn."""
+    """Return differences between captured and eager runs, for two sets of values in turn."""
     before = given.clone()
     exact = run()
     given.copy_(another)
@@ -118,7 +118,7 @@ def replayed(name: str, run: Run, given: Given, another: Given) -> dict[str, lis
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_peers_bring_what_collectives_bring():
+def test_peer_transport_equals_collectives():
     ranks = min(4, torch.cuda.device_count())
     ranks -= ranks % 2
     rows = printed_by_ranks(__file__, ranks)

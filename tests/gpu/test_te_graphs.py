@@ -59,7 +59,7 @@ def test_it_repeats_eager_training_bit_for_bit(model: str):
 
 
 @pytest.mark.parametrize("impl", [GraphImpl.local, GraphImpl.transformer_engine])
-def test_paired_gradients_beside_partial_graphs_repeat_eager_ones(impl: GraphImpl):
+def test_paired_gradients_with_partial_graphs_equal_eager(impl: GraphImpl):
     """Replays of the next microbatch overwrite where the rows of a gradient that waits end."""
     runs = [run_of("moe", graph) for graph in (EAGER, CudaGraphConfig(impl, PARTS))]
     paired = [dataclasses.replace(run.optim, pair_expert_grads=True) for run in runs]

@@ -168,7 +168,7 @@ def test_ends_come_along_with_runs_and_exports(
         settings = {"eos_token": "<turn>", "bos_token": "<s>"}
         (tmp_path / "theirs/tokenizer_config.json").write_text(json.dumps(settings))
     assert (
-        "documents go on to end with '</s>', although theirs/tokenizer.json ends them with '<turn>'"
+        "documents still end with '</s>', although theirs/tokenizer.json ends them with '<turn>'"
     ) in ended.stdout
     assert json.loads((tmp_path / "branch/tokenizer_config.json").read_text()) == {
         "eos_token": "</s>"

@@ -215,7 +215,7 @@ def test_ctrl_c_keeps_what_finished_and_the_same_command_resumes(
     said = "stopped; the same command goes on\n"
     if closed:
         process.stdout.close()
-        lost = "stdout cannot be written: Broken pipe; the run goes on without it"
+        lost = "stdout cannot be written: Broken pipe; the run continues without it"
         said = f"train.py: {lost}\n{said}"
     process.send_signal(signal.SIGHUP if closed else signal.SIGINT)
     os.kill(job, signal.SIGCONT)

@@ -70,9 +70,7 @@ def run_of(case: Case, **sections: Any) -> Run:
 
 
 def idle(case: Case) -> bool:
-    """Whether a choice is made that means nothing beside the others, so that the case says the
-    same as another one.
-    """
+    """Return whether a choice has no effect beside the others, so that the case repeats another."""
     chosen = dict(zip(CHOICES, case, strict=True))
     dense = chosen["model"] == "dense" and (chosen["ep"], chosen["etp"], chosen["dispatcher"]) != (
         1,

@@ -133,7 +133,7 @@ def poisoned(
     *poisons: Poison,
     steps: int = 8,
 ) -> Any:
-    """What rank 0 of a poisoned run saw; checkpoints every 3 steps."""
+    """Return what rank 0 of a poisoned run saw; it saves checkpoints every 3 steps."""
     overrides = (
         *corpus,
         layout,
@@ -326,7 +326,7 @@ def test_an_overflow_that_a_smaller_loss_scale_mends_is_not_bad():
 
 
 def exit_code(run: Run) -> int:
-    """Of a process that trains."""
+    """Return the exit code of a process that trains."""
 
     def child() -> None:
         begin_fork()

@@ -79,8 +79,9 @@ def spread(rank: int, balance: Balance, parts: int, replicas: int) -> dict[str, 
 
 
 def alone(balance: Balance, replicas: int) -> dict[str, Tensor]:
-    """The same in one process, replica by replica; their loads meet where the global batch is
-    evened.
+    """Compute the same in one process, replica by replica.
+
+    Their loads are summed where the balance is taken over the global batch.
     """
     routers = [router_of(balance, LayerGroups()) for _ in range(replicas)]
     found = [

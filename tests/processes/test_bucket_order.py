@@ -137,7 +137,7 @@ def test_a_tied_table_is_fetched_first_and_summed_last():
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_tied_table_on_two_stages_has_a_bucket_of_its_own(overlap: bool):
-    """Where it is the head, its gradient is summed first, and its rows are fetched last."""
+    """On the head's stage its gradient is reduced first and its rows are gathered last."""
     optim = OptimConfig(lr=1e-2, warmup_steps=2, overlap_grads=overlap, overlap_params=overlap)
     parallel = ParallelConfig(world_size=4, dp=2, pp=2)
     model = replace(TINY, moe=None, num_layers=2, tie_embeddings=True)

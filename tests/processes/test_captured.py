@@ -56,7 +56,7 @@ BIASED = dataclasses.replace(FOUR.moe, score=Score.sigmoid, bias_update_rate=0.0
 MODELS = {
     "moe": FOUR,
     "dense": dataclasses.replace(FOUR, moe=None),
-    # trains on the tokens per expert of the whole step
+    # its bias update uses the tokens per expert of the global batch
     "biased": dataclasses.replace(FOUR, moe=BIASED),
 }
 WARMUP, STEPS = 2, 5
@@ -81,10 +81,10 @@ CHOICES = {
     **{scope: local(scope) for scope in SCOPES},
     "layer by slot": local("layer", GraphKey.slot),
     "partial by slot": local("partial", GraphKey.slot),
-    "whole step": WHOLE,
-    "whole step, update": UPDATING,
+    "full iteration": WHOLE,
+    "full iteration, update": UPDATING,
 }
-WHOLE_STEPS = ("whole step", "whole step, update")
+FULL_ITERATIONS = ("full iteration", "full iteration, update")
 
 
 def run_of(model: ModelConfig, graph: CudaGraphConfig, **sections: Any) -> Run:
@@ -138,7 +138,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 # of tokens, for whose sizes the host waits
-WITH_EXCHANGE = ("moe", "attn and moe", "layer", "layer by slot", *WHOLE_STEPS)
+WITH_EXCHANGE = ("moe", "attn and moe", "layer", "layer by slot", *FULL_ITERATIONS)
 SELECTED = (Recompute.attn_core, Recompute.norm, Recompute.mlp_act, Recompute.experts_act)
 LAYOUTS = {
     "one rank": ParallelConfig(),
@@ -161,7 +161,9 @@ QUICK = [("one rank", "moe"), ("pp2", "biased"), ("ep2", "moe")]
 def test_captured_training_equals_eager_training_bit_for_bit(layout: str, model: str):
     parallel, runs = LAYOUTS[layout], {}
     names = (
-        CHOICES if layout in ("one rank", "pp2", "pp2 vpp2") else ("partial", "layer", *WHOLE_STEPS)
+        CHOICES
+        if layout in ("one rank", "pp2", "pp2 vpp2")
+        else ("partial", "layer", *FULL_ITERATIONS)
     )
     for name, graph in {"eager": EAGER, **{name: CHOICES[name] for name in names}}.items():
         try:
@@ -179,7 +181,9 @@ def test_captured_training_equals_eager_training_bit_for_bit(layout: str, model:
         eager = results.pop("eager")
         for name, result in results.items():
             assert same(result, eager), name
-            assert result["facts"].count == (1 if name in WHOLE_STEPS else result["planned"]), name
+            assert result["facts"].count == (1 if name in FULL_ITERATIONS else result["planned"]), (
+                name
+            )
             assert result["facts"].count or name in ("mlp", "moe")  # a rank may have no such layers
 
 
@@ -237,7 +241,7 @@ def test_memory_does_not_grow_with_the_number_of_microbatches(layout: str):
 
 
 @pytest.mark.parametrize("phases", [SELECTED, (Recompute.moe,)], ids=["several", "moe"])
-@pytest.mark.parametrize("graph", sampled(["partial", "attn", "layer", "whole step"], 2))
+@pytest.mark.parametrize("graph", sampled(["partial", "attn", "layer", "full iteration"], 2))
 def test_recomputation_within_captured_parts(graph: str, phases: tuple[Recompute, ...]):
     again = RecomputeConfig(phases=phases)
     if graph == "partial" and Recompute.moe in phases:
@@ -288,7 +292,7 @@ def test_experts_padded_are_captured_over_ranks(dispatcher: DispatcherKind):
         assert same(results["layer"], results["eager"])
 
 
-def test_a_whole_step_recomputes_whole_layers():
+def test_full_iteration_graph_with_full_recompute():
     with process_world(0, 1, torch.device("cpu")):
         runs = [
             run_of(FOUR, chosen, recompute=RecomputeConfig(full=True)) for chosen in (EAGER, WHOLE)
@@ -361,7 +365,7 @@ def test_a_resumed_run_validates_as_one_without_graphs(tmp_path: Path):
 # Triton's interpreter takes a hundredth of a second per kernel
 TWO_MICROBATCHES = TrainConfig(steps=20, seq_len=16, micro_batch=2, global_batch=4)
 BESIDE = [
-    *itertools.product(("moe", "dense"), ("partial", "whole step", "layer")),
+    *itertools.product(("moe", "dense"), ("partial", "full iteration", "layer")),
     ("moe", "moe"),
     ("dense", "mlp"),
 ]
@@ -409,8 +413,8 @@ def several_with_kernels(rank: int, runs: dict[str, Run]) -> dict[str, dict[str,
 
 @pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.bfloat16], ids=lambda dtype: dtype.value)
 @pytest.mark.parametrize("model", chosen(("moe", "dense"), ["dense"]))
-def test_gradients_that_meet_in_a_norm_are_the_same_however_backward_runs(model: str, dtype: Dtype):
-    """Whole, split, split in a graph, and after whole layers computed again."""
+def test_norm_gradients_equal_for_every_backward(model: str, dtype: Dtype):
+    """Whole, split, split in a graph, and with full recomputation."""
     pytest.importorskip("triton")
     split = ScheduleConfig(ScheduleName.zero_bubble_h1)
     small = {

@@ -1,4 +1,4 @@
-"""A run goes on with the data that its checkpoint was trained on, or says what has changed."""
+"""A resumed run continues with the data of its checkpoint, or reports what has changed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STEPS = ("train.steps=4", "checkpoint.interval=2", "log.console=true")
 
 
 def trained(rank: int, folder: Path, run: Run) -> str:
-    """What a run prints, or the line that it ends with."""
+    """Return what a run prints, or the line that it ends with."""
     os.chdir(folder)
     with redirect_stdout(io.StringIO()) as printed:
         try:
@@ -78,8 +78,8 @@ def test_changed_data_are_refused_or_accepted_and_listed(tmp_path: Path):
     change = f"2.txt has {size + 4} bytes, had {size}"
     refused = (
         f"data.path={trial.corpus}/*.txt: the data have changed since run/checkpoints/"
-        f"step-00000002 was saved: {change}; bring them back, or "
-        "go on with data.accept_changed=true"
+        f"step-00000002 was saved: {change}; restore them, or "
+        "continue with data.accept_changed=true"
     )
     for ranks in (1, 2):
         overrides = ("parallel.dp=2",) if ranks == 2 else ()
@@ -92,7 +92,7 @@ def test_changed_data_are_refused_or_accepted_and_listed(tmp_path: Path):
 
 
 def test_the_same_files_elsewhere_are_the_same_data(tmp_path: Path):
-    """A corpus that has moved goes on; one that has also changed is refused by both."""
+    """Resuming accepts a moved corpus; one that has also changed is refused by both runs."""
     trial = Trial(tmp_path)
     moved = tmp_path / "moved"
     shutil.move(trial.corpus, moved)
@@ -110,7 +110,7 @@ def test_the_same_files_elsewhere_are_the_same_data(tmp_path: Path):
 
 
 def test_resume_auto_follows_the_data(tmp_path: Path):
-    """Of runs in one place on two corpora each goes on with its own, wherever that lies by now."""
+    """Two runs in one folder each resume with their own corpus, wherever it is now."""
     other = tmp_path / "other"
     settings = (*corpus_in(tmp_path / "corpus"), *STEPS)
     corpus_in(other)
@@ -129,7 +129,7 @@ def test_resume_auto_follows_the_data(tmp_path: Path):
     assert passed.startswith(f"{second}/checkpoints/step-00000002: data.path=")
 
 
-def test_a_checkpoint_that_does_not_say_is_continued_and_this_is_said(tmp_path: Path):
+def test_checkpoint_without_data_record_resumes_with_notice(tmp_path: Path):
     trial = Trial(tmp_path)
     assert trial.checkpoint
     manifest = parse_manifest(trial.checkpoint)
@@ -157,11 +157,11 @@ def test_a_stream_is_compared_too(tmp_path: Path):
     file.write_text("\n".join([*lines, lines[0]]))
     assert "the data have changed since" in trial.resumes()
     told = trial.resumes("data.accept_changed=true")
-    assert told.startswith("data.accept_changed=true: a position in a stream means nothing")
+    assert told.startswith("data.accept_changed=true: a position in a stream is invalid")
 
 
 def found_on(rank: int, folder: Path, run: Run) -> str:
-    """As on two hosts of which one has another copy."""
+    """Act as two hosts, one of which has a different copy of the data."""
     if rank:
         (folder / "other").mkdir()
         (folder / "other/0.txt").write_text("something else " * 500)
@@ -174,7 +174,7 @@ def found_on(rank: int, folder: Path, run: Run) -> str:
     return "nothing was found"
 
 
-def test_hosts_that_have_other_copies_are_told(tmp_path: Path):
+def test_hosts_with_different_data_are_reported(tmp_path: Path):
     run = composed((*corpus_in(tmp_path / "corpus"), "parallel.dp=2"), 2)
     said = run_distributed(found_on, 2, tmp_path, run)
     assert said[0] == said[1]
@@ -242,7 +242,7 @@ def test_changed_tokenizer_is_named_as_such(tmp_path: Path):
     own.write_text(own.read_text() + "\n")
     refused = trial.resumes()
     assert refused.startswith(f"data.tokenizer={own}: the data have changed since ")
-    assert ": the tokenizer has other contents; bring them back, or " in refused
+    assert ": the tokenizer has other contents; restore them, or " in refused
     moved = tmp_path / "moved"
     shutil.copytree(trial.corpus, moved)
     elsewhere = f"data.path=[{moved}/*.txt]"

@@ -115,7 +115,7 @@ def loss_scale(engine: Engine) -> dict[str, Any] | None:
 
 
 def resume_and_resume(rank: int, run: Run, folder: Path) -> dict[str, Any]:
-    """Whether a run that goes on after a save and one that resumes from it stay bit-equal."""
+    """Check that a run that continues after a save and one that resumes stay bit-equal."""
     engine, progress = trained_engine(run, rank)
     path, scale = save(folder, run, engine, progress=progress), loss_scale(engine)
     biases = [router.bias_E.clone() for _, router in engine.routers()]
@@ -220,7 +220,7 @@ def test_loading_at_another_layout_resumes_alike(saved: tuple[tuple[int, int], P
 
 
 def test_every_element_is_in_exactly_one_file(saved: tuple[tuple[int, int], Path, Any]):
-    """As the safetensors library reads them, and where the manifest says."""
+    """Read by the safetensors library, at the places in the manifest."""
     (dp, _), path, wanted = saved
     files = sorted(path.glob("rank-*.safetensors"))
     assert len(files) == dp
@@ -257,7 +257,7 @@ def precision_changes(rank: int, folder: Path) -> bool:
     return all(torch.equal(a, b) for a, b in zip(*mains, strict=True))
 
 
-def test_fp32_parameters_of_a_bf16_run_are_kept_when_it_resumes_in_fp32(tmp_path: Path):
+def test_bf16_run_resumed_in_fp32_keeps_main_parameters(tmp_path: Path):
     assert run_distributed(precision_changes, 1, tmp_path / CHECKPOINTS) == [True]
 
 
@@ -387,7 +387,7 @@ def test_an_incomplete_manifest_is_refused(damage: str, two_checkpoints: Path, t
     )
 
 
-def test_the_oldest_checkpoint_has_none_before_it(two_checkpoints: Path, tmp_path: Path):
+def test_oldest_checkpoint_suggests_no_earlier_one(two_checkpoints: Path, tmp_path: Path):
     assert (
         refusal(
             two_checkpoints, tmp_path, "rank-00000.safetensors", damage=Path.unlink, step=1
@@ -450,7 +450,7 @@ def test_other_data_is_refused(key: str, two_checkpoints: Path):
     assert caught.value.key == key
 
 
-def test_other_settings_are_told(two_checkpoints: Path):
+def test_changed_settings_are_reported(two_checkpoints: Path):
     run = other_run(
         {"optim": {"lr": 0.5}, "train": {"steps": 99}, "log": {"interval": 3}},
         two_checkpoints / "step-00000002",
@@ -465,9 +465,7 @@ def test_other_settings_are_told(two_checkpoints: Path):
 
 
 def test_an_older_checkpoint_branches_off(two_checkpoints: Path):
-    """What came after it stays: the newest one goes on in its folder, an older one in a new
-    folder.
-    """
+    """Later checkpoints stay: only the newest resumes in its own folder."""
     assert (
         find_start(other_run({}, two_checkpoints / "step-00000002")).run_dir
         == two_checkpoints.parent

@@ -98,8 +98,9 @@ def test_what_is_saved_is_the_state_of_that_step(tmp_path: Path):
 
 
 def save_in_a_row(rank: int, run: Run, folder: Path) -> list[tuple[bool, list[str]]]:
-    """Whether a second save came back before the first was written, then after; and what was
-    written by then.
+    """Save twice; return whether the second save came back before and after the first was written.
+
+    Also return what was written by then.
     """
     goes, names = held_up()
     saver = Saver(engine_of(run, rank), lambda: None)
@@ -130,7 +131,7 @@ def blocked_times(rank: int, run: Run, folder: Path) -> list[float | None]:
     return [*seen, saver.blocked()]
 
 
-def test_the_time_that_saving_takes_from_training_is_told_once(tmp_path: Path):
+def test_time_blocked_by_saving_is_reported_once(tmp_path: Path):
     for first, one, two, last in run_distributed(
         blocked_times, 2, run_of(), tmp_path / CHECKPOINTS
     ):
@@ -159,7 +160,7 @@ def save_until_full(rank: int, run: Run, folder: Path, full: str) -> tuple[str, 
 
 
 @pytest.mark.parametrize("full", ["rank-00001.safetensors", "manifest.json", ".latest.tmp"])
-def test_a_full_disk_is_told_alike_on_all_ranks(full: str, tmp_path: Path):
+def test_full_disk_is_reported_on_all_ranks(full: str, tmp_path: Path):
     """/dev/full has no room for anything. Saving beside training says what saving in between
     says, and asks for a stop.
     """

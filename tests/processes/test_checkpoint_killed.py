@@ -1,5 +1,4 @@
-"""A process that dies at any moment of a save loses nothing that was committed, and the next run
-goes on from there.
+"""A process that dies at any moment of a save loses no committed checkpoint; the next run resumes.
 
 The moments: before and after every operation on the disk and every copy of the state, and in the
 middle of those that take time, in the training thread as in the one that writes beside it. At first
@@ -189,9 +188,7 @@ def tokens_of(path: Path) -> int:
 
 
 def faults(left: dict[str, Path], find: Callable[[Path], str | None]) -> list[str]:
-    """What `find` says about each folder that was left, with the moment; nothing where it is
-    content.
-    """
+    """Collect, with its moment, what `find` reports about each folder left behind."""
     return [f"{moment}: {fault}" for moment, run_dir in left.items() if (fault := find(run_dir))]
 
 
@@ -228,7 +225,7 @@ def test_what_a_rename_shows_is_on_the_disk_before(deaths: tuple[Scenario, dict[
     for index, name in enumerate(names):
         if name.startswith("before rename(.step-") and ".tmp," in name:
             temporary = name.removeprefix("before rename(").split(",")[0]
-            assert f"after sync({temporary})" in names[:index], "the draft's own entries"
+            assert f"after sync({temporary})" in names[:index], "entries of the temporary folder"
         if name.startswith("before rename(.latest.tmp"):
             assert f"after sync({CHECKPOINTS})" in names[:index], "the checkpoint that it will name"
     assert names[-1].startswith("after")
@@ -249,7 +246,7 @@ def test_every_checkpoint_that_is_offered_is_whole(deaths: tuple[Scenario, dict[
 
 
 @pytest.mark.parametrize("later", [0, 1], ids=["same step", "next step"])
-def test_the_next_run_saves_again_and_tidies_up(
+def test_next_run_saves_and_removes_leftovers(
     deaths: tuple[Scenario, dict[str, Path]], later: int, tmp_path: Path
 ):
     scenario, left = deaths
@@ -297,9 +294,7 @@ def two_ranks(work: Callable[[int], None], folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("dying", chosen([0, 1], [1]))
-def test_a_rank_that_dies_while_its_writer_works_leaves_whole_checkpoints(
-    dying: int, tmp_path: Path
-):
+def test_rank_killed_during_save_leaves_whole_checkpoints(dying: int, tmp_path: Path):
     config = CheckpointConfig(keep_last=1)
     run = make_run(TINY, parallel=ParallelConfig(world_size=2, dp=2), checkpoint=config)
 

@@ -1,8 +1,7 @@
-"""A checkpoint goes on at any layout: the losses after it are those of the layout that saved it,
-fp32.
+"""A checkpoint resumes at any layout, with the losses of the layout that saved it, in fp32.
 
-One set of processes per world size saves every layout of that size, and goes on with it; another
-one loads each at all of its.
+One set of processes per world size saves every layout of that size and continues; another one
+loads each checkpoint at all layouts of its size.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ def engine_in(groups: dict[str, Groups], case: Case, rank: int, seed: int = 1) -
 
 
 def digest(engine: Engine) -> str:
-    """Of all parameters of the model, to the bit; the same on every rank."""
+    """Return a digest of all parameters of the model; the same on every rank."""
     found = hashlib.sha256()
     for name, value in whole_parameters(engine).items():
         found.update(name.encode() + value.numpy().tobytes())
@@ -152,7 +151,7 @@ def save_all(rank: int, cases: list[Case], folder: Path) -> list[Found]:
 
 
 def load_all(rank: int, pairs: list[tuple[Case, str]], folder: Path) -> list[Found]:
-    """The same for fresh engines that load: a case and the layout that has saved."""
+    """Load into fresh engines every case, saved at a given layout, and do the same."""
     seen, groups = [], {}
     for case, source in pairs:
         path = newest_checkpoint(folder / case[0] / source)
@@ -179,7 +178,7 @@ def by_world(cases: Iterable[Case]) -> Iterator[tuple[int, list[Case]]]:
     scope="module", params=chosen([(QUICK,), (CASES,)], [(QUICK,)]), ids=["some", "all"]
 )
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """Where the checkpoints of the cases are, and what their runs came to."""
+    """Return the folder of the cases' checkpoints, and the results of their runs."""
     folder, found = tmp_path_factory.mktemp("saved"), {}
     for ranks, cases in by_world(request.param):
         results = run_distributed(save_all, ranks, cases, folder, timeout_s=600)
@@ -190,7 +189,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def never_stopped() -> dict[str, OneProcess]:
-    """What one process comes to without a checkpoint."""
+    """Return the results of one process without a checkpoint."""
     return {
         model: OneProcess.of(run_of(model, "single"), 2 * STEPS, first=STEPS) for model in MODELS
     }

@@ -1,4 +1,4 @@
-"""What a finished run says of clones of hot experts that it did not have."""
+"""Advice of a finished run about clones of hot experts that it did not use."""
 
 from __future__ import annotations
 
@@ -49,9 +49,11 @@ def test_it_pays_where_loads_are_uneven():
     costs = CloneCosts.of(with_clones(run, 2))
     seconds = costs.saved((64 / 24 + 1) / 2, 1.0, 3 / 2) * run.num_microbatches * 2
     assert (
-        first == second == "the busiest rank had 1.83 times the mean rows of experts; with "
+        first
+        == second
+        == "the busiest rank had 1.83 times the mean number of dispatched tokens; with "
         "model.moe.dispatcher=static model.moe.echo.spares=2 it would have had 1.00 times, and a "
-        f"step would have been {1e3 * seconds:,.3g} ms shorter by estimate (docs/echo.md)"
+        f"step would have been an estimated {1e3 * seconds:,.3g} ms shorter (docs/echo.md)"
     )
 
 
@@ -66,11 +68,11 @@ def test_it_pays_where_loads_are_uneven():
     ],
     ids=["slow links", "slow network", "CPU", "has them", "one rank"],
 )
-def test_nothing_is_said_otherwise(run: Run, peak: float | None):
+def test_no_advice_when_unavailable(run: Run, peak: float | None):
     assert run_distributed(said, 2, check(run), [SKEWED, EVEN], peak) == [None, None]
 
 
-def test_nothing_is_said_of_even_loads():
+def test_no_advice_for_even_loads():
     assert run_distributed(said, 2, run_of(), [EVEN, EVEN], 1.0) == [None, None]
 
 

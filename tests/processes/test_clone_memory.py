@@ -35,7 +35,7 @@ LAYERS = 15  # steps that are those of layers
 
 
 def differences(rank: int, memory: Tensor, sizes: CloneSizes, rounds: int) -> list[str]:
-    """What differs from the loops."""
+    """Return the differences from reference loops."""
     group = dist.new_group()
     ranks = group.size()
     handle = share_memory(memory, rank, ranks)
@@ -62,7 +62,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("ranks", "rounds", "sizes"), chosen(SIZES, SIZES[:1]), ids=str)
-def test_clones_arrive_and_their_gradients_come_home(ranks: int, rounds: int, sizes: CloneSizes):
+def test_clone_weights_arrive_and_gradients_return(ranks: int, rounds: int, sizes: CloneSizes):
     compare = functools.partial(differences, memory=shared(ranks), sizes=sizes, rounds=rounds)
     assert run_distributed(compare, ranks) == [[]] * ranks
 
@@ -84,9 +84,7 @@ def test_what_layers_do_not_do_needs_a_barrier_more():
 
 
 def meetings(rank: int, memory: Tensor, ranks: int) -> list[list[int]]:
-    """What a rank finds that all have written before each of its meetings; every second one is not
-    needed.
-    """
+    """Return what a rank reads after each rendezvous; every second one is redundant."""
     written_P, arrived_PP = memory[:ranks], memory[ranks:].view(ranks, ranks)
     addresses = [each[rank:].data_ptr() for each in arrived_PP]
     passed_P = torch.zeros(ranks, dtype=torch.int64)
@@ -141,7 +139,7 @@ def launches(rank: int, memory: Tensor, sizes: CloneSizes) -> int:
     return len(launched)
 
 
-def test_a_layer_has_few_exchanges():
+def test_layer_launches_few_collectives():
     """Counts; weights and a barrier, twice; a barrier and what comes home, of both kinds. Backward
     has a barrier more, right behind forward.
     """

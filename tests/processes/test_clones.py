@@ -43,7 +43,7 @@ from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed
 from tests.echo_plans import draw_counts, loads_after
 from tests.parity import exactly, here
-from tests.processes.test_captured import CHOICES, EAGER, WHOLE_STEPS, same, several
+from tests.processes.test_captured import CHOICES, EAGER, FULL_ITERATIONS, same, several
 from tests.processes.test_static import (
     FACTOR,
     GRAPHS,
@@ -118,7 +118,9 @@ def test_captured_like_eager(layout: str):
         eager = results.pop("eager")
         for name, result in results.items():
             assert same(result, eager), name
-            assert result["facts"].count == (1 if name in WHOLE_STEPS else result["planned"]), name
+            assert result["facts"].count == (1 if name in FULL_ITERATIONS else result["planned"]), (
+                name
+            )
 
 
 @pytest.mark.parametrize(
@@ -136,10 +138,10 @@ def test_captured_like_eager(layout: str):
 )
 def test_with_what_else_an_moe_layer_may_have(options: dict[str, Any]):
     layout = "zero bubble ep2"
-    runs = {"whole step": run_of(layout, CHOICES["whole step"], echo=CLONED, **options)}
+    runs = {"full iteration": run_of(layout, CHOICES["full iteration"], echo=CLONED, **options)}
     runs["eager"] = run_of(layout, echo=CLONED, **options)
     for results in run_distributed(several, 4, runs):
-        assert same(results["whole step"], results["eager"])
+        assert same(results["full iteration"], results["eager"])
 
 
 def with_clones(run: Run) -> Run:
@@ -147,9 +149,9 @@ def with_clones(run: Run) -> Run:
     return dataclasses.replace(run, model=dataclasses.replace(run.model, moe=moe))
 
 
-def test_clones_need_less_memory_for_rows():
+def test_clones_need_less_activation_memory():
     """1.1 times the mean is too little without them, and enough with them, validation included."""
-    short = short_run(CHOICES["whole step"], StaticCapacity.factor)
+    short = short_run(CHOICES["full iteration"], StaticCapacity.factor)
     worst = short_run(EAGER, StaticCapacity.worst)
     without = run_distributed(steps_of, 2, short, NEVER)[0]
     found, exact = (run_distributed(steps_of, 2, with_clones(r), NEVER)[0] for r in (short, worst))
@@ -158,10 +160,10 @@ def test_clones_need_less_memory_for_rows():
 
 
 @pytest.mark.full
-def test_steps_taken_again_have_the_same_clones():
+def test_rerun_steps_have_the_same_clones():
     """One slot takes a quarter of all tokens from the rank whose four experts get all."""
     runs = []
-    for graph, capacity in ((EAGER, StaticCapacity.worst), (CHOICES["whole step"], FACTOR)):
+    for graph, capacity in ((EAGER, StaticCapacity.worst), (CHOICES["full iteration"], FACTOR)):
         run = with_clones(short_run(graph, capacity))
         moe = dataclasses.replace(run.model.moe, score=Score.sigmoid, bias_update_rate=1e-3)
         runs.append(dataclasses.replace(run, model=dataclasses.replace(run.model, moe=moe)))
@@ -239,8 +241,9 @@ def exact_layer(rank: int) -> dict[str, Tensor]:
 
 
 def test_in_bf16_gradients_are_as_near_to_fp64_as_without():
-    """Root of the mean square of the error, of all ranks together; with clones at most 1.1 times
-    that without. Sums that go home in fp32 are rounded less, as the product adds them in parts.
+    """The RMS error over all ranks with clones is at most 1.1 times that without.
+
+    Gradients that clones return in fp32 are rounded less, since the GEMM adds them in parts.
     """
     exact = run_distributed(exact_layer, 4)
     errors: dict[int, dict[str, float]] = {}
@@ -299,7 +302,7 @@ def exchanged(rank: int, ranks: int, spares: int) -> int:
 
 
 @pytest.mark.parametrize(("ranks", "spares"), sampled([(2, 1), (4, 2), (3, 3), (8, 1)], 2))
-def test_weights_go_out_and_gradients_home(ranks: int, spares: int):
+def test_clone_weights_leave_and_gradients_return(ranks: int, spares: int):
     assert sum(run_distributed(exchanged, ranks, ranks, spares)) or ranks * spares < 4
 
 
@@ -310,7 +313,7 @@ class Alone:
         self.counts_RE = counts_RE
 
     def gather_counts(self, counts_CE: Tensor) -> Tensor:
-        """Those that it was given."""
+        """Return the counts that it was given."""
         return self.counts_RE
 
 
@@ -336,7 +339,7 @@ def test_a_plan_is_made_as_configured(algorithm: CloneAlgorithm):
 
 
 def reports(rank: int, run: Run) -> list[dict[str, Any]]:
-    """What two steps say of loads, and what by hand their routers' choices come to."""
+    """Return the loads reported by two steps, and those computed by hand from routing."""
     engine = engine_of(run, rank)
     for _, router in engine.routers():
         router.weight.data[:2] += 0.3
@@ -409,7 +412,7 @@ def saved_and_loaded(rank: int, runs: dict[str, Run], folder: Path) -> dict[str,
     for name in ("with", "without"):
         other = engine_of(runs[name], rank)
         load_checkpoint(path, read_manifest(path), other)
-        other.make_parameters_whole()
+        other.gather_all_params()
         parameters[name] = whole_parameters(other)
     return {each: {n: v.numpy() for n, v in found.items()} for each, found in parameters.items()}
 

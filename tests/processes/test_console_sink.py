@@ -1,4 +1,4 @@
-"""What a run says on a terminal, where a bar and a line are drawn in place, and into a file."""
+"""Output of a run on a terminal, with a live line, and into a file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def report(step: int) -> StepReport:
 
 
 def told(stream: io.StringIO) -> str:
-    """What all steps of a run say, with a validation after half of them."""
+    """Return the output of all steps of a run, with a validation after half of them."""
     console = Console(composed([f"train.steps={STEPS}", "log.interval=10"], 1), 0, stream)
     for step in range(1, STEPS + 1):
         console._drawn = 0.0  # as if some time had passed

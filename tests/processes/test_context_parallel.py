@@ -69,8 +69,9 @@ def test_sequence_and_parts_undo_each_other(ranks: int):
 
 
 def trades(rank: int) -> tuple[Any, Any]:
-    """What a rank has once heads are traded, and what it gets back, from its part of counted
-    numbers.
+    """Return the heads of a rank after the all-to-all, and its tokens after the way back.
+
+    Starts from its part of consecutive numbers.
     """
     ranks = dist.get_world_size()
     whole = torch.arange(2 * 16 * ranks * 3.0).view(2, 16, ranks, 3)

@@ -66,7 +66,7 @@ def tagged(made: str) -> bytes:
 
 
 def targeted(made: str) -> bytes:
-    """What Hydra instantiates."""
+    """Return YAML of an object that Hydra would instantiate."""
     return f"train:\n  _target_: os.mkdir\n  _args_: ['{made}']\n".encode()
 
 
@@ -107,14 +107,14 @@ def trained(folder: Path, corpus: tuple[str, ...], *overrides: str) -> tuple[int
 
 @pytest.fixture(scope="module")
 def four_steps(corpus: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a run of four steps has started."""
+    """Return the folder in which a run of four steps was started."""
     folder = tmp_path_factory.mktemp("four")
     assert trained(folder, corpus, "train.steps=4", "run_dir=runs/a") == (0, "")
     return folder
 
 
 def resumes(folder: Path, corpus: tuple[str, ...], code: int) -> str:
-    """What is said by a run that goes on there, and ends so without a trace."""
+    """Return what a run that resumes there prints; it must end without a traceback."""
     found, said = trained(folder, corpus, "train.steps=6", "resume=auto", "run_dir=runs/a")
     assert (found, "Traceback" in said) == (code, False), said
     assert found != REFUSED or said.count("\n") == 1
@@ -158,7 +158,7 @@ def test_a_configuration_that_is_read_to_choose_a_run_is_not_run(
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04", b"../../x y", b"a/b", b"x" * 1000])
-def test_an_id_of_wandb_that_is_none_begins_a_new_one(
+def test_invalid_wandb_id_starts_new_run(
     content: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     file = tmp_path / "wandb_id"

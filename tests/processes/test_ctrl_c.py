@@ -71,7 +71,7 @@ def pressed_twice(apart: float) -> int:
         return 0
 
 
-def test_pressed_again_it_ends_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_second_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(signals, "PRESS_S", 0.2)
     assert exit_code(lambda: pressed_twice(apart=0.0)) == 0, "one that was passed on"
     assert exit_code(lambda: pressed_twice(apart=0.3)) == 130
@@ -92,7 +92,7 @@ def test_torchrun_passes_it_on(tmp_path: Path):
     assert (code, said, began) == (130, "", ["began-0-0", "began-1-0"])
 
 
-def test_torchrun_ends_ranks_that_do_not_hear_it_when_it_is_pressed_again(
+def test_second_ctrl_c_ends_ranks_that_ignore_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("app.cli.torchrun.PRESS_S", 0.1)

@@ -82,7 +82,7 @@ def greedy(engine: Model, recorder: Recorder | None = None) -> tuple[list[list[i
 
 @torch.no_grad()
 def whole(engine: Engine, sequences: list[list[int]]) -> Values:
-    """The same logits by forwards of whole sequences, one after the other."""
+    """Compute the same logits by forwards of whole sequences, one after the other."""
     (chunk,) = engine.chunks
     found = []
     for prompt, sequence in zip(PROMPTS, sequences, strict=True):
@@ -105,7 +105,7 @@ def both(engine: Engine) -> tuple[list[list[int]], Values, Values]:
 
 @cache
 def alone(name: str) -> tuple[list[list[int]], Values, Values, Values]:
-    """Of one process: sequences, logits with a memory, of whole sequences, and these in fp64."""
+    """Return, for one process, sequences and logits: with a cache, without one, and in fp64."""
     run = run_of(name)
     ((sequences, found, plain),) = run_distributed(here, 1, run, both)
     (exact,) = run_distributed(exactly_whole, 1, run, sequences)
@@ -134,7 +134,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("name", "layout"), chosen(PAIRS, QUICK))
-def test_every_layout_says_the_same(name: str, layout: str):
+def test_every_layout_generates_same_text(name: str, layout: str):
     sequences, _, plain, exact = alone(name)
     run = run_of(name, **LAYOUTS[layout])
     for said, found in run_distributed(here, run.world_size, run, greedy):
@@ -143,7 +143,7 @@ def test_every_layout_says_the_same(name: str, layout: str):
 
 
 def captured(engine: Engine) -> tuple[bool, int]:
-    """Whether replayed steps say the same, bit for bit; how many recordings there are."""
+    """Return whether replayed steps are bit-identical, and the number of recordings."""
     eager = greedy(engine)
     recorder = HostRecorder()
     replayed = greedy(engine, recorder)
@@ -223,7 +223,7 @@ def noting(notes: list[Any], method: Any) -> Any:
     return call
 
 
-def test_a_sample_takes_a_step_per_token_until_its_window_is_full():
+def test_sample_takes_a_step_per_token_within_window():
     ((drawn, steps, prompts),) = run_distributed(here, 1, run_of("moe"), forwards_of_sample)
     tokens = [3, 1, 4, *drawn]
     assert len(drawn) == 9
@@ -263,7 +263,7 @@ MANY = [*PROMPTS, [8, 8], [2, 4, 6, 8], [1]]
 
 
 def shared(engine: Engine, temperature: float) -> tuple[list[list[int]], int]:
-    """What follows prompts that replicas share; how many this one continued."""
+    """Return continuations of prompts split over replicas, and how many this one continued."""
     own = len(MANY) // engine.groups.layout.dp
     decoder = Decoder(engine, own, PLACES)
     sampling = Sampling(temperature)

@@ -53,7 +53,7 @@ def test_the_same_bits_as_autograd(model: str, parallel: ParallelConfig):
             assert torch.equal(torch.from_numpy(direct[name]), torch.from_numpy(grad)), name
 
 
-def test_gradients_of_the_type_of_the_weights_stay_with_autograd():
+def test_gradients_in_weight_dtype_use_autograd():
     def alone(rank: int) -> bool:
         return engine_of(make_run(TINY), rank).optimizer.main_grad_sink() is None
 

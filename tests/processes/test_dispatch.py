@@ -159,8 +159,9 @@ def run_layer(
 
 
 def scenarios(kind: str, ep: int, limits: dict[str, bool]) -> list[str]:
-    """Those with a meaning: one rank with all experts cannot be idle, and some exchanges need
-    equal token counts.
+    """Yield the valid scenarios.
+
+    One rank with all experts cannot be idle, and some dispatchers need equal token counts.
     """
     if limits:
         names = ["random", "only rank 0 receives", "no tokens anywhere"]
@@ -241,7 +242,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize(("ep", "etp"), sampled([(2, 2), (2, 1), (4, 1), (1, 2), (8, 1)], 4))
 @pytest.mark.parametrize(("kind", "limits"), OPTIONS)
-def test_exchange_equals_local(kind: str, ep: int, etp: int, limits: str):
+def test_dispatchers_equal_local(kind: str, ep: int, etp: int, limits: str):
     for results in run_distributed(both, ep * etp, kind, ep, etp, LIMITS[limits]):
         for scenario, (in_order, same, *values) in results.items():
             assert in_order, f"{scenario}: rows arrive by expert, source and token"
@@ -252,8 +253,9 @@ def test_exchange_equals_local(kind: str, ep: int, etp: int, limits: str):
 
 
 def wide_sums(rank: int, kind: str) -> tuple[bool, bool]:
-    """Whether a token's sum over experts of both ranks, and its gradient, is made in fp32, and
-    rounded to bfloat16 once; by `static` once on each of the ranks before that.
+    """Check that the sum over both ranks' experts, and its gradient, is made in fp32.
+
+    Both are rounded to bfloat16 once; with `static` also once per rank before that.
     """
     exchange = KINDS[kind](4, dist.new_group())
     experts, probs = torch.arange(4).expand(3, 4), torch.full((3, 4), 0.5)
@@ -268,7 +270,7 @@ def wide_sums(rank: int, kind: str) -> tuple[bool, bool]:
     out.sum().backward()
 
     def total(values_D: Tensor) -> Tensor:
-        """Of half of each factor times the values, which may be one number."""
+        """Return half of the sum of each factor times its values; a value may be one number."""
         parts = [(pair.sum() * 0.5 * values_D.float()) for pair in factors.split(2)]
         on_ranks = (
             [part.bfloat16().float() for part in parts] if kind.startswith("static") else parts
@@ -280,12 +282,12 @@ def wide_sums(rank: int, kind: str) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("kind", ["all_to_all", "all_gather", "static"])
-def test_sums_over_ranks_are_made_in_fp32(kind: str):
+def test_combine_over_ranks_adds_in_fp32(kind: str):
     assert run_distributed(wide_sums, 2, kind) == [(True, True)] * 2
 
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: str(case["split_sizes"]))
-def test_rows_by_source_and_expert_are_sorted_like_golden(case: dict[str, Any]):
+def test_tokens_by_source_and_expert_sort_as_golden(case: dict[str, Any]):
     experts = case["order"][1]  # the first expert's second chunk is the next rank's first
     counts = torch.tensor(case["split_sizes"]).view(-1, experts)
     order, _ = expert_major(counts, int(counts.sum()))

@@ -1,6 +1,4 @@
-"""A checkpoint that an earlier version wrote: its names are those of the parameters now, and a run
-goes on from it.
-"""
+"""A checkpoint of an earlier version has today's parameter names, and a run resumes from it."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ TOKENS = 8 * 16  # of a step
 
 
 def resume(rank: int) -> tuple[Progress, dict[str, Any], list[float]]:
-    """What a run has after loading, by the names in the file, and its next losses."""
+    """Return a run's state after loading, by the names in the file, and its next losses."""
     run = make_run(MODEL, optim=STEADY)
     other = dataclasses.replace(run, train=dataclasses.replace(run.train, seed=99))
     engine = engine_of(other, rank)

@@ -61,7 +61,7 @@ def run_of(model: ModelConfig, schedule: str = "auto", **choice: Any) -> Run:
 
 
 def trained(engine: Engine) -> Found:
-    """What a few steps come to, a validation of one microbatch, and a sample."""
+    """Return the results of a few steps, of a validation of one microbatch, and a sample."""
     run, found = engine.plan.run, results(engine, STEPS)
     held_out = batches_of(run, 100, 0)[:1]  # the same one on every data-parallel rank
     loss, tokens = Validation(engine, 1)(held_out)
@@ -138,14 +138,14 @@ GRAPHS = {
     "partial": CudaGraphConfig(GraphImpl.local, PARTIAL, 2),
     "layer": CudaGraphConfig(GraphImpl.local, (), 2),
     "layer by slot": CudaGraphConfig(GraphImpl.local, (), 2, GraphKey.slot),
-    "whole step": WHOLE,
+    "full iteration": WHOLE,
 }
 
 
 CAPTURED = (
     (dict(pp=4, layout="Ett||tt|L"), tuple(GRAPHS)),
     (dict(pp=2, layout="Ett|tt||L"), tuple(GRAPHS)),
-    (dict(pp=2, layout="Ett|||ttL", schedule="zero_bubble_v"), ("whole step",)),
+    (dict(pp=2, layout="Ett|||ttL", schedule="zero_bubble_v"), ("full iteration",)),
 )
 
 
@@ -166,7 +166,7 @@ def test_captured_training_equals_eager_training_bit_for_bit(
 
 
 def memory_handed_on(rank: int, run: Run) -> list[tuple[int, int]]:
-    """Of forwards of an empty stage: bytes that the output holds when made, and after the step."""
+    """Return bytes of an empty stage's output in each forward: when made, and after the step."""
     engine, outputs, pass_on = engine_of(run, rank), [], InFlight._pass_on
 
     def noted(in_flight: InFlight, place: tuple[int, int], output: torch.Tensor) -> None:
@@ -180,6 +180,6 @@ def memory_handed_on(rank: int, run: Run) -> list[tuple[int, int]]:
     return [(size, output.untyped_storage().nbytes()) for output, size in outputs]
 
 
-def test_an_empty_stage_hands_on_its_input_and_keeps_no_memory_of_it():
+def test_empty_stage_forwards_input_and_keeps_no_memory():
     run = run_of(MODELS["dense"], pp=4, layout="Ett||tt|L")
     assert run_distributed(memory_handed_on, 4, run)[1] == [(2 * 16 * 32 * 4, 0)] * MBS

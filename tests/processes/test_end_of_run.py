@@ -1,4 +1,4 @@
-"""What a run says between its last step and its end, and how long its sample may take."""
+"""Output between the last step of a run and its end, and the time limit of the sample."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.runs import TINY, engine_of, make_run
 from tests.training import composed, corpus_in, train_rank, wait_for
 
 
-def test_what_is_quick_is_not_told(capfd: pytest.CaptureFixture[str]):
+def test_fast_work_prints_nothing(capfd: pytest.CaptureFixture[str]):
     with telling.telling("saving"):
         pass
     assert capfd.readouterr().out == ""
 
 
-def test_what_takes_long_is_told_with_its_progress(monkeypatch: pytest.MonkeyPatch):
+def test_slow_work_prints_progress(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(telling, "FIRST_S", 0.02)
     monkeypatch.setattr(telling, "EVERY_S", 0.02)
     # a stream of its own: what captures stdout must not be read while a thread writes to it
@@ -46,7 +46,7 @@ def test_what_takes_long_is_told_with_its_progress(monkeypatch: pytest.MonkeyPat
     assert re.fullmatch(r"counting: done in \d s", lines[-1])
 
 
-def test_an_error_is_not_told_as_an_end(
+def test_error_is_not_reported_as_done(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(telling, "FIRST_S", 0.0)
@@ -71,7 +71,7 @@ def slow_save(rank: int, beside: bool, run: object) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_last_save_is_told(
+def test_last_save_prints_progress(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], asynchronous: bool
 ):
     settings = (
@@ -88,7 +88,7 @@ def test_the_last_save_is_told(
         r"^saving step-00000002: 100% of the [\d.]+ .?B of rank 0, \d s so far$", said, re.MULTILINE
     )
     assert re.search(r"^saving step-00000002: done in \d s$", said, re.MULTILINE)
-    assert "saving step-00000001" not in said, "training goes on, and is told of"
+    assert "saving step-00000001" not in said, "training continues and prints steps"
 
 
 def sampled_in_time(rank: int, seconds: tuple[float, ...]) -> list[int]:

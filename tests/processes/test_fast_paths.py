@@ -1,4 +1,4 @@
-"""What is said about slow paths, and what a GPU cannot capture."""
+"""Lines about slow paths, and refusals of what a GPU cannot capture."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def said_of_static(rank: int, transport: StaticTransport) -> list[tuple[str, str
     return list(slow_paths(run, CPU, engine_of(run, rank).dispatcher))
 
 
-def test_collectives_in_place_of_peers_are_told_of():
+def test_fallback_from_peer_transport_is_reported():
     (line,) = run_distributed(said_of_static, 2, StaticTransport.auto)[0]
     assert line == ("dispatch", "by collectives, since this is a CPU: the same results")
     assert run_distributed(said_of_static, 2, StaticTransport.collective)[0] == []
@@ -115,11 +115,13 @@ def test_updates_are_captured_with_their_kernel_only(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(fast_paths, "triton", None)
     check_capturable(run, CPU)
     check_capturable(make_run(dense, cuda_graph=WHOLE), GPU)
-    with pytest.raises(ConfigError, match=r"cuda_graph\.optimizer=true: captures AdamW, for whose"):
+    with pytest.raises(
+        ConfigError, match=r"cuda_graph\.optimizer=true: captures AdamW, which makes"
+    ):
         check_capturable(run, GPU)
 
 
-def test_what_is_captured_is_said():
+def test_opening_names_captured_parts():
     attention = make_run(
         cuda_graph=CudaGraphConfig(GraphImpl.local, (GraphScope.attn,), warmup_steps=2)
     )
@@ -130,5 +132,5 @@ def test_what_is_captured_is_said():
     assert "stand-in" in graphs_line(make_run(cuda_graph=WHOLE), CPU)
     updating = make_run(cuda_graph=dataclasses.replace(WHOLE, optimizer=True))
     for run, what in ((make_run(cuda_graph=WHOLE), ""), (updating, " with their updates,")):
-        said = f"whole steps{what} and validations, captured in step 4 of this process"
+        said = f"full iterations{what} and validations, captured in step 4 of this process"
         assert graphs_line(run, GPU) == said

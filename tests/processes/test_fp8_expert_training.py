@@ -130,7 +130,7 @@ def test_layouts_are_as_near_to_fp64_as_one_process(layout: str):
     moe, parallel = LAYOUTS[layout]
     run = run_of(ALONE, fp32, moe, parallel=parallel)
     noise = distance(one, exact)
-    assert 1e-3 < noise < 0.25  # steps of 2⁻⁴ in every product of experts
+    assert 1e-3 < noise < 0.25  # steps of 2⁻⁴ in every GEMM of experts
     for found in run_distributed(first_step, run.world_size, run):
         assert distance(found, exact) < 1.25 * noise
         assert abs(found["losses"][0] - exact["losses"][0]) < 1e-2
@@ -164,7 +164,7 @@ GRAPHS: dict[str, tuple[MoEConfig, dict[str, Any], dict[str, CudaGraphConfig]]] 
 
 @pytest.mark.parametrize("layout", GRAPHS)
 def test_captured_training_equals_eager_training_bit_for_bit(layout: str):
-    """On the stand-in. A replay does the work again, so a whole step counts as often as eagerly."""
+    """On the stand-in, whose replays rerun the work: counts per step equal eager ones."""
     moe, sections, graphs = GRAPHS[layout]
     runs = {
         name: run_of(moe=moe, cuda_graph=graph, **sections)

@@ -1,5 +1,6 @@
-"""The memory plan in FP8 against chunks that are cut over ranks, and whose gradients wait:
-products and quantisers take the memory of Transformer Engine's, and compute nothing.
+"""Planned memory in FP8 against that of chunks sharded over ranks, with deferred weight gradients.
+
+GEMMs and quantisers allocate like those of Transformer Engine, and compute nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ RECIPES = {recipe: recipe.value for recipe in (Fp8Recipe.current, Fp8Recipe.bloc
 
 
 def narrowed(run: Run, *given: Any, **named: Any) -> tuple[Chunk, ...]:
-    """The chunks of a run, whose products allocate only."""
+    """Build the chunks of a run, with GEMMs that only allocate."""
     recipe = run.precision.fp8.recipe
     assert recipe is not None
     chunks = build_chunks(run, *given, **named)
@@ -79,7 +80,7 @@ def test_what_ranks_keep_and_have_alive_is_planned(
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES.values())
-def test_what_waits_for_gradients_of_weights_is_planned(
+def test_inputs_kept_for_weight_gradients_are_planned(
     recipe: Fp8Recipe, tp: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(unnarrowed, "build_chunks", narrowed)

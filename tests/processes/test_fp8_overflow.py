@@ -1,4 +1,4 @@
-"""What products in FP8 lose: the same numbers on every rank, however a run is laid out."""
+"""Lost entries in FP8: the same numbers on every rank and in every layout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_of(recipe: Fp8Recipe = Fp8Recipe.delayed, **sections: object) -> Run:
 
 
 def measured(rank: int, run: Run) -> Lines:
-    """What lines of a run's metrics say, and what its end tells and advises."""
+    """Return metrics lines of a run, and the report and advice at its end."""
     engine = engine_of(run, rank)
     step, meter, lines = TrainingStep(engine), Fp8Meter(engine), []
     validation = Validation(engine, 1)
@@ -56,7 +56,7 @@ STAGES = ParallelConfig(pp=2, vpp=2)
 LAYERS = CudaGraphConfig(GraphImpl.local, warmup_steps=WARMUP)
 ZERO_BUBBLE = ScheduleConfig(ScheduleName.zero_bubble_v)
 LAYOUTS = {
-    "whole step": (1, {"cuda_graph": WHOLE}),
+    "full iteration": (1, {"cuda_graph": WHOLE}),
     "layers": (1, {"cuda_graph": LAYERS}),
     "pp2 vpp2": (2, {"parallel": STAGES}),
     "zero bubble": (2, {"parallel": STAGES, "schedule": ZERO_BUBBLE}),
@@ -64,7 +64,7 @@ LAYOUTS = {
 
 
 def test_overflows_are_counted_alike_in_every_layout():
-    """Of matrices that are the same in all of them, to the last bit; entries in one step alone."""
+    """Matrices are bit-identical in all layouts; lost entries are those of one step."""
     [(lines, told, advice)] = run_distributed(measured, 1, run_of())
     kinds = ("inputs", "weights", "grads")
     shares = {f"fp8_{of}_{kind}" for of in ("overflow", "underflow", "clipped") for kind in kinds}

@@ -1,5 +1,6 @@
-"""Scales of earlier steps in training: all ranks of a layer have the same, and what is skipped,
-validated, taken again or resumed leaves them as they would have been.
+"""Delayed scaling in training: all ranks of a layer have the same scales.
+
+Skipped, rerun and resumed steps, and validations, leave them as training without these would.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ EAGER = CudaGraphConfig()
 WHOLE = CudaGraphConfig(GraphImpl.full_iteration, warmup_steps=WARMUP)
 GRAPHS = {
     "eager": EAGER,
-    "whole step": WHOLE,
-    "whole step, update": dataclasses.replace(WHOLE, optimizer=True),
+    "full iteration": WHOLE,
+    "full iteration, update": dataclasses.replace(WHOLE, optimizer=True),
 }
 Scales = dict[str, Any]  # global name of a weight -> its layer's scales, and what they are of
 
@@ -138,7 +139,7 @@ def taken_again(rank: int, run: Run) -> tuple[list[Any], list[int | None], Scale
 
 
 @pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
-def test_a_step_that_is_taken_again_counts_once(graph: CudaGraphConfig):
+def test_rerun_step_counts_once(graph: CudaGraphConfig):
     """It computes what memory for all rows computes, to the last bit."""
     train = TrainConfig(steps=20, seq_len=256, micro_batch=2, global_batch=8)
     parallel = ParallelConfig(ep=2, dp=2)
@@ -188,7 +189,7 @@ def test_a_checkpoint_resumes_bit_for_bit(
         assert found[0] == wanted[0][3:] and same(found[1], wanted[1])
 
 
-def test_another_layout_and_a_shorter_history_take_the_scales_over(tmp_path: Path):
+def test_scales_survive_new_layout_and_shorter_history(tmp_path: Path):
     tp2, dp2 = (ParallelConfig(**degrees) for degrees in ({"tp": 2}, {"dp": 2}))
     runs = run_of(parallel=tp2, history=4), run_of(parallel=dp2, history=2)
     for wanted, found in run_distributed(saved_and_loaded, 2, runs, tmp_path):

@@ -157,7 +157,7 @@ def test_stages_change_no_bits(recipe: Fp8Recipe, schedule: str):
 
 
 def distance(found: dict[str, Any], exact: dict[str, Any]) -> float:
-    """Of all gradients together, in parts of the exact ones' norm."""
+    """Return the relative distance, over all gradients together, from the exact ones."""
     pairs = [(found["grads"][name], exact["grads"][name]) for name in exact["grads"]]
     apart = sum(float(np.square(mine - wanted).sum()) for mine, wanted in pairs)
     return (apart / sum(float(np.square(wanted).sum()) for _, wanted in pairs)) ** 0.5
@@ -208,7 +208,7 @@ def test_layouts_are_as_near_to_fp64_as_one_process(recipe: Fp8Recipe, layout: s
     run = run_of(recipe, precision=in_8(recipe, fp32), **LAYOUTS[layout])
     several = run_distributed(first_step, run.world_size, run)
     noise = distance(one, exact)
-    assert 1e-3 < noise < 0.25  # steps of 2⁻⁴ and 2⁻³, in every product of four layers
+    assert 1e-3 < noise < 0.25  # steps of 2⁻⁴ and 2⁻³, in every GEMM of four layers
     for found in several:
         assert distance(found, exact) < 1.25 * noise
         assert abs(found["losses"][0] - exact["losses"][0]) < 1e-2
@@ -222,7 +222,7 @@ GRAPHS = {
     "attn": captured(GraphImpl.local, GraphScope.attn),
     "layer": captured(GraphImpl.local),
     "layer by slot": captured(GraphImpl.local, key=GraphKey.slot),
-    "whole step": captured(GraphImpl.full_iteration),
+    "full iteration": captured(GraphImpl.full_iteration),
 }
 GRAPH_LAYOUTS = {
     "one rank": ParallelConfig(),
@@ -241,7 +241,7 @@ GRAPHS_QUICK = [
 
 @pytest.mark.parametrize(("recipe", "layout"), chosen(GRAPH_CASES, GRAPHS_QUICK))
 def test_captured_training_equals_eager_training_bit_for_bit(recipe: Fp8Recipe, layout: str):
-    """On the stand-in. A replay does the work again, so a whole step counts as often as eagerly."""
+    """On the stand-in, whose replays rerun the work: counts per step equal eager ones."""
     parallel = GRAPH_LAYOUTS[layout]
     optim = OptimConfig(lr=1e-2, warmup_steps=2, bucket_numel=3000)
     graphs = {"eager": CudaGraphConfig(), **GRAPHS}
@@ -338,7 +338,7 @@ def validated(rank: int, run: Run) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("name", ["layer", "whole step"])
+@pytest.mark.parametrize("name", ["layer", "full iteration"])
 def test_validation_sees_the_weights_of_the_last_update(name: str):
     runs = [
         run_of(Fp8Recipe.current, cuda_graph=graph) for graph in (CudaGraphConfig(), GRAPHS[name])
@@ -414,11 +414,11 @@ def validated_before_recordings(rank: int, run: Run) -> list[float]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recordings_quantise_weights_that_a_validation_has_just_quantised(recipe: Fp8Recipe):
-    whole = GRAPHS["whole step"]
+def test_capture_quantises_weights_after_validation(recipe: Fp8Recipe):
+    whole = GRAPHS["full iteration"]
     graphs = {
         "eager": CudaGraphConfig(),
-        "whole step": whole,
+        "full iteration": whole,
         "with its update": dataclasses.replace(whole, optimizer=True),
     }
     runs = {name: with_experts(recipe, graph) for name, graph in graphs.items()}
@@ -432,9 +432,7 @@ def test_recordings_quantise_weights_that_a_validation_has_just_quantised(recipe
 
 
 def rolled_back(rank: int, run: Run, folder: Path) -> list[list[float]]:
-    """What an engine that has trained on and validated computes once it has gone back to a
-    checkpoint, and what a new engine computes.
-    """
+    """Return results of an engine that trained on and rolled back, and of a new engine."""
     engines = [engine_of(run, rank) for _ in range(2)]
     held_out = batches_of(run, 99, 0)
     steps = [TrainingStep(each) for each in engines]
@@ -456,9 +454,7 @@ def rolled_back(rank: int, run: Run, folder: Path) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_going_back_to_a_checkpoint_leaves_no_copies_of_later_weights(
-    recipe: Fp8Recipe, tmp_path: Path
-):
+def test_rollback_drops_quantised_copies_of_later_weights(recipe: Fp8Recipe, tmp_path: Path):
     run = with_experts(recipe, CudaGraphConfig())
     ((used, new),) = run_distributed(rolled_back, 1, run, tmp_path)
     assert used == new

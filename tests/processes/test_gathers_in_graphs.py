@@ -1,4 +1,4 @@
-"""A whole step in one graph gathers its parameters itself, beside its first forwards.
+"""A full-iteration graph gathers parameters itself, overlapped with its first forwards.
 
 Replays in these tests do on the host what they do on a GPU: nothing.
 """
@@ -25,9 +25,9 @@ from app.config import (
     TrainConfig,
 )
 from app.engine.build import Engine
+from app.engine.capture.full_iteration import FullIteration
 from app.engine.capture.recorder import Work
 from app.engine.capture.stand_in import HostRecorder, HostRecording
-from app.engine.capture.whole import WholeStep
 from app.engine.checkpoint.folder import CHECKPOINTS
 from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.checkpoint.saver import Saver
@@ -109,8 +109,9 @@ def replays_as_on_a_gpu(engine: Engine) -> Iterator[None]:
 
 
 def taken(engine: Engine, first: int, saver: Saver | None, folder: Path) -> list[Any]:
-    """What the steps from the `first` on, and validations between them, tell; then a sample and
-    the parameters.
+    """Return the results of steps from the `first` on, with validations between them.
+
+    Then those of a sample, and the parameters.
     """
     run, told, updates = engine.plan.run, [], 0
     step, validation = TrainingStep(engine), Validation(engine, 2)
@@ -134,7 +135,7 @@ def taken(engine: Engine, first: int, saver: Saver | None, folder: Path) -> list
 
 
 def history(rank: int, run: Run, folder: Path) -> dict[str, Any]:
-    """A run, and another process's that goes on from its checkpoint."""
+    """Train a run, and resume it from its checkpoint in another process."""
     engine = engine_of(run, rank)
     saver = Saver(engine, lambda: None)
     through = taken(engine, 0, saver, folder)
@@ -181,7 +182,7 @@ class Watched:
         shards = engine.optimizer._in_use_order
         number = {shard.params.data_ptr(): place for place, shard in enumerate(shards)}
         all_gather, settle = param_gather.all_gather, ParamGather.settle
-        forward, update, call = Chunk.__call__, AdamShard.update, WholeStep.__call__
+        forward, update, call = Chunk.__call__, AdamShard.update, FullIteration.__call__
 
         def on_gather(output: Tensor, *given: Any, wait: bool = True) -> Any:
             self.events.append(("gather" if wait else "start", number[output.data_ptr()]))
@@ -200,7 +201,7 @@ class Watched:
             self.events.append(("update", number[shard.params.data_ptr()]))
             update(shard, *given, **named)
 
-        def on_call(work: WholeStep[Any], *given: Any) -> Any:
+        def on_call(work: FullIteration[Any], *given: Any) -> Any:
             self.events.append(("begins", None))
             found = call(work, *given)
             self.events.append(("ends", None))
@@ -208,10 +209,10 @@ class Watched:
 
         # this process is about to end
         param_gather.all_gather, ParamGather.settle = on_gather, on_settle
-        Chunk.__call__, AdamShard.update, WholeStep.__call__ = on_forward, on_update, on_call
+        Chunk.__call__, AdamShard.update, FullIteration.__call__ = on_forward, on_update, on_call
 
     def take(self) -> list[tuple[str, Any]]:
-        """What has happened since the last call."""
+        """Return the events since the last call."""
         events, self.events = self.events, []
         return events
 
@@ -243,9 +244,7 @@ def numbers(events: list[tuple[str, Any]], kind: str) -> list[int]:
 @pytest.mark.parametrize("graph", [WHOLE, UPDATING], ids=["passes", "with the update"])
 @pytest.mark.parametrize("overlap", [True, False], ids=["beside", "before"])
 @pytest.mark.parametrize("case", chosen(["dp2", "dp2 pp2 vpp2"], ["dp2"]))
-def test_a_recorded_step_gathers_in_the_order_of_use_and_nothing_does_outside(
-    case: str, overlap: bool, graph: CudaGraphConfig
-):
+def test_captured_step_gathers_in_order_of_use(case: str, overlap: bool, graph: CudaGraphConfig):
     run = run_of(case, graph, overlap)
     for found in run_distributed(watch, run.world_size, run):
         chunk_of, told = found["chunk_of"], found["told"]

@@ -112,7 +112,7 @@ Outcome = tuple[GradState, int] | None  # None: an AssertionError
 
 
 def outcomes(rank: int) -> dict[tuple[GradState, bool, str, bool], Outcome]:
-    """What every event does in every state; with and without overlap, and listed instead."""
+    """Apply every event in every state, with and without overlap, and with arrivals listed."""
     found: dict[tuple[GradState, bool, str, bool], Outcome] = {}
     with pytest.MonkeyPatch.context() as patch:
         started = count_starts(patch)
@@ -238,7 +238,7 @@ ROUTES = [
 
 
 @pytest.mark.parametrize(("route", "dtype"), ROUTES, ids=str)
-def test_all_routes_end_in_the_same_sums(route: str, dtype: torch.dtype):
+def test_all_paths_give_same_main_gradients(route: str, dtype: torch.dtype):
     writes = (False, True) if dtype == torch.bfloat16 and route != "replayed" else (False,)
     for (bucket, buckets), first in itertools.product(((1, PARAMS), (None, 1)), writes):
         for sums in run_distributed(by_route, 2, route, dtype, bucket, first):
@@ -288,7 +288,7 @@ def written_first(rank: int) -> tuple[list[list[float]], list[list[str]]]:
     return [buffer.grads[start:stop].tolist() for start, stop in shards], done
 
 
-def test_first_gradients_are_written_and_what_has_none_is_cleared():
+def test_first_gradients_written_and_missing_ones_cleared():
     for sums, done in run_distributed(written_first, 2):
         assert done == [["written"] * 3 + ["added"] * 3, ["written", "written", "added"]]
         # the second step's: of p2 twice 2 and 3, of p1 once, of p0 nothing

@@ -106,7 +106,7 @@ def memory_of(rank: int, runs: dict[int, Run]) -> list[tuple[int, int, int, int]
 @pytest.mark.parametrize("scope", ["partial", "layer"])
 @pytest.mark.parametrize("key", list(GraphKey), ids=lambda key: key.value)
 @pytest.mark.parametrize("layout", chosen(["one rank", "pp2", "pp2 vpp2"], ["pp2"]))
-def test_static_memory_is_as_planned_and_none_grows(layout: str, key: GraphKey, scope: str):
+def test_static_memory_is_as_planned_and_constant(layout: str, key: GraphKey, scope: str):
     runs = {}
     for count in (4, 8, 16):
         train = TrainConfig(steps=20, seq_len=16, micro_batch=2, global_batch=2 * count)
@@ -236,7 +236,7 @@ def test_nothing_is_replayed_after_its_release():
     ],
     ids=["broken", "by its version", "older", "old"],
 )
-def test_without_a_usable_transformer_engine_one_line_says_what_to_do(
+def test_missing_transformer_engine_gets_one_line_of_advice(
     monkeypatch: pytest.MonkeyPatch, package: object, said: str
 ):
     version = package if isinstance(package, str) else "2.20rc1"
@@ -252,8 +252,9 @@ def test_without_a_usable_transformer_engine_one_line_says_what_to_do(
 
 @pytest.mark.parametrize("in_a_row", chosen([2, NEVER], [2]), ids=str)
 def test_what_its_trial_run_lacks_is_no_shortage(in_a_row: int):
-    """It runs layers on zeros, all of whose tokens go to the same experts: no step is taken again
-    for that, and where memory grows everything is captured anew.
+    """The warm-up runs layers on zeros, which all go to the same experts.
+
+    No step is rerun for that; if memory grows, everything is captured again.
     """
     worst = run_distributed(steps_of, 2, short_run(EAGER, StaticCapacity.worst), in_a_row)
     eager, *others = (

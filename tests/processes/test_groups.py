@@ -155,13 +155,13 @@ def check_created(layout: ParallelLayout, rank: int) -> None:
 
 
 @pytest.mark.parametrize("world", chosen(range(1, 9), [3, 4]))
-def test_what_is_created_is_what_the_table_says_and_the_plan_counts(world: int):
+def test_created_groups_match_table_and_plan(world: int):
     for layout in small_layouts(range(world, world + 1)):
         for rank in range(world):
             check_created(layout, rank)
 
 
-def test_what_a_group_carries_says_how_it_is_created(monkeypatch: pytest.MonkeyPatch):
+def test_group_kind_decides_backend_and_channels(monkeypatch: pytest.MonkeyPatch):
     made: list[tuple[str, list[int], int | None]] = []
 
     def host_group(ranks: list[int]) -> dist.ProcessGroup:

@@ -29,7 +29,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Held:
-    """What a process has at a step; all counts."""
+    """Resources of a process at a step; all are counts."""
 
     step: int
     files: int  # open ones
@@ -53,7 +53,7 @@ def held(step: int) -> Held:
 
 
 def watched(rank: int, overrides: Sequence[str], ranks: int, every: int) -> list[Held]:
-    """What a rank holds before every n-th step, when no checkpoint is under way."""
+    """Return a rank's resources before every n-th step, while no checkpoint is under way."""
     plan, seen = Plan(composed(overrides, ranks)), []
     groups = create_groups(plan.layout, rank)
     data = load_all_data(plan.run, groups, rank)
@@ -76,7 +76,7 @@ def watched(rank: int, overrides: Sequence[str], ranks: int, every: int) -> list
 
 CASES = {
     "one rank": ("parallel=single",),
-    "whole steps captured": ("cuda_graph=full_iteration", "checkpoint.asynchronous=false"),
+    "full iteration captured": ("cuda_graph=full_iteration", "checkpoint.asynchronous=false"),
     "shared experts": ("parallel=ep2",),
 }
 
@@ -85,7 +85,7 @@ CASES = {
     ("name", "steps"),
     chosen([(name, 400) for name in CASES] + [("one rank", 120)], [("one rank", 120)]),
 )
-def test_nothing_grows(name: str, steps: int, tmp_path: Path):
+def test_memory_and_files_do_not_grow(name: str, steps: int, tmp_path: Path):
     """From a quarter of the steps on, with checkpoints that replace older ones."""
     ranks = 2 if "2" in CASES[name][0] else 1
     settings = ("checkpoint.interval=10", "train.eval_interval=20", f"run_dir={tmp_path}/run")

@@ -43,7 +43,7 @@ def record(main: Doing, count: int = 6, **more: object) -> Record:
 
 
 def found(records: dict[int, Record | None], *, looks: int = 1, **more: bool) -> Finding:
-    """What rank 0 finds in the seventh collective of the world, at one of its looks."""
+    """Return rank 0's finding about the seventh collective of the world, at one of its looks."""
     store, world = dist.HashStore(), len(records) + 1
     ranks = [Heartbeats.over(store, rank, world) for rank in range(world)]
     wait = CollectiveWait(
@@ -65,7 +65,7 @@ def found(records: dict[int, Record | None], *, looks: int = 1, **more: bool) ->
 STANDING = record(doing(moves=3))
 
 
-def test_rank_that_stands_still_is_told():
+def test_rank_without_progress_is_reported():
     finding = found({1: STANDING, 2: record(doing(), 7)})
     assert finding.hangs == "rank 1 has not come, is in F0.0 for 40 s, not computing"
     assert finding.alarm == "1/moves/3"
@@ -79,7 +79,7 @@ def test_rank_that_stands_still_is_told():
         record(doing(quiet=WARNS - 1)),
         record(Doing("preparing the corpus", 0.0, rests=True, quiet=2 * WARNS)),
     ],
-    ids=["computes", "compiles", "goes on", "rests"],
+    ids=["computes", "compiles", "progresses", "rests"],
 )
 def test_rank_that_works_is_no_hang(works: Record):
     assert found({1: works}).hangs == ""
@@ -87,7 +87,7 @@ def test_rank_that_works_is_no_hang(works: Record):
     assert beside.hangs.startswith("rank 2 has not come, ") and ";" not in beside.hangs
 
 
-def test_rank_without_a_sign_of_life_is_told():
+def test_rank_without_heartbeat_is_reported():
     stopped = record(doing("stopped", quiet=0))
     for each, words in (
         (stopped, r"rank 1 has not come, last sign of life \d+ s ago, in stopped"),
@@ -98,14 +98,14 @@ def test_rank_without_a_sign_of_life_is_told():
         assert re.fullmatch(words, found({1: each}, looks=MUTE + 1).hangs)
 
 
-def test_hang_is_told_where_the_rank_is_missing_itself():
+def test_hang_reported_where_rank_itself_is_missing():
     """Rank 1 waits for rank 2, of which it tells; so rank 0 says nothing."""
     behind = record(doing(), waits="barrier 1 of right", missing=(2,))
     for last in (STANDING, record(doing(busy="computing"))):
         assert found({1: behind, 2: dataclasses.replace(last, counts={"world": 7})}).hangs == ""
 
 
-def test_ranks_that_wait_for_each_other_are_told():
+def test_ranks_waiting_in_a_cycle_are_reported():
     waits = record(doing(), waits="barrier 1 of left", missing=(0,))
     assert found({1: waits}).hangs == "rank 1 has not come, waits in barrier 1 of left for 0"
     assert found({1: dataclasses.replace(waits, main=doing(quiet=1))}).hangs == ""
@@ -131,7 +131,7 @@ def test_thread_that_saves_is_judged_by_itself():
         assert bool(Look(first, wait, 600.0).find().hangs) == told
 
 
-def test_one_rank_of_all_tells_of_a_hang():
+def test_one_rank_reports_a_hang():
     store = dist.HashStore()
     ranks = [Heartbeats.over(store, rank, 3) for rank in range(3)]
     assert [each.claim("1/moves/3") for each in (*ranks, *ranks)].count(True) == 1
@@ -150,7 +150,7 @@ def test_warning_is_printed_once_and_its_end_too(capsys: pytest.CaptureFixture[s
     )
     for _ in range(2):
         alarms.resolve([dataclasses.replace(wait, seconds=0.1)])  # the next one of that name
-    assert capsys.readouterr().err == "rank 0: all_reduce 7 of world went on after 26 s\n"
+    assert capsys.readouterr().err == "rank 0: all_reduce 7 of world continued after 26 s\n"
 
 
 def test_default_names_a_hang_within_30_s():
@@ -180,7 +180,7 @@ def effort_of(work: Callable[[], object]) -> tuple[Effort, threading.Event]:
     return Effort(thread.ident), over
 
 
-def test_thread_that_computes_is_told_from_one_that_sleeps():
+def test_effort_separates_computing_from_sleeping_thread():
     effort, over = effort_of(lambda: sum(range(10_000)))
     wait_for(lambda: effort.look() == COMPUTING)
     over.set()
@@ -193,7 +193,7 @@ def test_thread_that_computes_is_told_from_one_that_sleeps():
 
 
 def test_compiler_counts_as_work_though_it_waits():
-    """As it does for programs that it starts."""
+    """A compiler waits for the programs that it starts."""
     effort, over = effort_of(lambda: None)
     over.set()
     names = {"__name__": "triton.compiler.compiler"}
@@ -208,7 +208,7 @@ def sleeps(watchdog: Watchdog, folder: Path) -> None:
 
 
 def stops(watchdog: Watchdog, folder: Path) -> None:
-    """Rank 1 is stopped once others know it, and goes on when another process says so."""
+    """Rank 1 is stopped once others know it, and continued by another process."""
     wait_for(lambda: watchdog.heartbeats.beats > 0)
     (folder / "stopped").touch()
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -216,7 +216,7 @@ def stops(watchdog: Watchdog, folder: Path) -> None:
 
 
 def long_enough(watchdog: Watchdog) -> Callable[[], bool]:
-    """Whether a hang would have been told by now."""
+    """Return whether a hang would have been reported by now."""
     end = watchdog.heartbeats.beats + 3 * WARNS
     return lambda: watchdog.heartbeats.beats >= end
 
@@ -284,14 +284,14 @@ def said_by_rank_0(folder: Path, body: Body) -> str:
         (stops, r"last sign of life \d+ s ago, in .*"),
     ],
 )
-def test_hang_is_told_once_and_when_it_is_over(tmp_path: Path, body: Body, does: str):
+def test_hang_is_reported_once_and_its_end_too(tmp_path: Path, body: Body, does: str):
     name = r"\w+ 2 of world"
     said = rf"rank 0 has waited \d+ s in {name} \(B0\.0\); rank 1 has not come, {does}; .*\n"
     assert re.fullmatch(
-        rf"{said}rank 0: {name} went on after \d+ s\n", said_by_rank_0(tmp_path, body)
+        rf"{said}rank 0: {name} continued after \d+ s\n", said_by_rank_0(tmp_path, body)
     )
 
 
 @pytest.mark.parametrize("body", [computes, saves])
-def test_rank_that_works_for_long_is_not_told(tmp_path: Path, body: Body):
+def test_busy_rank_is_not_reported(tmp_path: Path, body: Body):
     assert said_by_rank_0(tmp_path, body) == ""

@@ -23,7 +23,7 @@ CONTEXT, STRIDE = 16, 6
 
 
 def written(hf: nn.Module, prompt: list[int]) -> list[int]:
-    """What their `generate` adds, with a cache."""
+    """Return the tokens that transformers' `generate` adds, with a cache."""
     out = hf.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),

@@ -1,4 +1,4 @@
-"""What was trained, at any layout, is written as `transformers` loads it, and means the same."""
+"""Exports of models trained at any layout load in `transformers` and compute the same."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_transformers_continues_a_text_as_we_do(
 
 
 def test_parts_of_tensors_are_written_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As if all tensors were too large for one part."""
+    """Every tensor is made larger than one part."""
     save_random("qwen3_moe", tmp_path / "theirs")
     run = run_from(tmp_path / "theirs", LAYOUTS["etp2"])
     path, *_ = run_distributed(saved, run.world_size, run, tmp_path)
@@ -223,7 +223,7 @@ def a_checkpoint(folder: Path, run: Run) -> Path:
     return Path(path)
 
 
-def test_the_program_says_what_it_has_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_export_prints_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = a_checkpoint(tmp_path / "run", DENSE)
     assert convert.main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     said = f"{path}: a model of type llama is now in {tmp_path}/out\n"
@@ -231,7 +231,7 @@ def test_the_program_says_what_it_has_written(tmp_path: Path, capsys: pytest.Cap
     assert convert.main(["--help"]) == 0
 
 
-def test_a_model_that_hugging_face_lacks_is_refused_before_anything_is_written(tmp_path: Path):
+def test_export_refuses_unknown_family_before_writing(tmp_path: Path):
     path = a_checkpoint(tmp_path / "run", make_run())
     with pytest.raises(ConfigError, match="no Hugging Face model that is supported"):
         export_checkpoint(path, tmp_path / "out", "to-hf")
@@ -253,7 +253,7 @@ def run_from_deepseek(folder: Path) -> Run:
 def test_a_run_from_a_model_to_a_model_and_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """Started from a folder, exported at its end; a run that goes on exports its own end."""
+    """Start from a folder and export at the end; a resumed run exports its own end."""
     monkeypatch.chdir(tmp_path)
     theirs = tmp_path / "theirs"
     model = transformers.LlamaForCausalLM(

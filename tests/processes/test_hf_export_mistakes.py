@@ -43,7 +43,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "what it has written": (
         ["to-hf", "{}/theirs", "{}/out"],
-        "to-hf={}/theirs: is the folder of a Hugging Face model, and holds no checkpoint of ours",
+        "to-hf={}/theirs: is the folder of a Hugging Face model, not a run or checkpoint",
     ),
     "a file": (
         ["from-hf", "{}/theirs/config.json", "{}/out"],
@@ -156,7 +156,7 @@ LOST: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("lost", LOST)
-def test_texts_that_cannot_be_read_are_one_line_before_weights_are_written(
+def test_unreadable_texts_stop_export_before_weights(
     lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     save_random("llama", tmp_path / "theirs")

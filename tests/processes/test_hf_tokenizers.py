@@ -59,7 +59,7 @@ CLASSES = {
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_tokens_that_were_added_are_there_in_every_class(kind: str, tmp_path: Path):
-    """Those of models leave them out, given tokenizer.json alone."""
+    """Tokenizer classes of models drop them if given tokenizer.json alone."""
     save_byte_level(tmp_path / "tokenizer.json")
     texts = {
         "tokenizer.json": (tmp_path / "tokenizer.json").read_bytes(),
@@ -115,7 +115,7 @@ def test_a_run_exports_what_it_was_trained_with(
     assert convert.main(["to-hf", "../run", "none"]) == 0
     assert capsys.readouterr().err == (
         "convert: no tokenizer is written: own.json, which the model was trained with, is not "
-        "there; as ../run/tokenizer.json it would be found\n"
+        "there; copy the original file to ../run/tokenizer.json\n"
     )
     written = {path.name for path in (tmp_path / "elsewhere/none").iterdir()}
     assert written == {"config.json", "generation_config.json", "model.safetensors"}

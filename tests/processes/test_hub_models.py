@@ -145,7 +145,7 @@ def test_a_model_comes_from_the_hub_once_and_then_from_the_cache(
 
 @pytest.mark.parametrize("both", [True, False])
 def test_weights_come_in_one_format(hub: Hub, both: bool):
-    """Of one file and an index the file, as it is read; else what the index names, and no more."""
+    """A single file wins over an index; with an index only the files named there are read."""
     save_random("qwen3", hub.folder)
     one = (hub.folder / "model.safetensors").read_bytes()
     split_into_two(hub.folder)
@@ -161,7 +161,7 @@ def test_weights_come_in_one_format(hub: Hub, both: bool):
     assert model_folder(NAME, KEY, commit_of(folder), asks=False) == folder
 
 
-def test_weights_that_the_cache_lacks_are_asked_for(hub: Hub, monkeypatch: pytest.MonkeyPatch):
+def test_weights_missing_in_cache_are_downloaded(hub: Hub, monkeypatch: pytest.MonkeyPatch):
     save_random("qwen3", hub.folder)
     texts = texts_folder(NAME, KEY)
     assert {path.name for path in texts.iterdir()} == {"config.json", "generation_config.json"}
@@ -169,12 +169,8 @@ def test_weights_that_the_cache_lacks_are_asked_for(hub: Hub, monkeypatch: pytes
     assert "is not in the cache either, and http://127.0.0.1:9 cannot be reached" in refused()
 
 
-def test_an_export_asks_the_hub_for_texts_alone(
-    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    """Where the run folder has lost what came with its model; a model that the hub has changed
-    since then is no longer the one that was trained.
-    """
+def test_export_downloads_texts_only(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """For a run folder without them; a model changed on the hub since then is refused."""
     save_random("qwen3", hub.folder)
     (hub.folder / "tokenizer.json").write_text("{}")
     run = tmp_path / "run"
@@ -252,7 +248,10 @@ def test_no_hint_names_another_size(other: str, tmp_path: Path):
 
 
 def first_weight(rank: int, run: Run, caches: list[Path]) -> float | str:
-    """Of the model that the ranks of two hosts begin with; a host has two ranks and a cache."""
+    """Return a weight of the initial model of ranks on two hosts.
+
+    Each host has two ranks and a cache.
+    """
     constants.HF_HUB_CACHE = str(caches[rank // 2])
     groups = create_groups(Plan(run).layout, rank)
     try:
@@ -285,7 +284,7 @@ def test_one_process_of_each_host_asks_the_hub(hub: Hub, tmp_path: Path):
     assert hub.asked.count(f"/api/models/{NAME}/revision/main") == 1
 
 
-def test_what_the_hub_says_reaches_every_rank(hub: Hub, tmp_path: Path):
+def test_hub_error_reaches_every_rank(hub: Hub, tmp_path: Path):
     run = run_by_name(hub)
     hub.fault = (403, "GatedRepo")
     line = refused()
@@ -324,7 +323,7 @@ def test_other_processes_of_a_host_wait_for_the_first(hub: Hub, monkeypatch: pyt
     assert str(late.value) == f"{KEY}=somebody/another: {expected}"
 
 
-def test_the_first_process_of_each_host_says_what_it_was_told(hub: Hub):
+def test_first_process_of_each_host_reports_hub_error(hub: Hub):
     hub.fault = (403, "GatedRepo")
     register_schema()
     GlobalHydra.instance().clear()
@@ -339,7 +338,7 @@ def test_the_first_process_of_each_host_says_what_it_was_told(hub: Hub):
 
 
 def asked_by_a_run(hub: Hub, folder: Path, ranks: int) -> list[str]:
-    """What a run on this many ranks, whose launcher asks nothing, asks of the hub."""
+    """Return a run's requests to the hub on this many ranks; its launcher makes none."""
     hub.asked.clear()
     constants.HF_HUB_CACHE = str(folder / f"cache{ranks}")
     words = [

@@ -1,4 +1,4 @@
-"""`convert from-hf`: a model as a checkpoint that a run goes on from, at any layout, and back."""
+"""`convert from-hf`: import a model as a checkpoint, resume from it at any layout, export it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def losses_after_loading(rank: int, run: Run, path: str) -> list[tuple[float, fl
         ("mixtral", "ep4", "bfloat16"),
     ],
 )
-def test_a_run_that_resumes_from_it_is_one_that_starts_from_the_model(
+def test_run_resumed_from_import_equals_init_from(
     name: str, layout: str, params: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(pretrained, "PART_NUMEL", 500)
@@ -125,7 +125,7 @@ def test_no_folder_is_left_above_what_fails(tmp_path: Path):
     assert [each.name for each in tmp_path.iterdir()] == ["theirs"]
 
 
-def test_a_run_folder_says_what_its_model_is(tmp_path: Path):
+def test_commands_accept_imported_run_folder(tmp_path: Path):
     """Three commands: in, trained, out."""
     save_random("mixtral", tmp_path / "theirs")
     config = transformers.AutoConfig.from_pretrained(tmp_path / "theirs")
@@ -172,7 +172,7 @@ def test_every_weight_keeps_the_type_that_it_has(tmp_path: Path):
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
-def test_what_is_rounded_is_said(tmp_path: Path):
+def test_rounded_weights_are_reported(tmp_path: Path):
     """By a run in the type of the others, and by who only asks the model; not in fp32."""
     save_mixed(tmp_path / "theirs")
     edit_config(tmp_path / "theirs", unsloth_fixed=True)
@@ -196,7 +196,7 @@ def test_what_is_rounded_is_said(tmp_path: Path):
     assert ended.returncode == 0 and f"theirs: {left}{line}" in ended.stderr
 
 
-def test_a_conversion_says_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_conversion_reports_omissions(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     save_random("deepseek_v3", tmp_path / "theirs")
     more = {"model.layers.3.eh_proj.weight": torch.ones(2)}
     edit_tensors(tmp_path / "theirs", lambda held: held.update(more))

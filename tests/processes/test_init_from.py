@@ -108,7 +108,7 @@ def test_the_first_loss_of_dense_models(name: str, layout: dict[str, int], tmp_p
 
 
 def main_params(rank: int, run: Run) -> list[tuple[str, Block, int, list[float]]]:
-    """What a rank's optimizer owns: weight, this rank's block, first element of it, values."""
+    """Return what a rank's optimizer owns: weight, this rank's block, its first element, values."""
     owned = engine_from(rank, run).optimizer.param_shards()
     return [(each.spec.name, each.spec.block, each.start, each.main.tolist()) for each in owned]
 

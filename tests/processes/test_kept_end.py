@@ -31,11 +31,11 @@ def test_right_end_of_an_earlier_run_stays(tmp_path: Path):
     assert end_in(path, None) == "<|im_end|>"
     assert end_in(path, EARLIER) == "<|endoftext|>"
     assert changed_end(EARLIER, str(path), kept=False) is None
-    told = f"documents go on to end with '<|endoftext|>', although {path} ends them with"
+    told = f"documents still end with '<|endoftext|>', although {path} ends them with"
     assert changed_end(EARLIER, str(path)) == f"{told} '<|im_end|>'"
 
 
-def test_wrong_end_of_an_earlier_run_changes_and_is_told(tmp_path: Path):
+def test_wrong_end_token_of_earlier_run_changes_with_notice(tmp_path: Path):
     path = saved(tmp_path, GEMMA, ["</s>"])
     assert end_in(path, EARLIER) == "<eos>"
     told = "documents end with '<eos>' from here on, and ended with '</s>' so far, an ordinary"
@@ -66,7 +66,7 @@ def test_nothing_is_kept_of_bytes_and_of_conversions(tmp_path: Path):
         assert kept_end(manifest, spec) is None and changed_end(manifest, spec) is None
 
 
-def test_run_folder_says_what_ends_documents(tmp_path: Path):
+def test_run_folder_records_end_of_document(tmp_path: Path):
     """Its tokenizer can be named by other runs, as the one it was."""
     path = saved(tmp_path / "theirs", QWEN, [], **TURN)
     run = with_tokenizer(with_model(make_run(), vocab_size=512), path)

@@ -92,7 +92,7 @@ def planned(run: Run) -> MicrobatchMemory:
 
 
 def pool_of(run: Run) -> PlannedPagedBuffer | None:
-    """Of one microbatch."""
+    """Return the page pool for one microbatch."""
     stages = select_stages(run).stages[0]
     return planned_paged_buffer(run, stages, [Forward(0, 0), Backward(0, 0)])
 
@@ -218,8 +218,9 @@ CUT = {
 
 
 def cpu_masks(run: Run, rank: int) -> int:
-    """What a CPU keeps besides: causal attention of fewer queries than keys has no kernel there,
-    but stores its mask.
+    """Return the bytes of masks saved on a CPU.
+
+    Causal attention of fewer queries than keys has no kernel there, and stores its mask.
     """
     layout, gathered = select_layout(run), run.parallel.cp_comm_type is CpComm.all_gather
     if layout.cp == 1 or not gathered or run.data.document_mask:
@@ -304,8 +305,10 @@ RECOMPUTED: dict[str, tuple[Recompute, ...]] = {
 @pytest.mark.parametrize(
     "parallel", chosen([{"ep": 4, "dp": 4}, {"ep": 2, "etp": 2, "dp": 4}], [{"ep": 4, "dp": 4}])
 )
-def test_rows_in_pages(parallel: dict[str, Any], phases: tuple[Recompute, ...], name: str):
-    """What is kept beside the pool, and is alive when backward copies rows out of it."""
+def test_rows_are_restored_from_pages(
+    parallel: dict[str, Any], phases: tuple[Recompute, ...], name: str
+):
+    """Checks memory outside the pool, while backward copies rows out of it."""
     whole, run = (
         dataclasses.replace(
             run_of(moe(**STATIC | {"static": static}), **parallel),

@@ -28,8 +28,9 @@ WORLDS = sorted({world(case) for case in CASES})
 
 
 def steps_of_layout(rank: int, run: Run) -> Trained:
-    """What a few steps come to, after which all copies are the same; only rank 0 brings the
-    tensors.
+    """Return the results of a few steps, after which all copies must be equal.
+
+    Only rank 0 returns the tensors.
     """
     engine = engine_of(run, rank)
     found = results(engine, STEPS)
@@ -81,7 +82,7 @@ def test_layouts_in_which_every_two_choices_meet(one_process, ranks: int):
 
 
 @pytest.mark.full
-def test_layouts_nobody_wrote_down(one_process):
+def test_random_layouts_have_parity(one_process):
     """Six drawn anew every time the list of cases changes; each is a layout that the pairs do
     not hold.
     """

@@ -1,4 +1,4 @@
-"""Nobody reads what programs print: runs go on, the others end quietly."""
+"""Output without a reader: runs continue, other programs end quietly."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ LOST = {"Broken pipe": pipe_to_nobody, "No space left on device": full_disk}
 
 
 @pytest.mark.parametrize("why", LOST)
-def test_a_run_resumes_and_says_so_once(why: str, tmp_path: Path):
+def test_run_survives_lost_stdout_with_one_notice(why: str, tmp_path: Path):
     settings = ("train.steps=3", "checkpoint.interval=3", "log.console=true", "log.interval=1")
     run = composed((*corpus_in(tmp_path / "corpus"), *settings, f"run_dir={tmp_path}/run"), 1)
     code, said = forked(lambda: sys.exit(train(Plan(run), 0, 0, attempt=Attempt())), LOST[why]())
-    expected = f"train.py: stdout cannot be written: {why}; the run goes on without it\n"
+    expected = f"train.py: stdout cannot be written: {why}; the run continues without it\n"
     assert (code, said) == (0, expected)
     assert list(losses(tmp_path / "run")) == [1, 2, 3] and newest_checkpoint(tmp_path / "run")
 

@@ -1,4 +1,4 @@
-"""Where processes meet: who can reach their stores, and what they believe of what is in them."""
+"""Rendezvous of processes: who can reach their stores, and which contents are trusted."""
 
 from __future__ import annotations
 
@@ -108,22 +108,22 @@ def test_another_program_at_the_address_of_a_store_is_named(program: int):
     assert meeting.CONNECT_S + meeting.ANSWER_S < 60
     line = [sys.executable, "-c", JOIN, str(program)]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    rule = "what listens there on 127.0.0.1 is another program: it does not answer as a store"
+    rule = "another program listens there on 127.0.0.1: it does not answer as a store"
     said = f"MASTER_PORT={program}: {rule}; choose a free one\n"
     assert (done.returncode, done.stdout) == (0, said), done.stderr
 
 
-def test_nobody_at_the_address_of_a_store_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_missing_store_is_reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(meeting, "TIMEOUT", datetime.timedelta(seconds=0.2))
     with socket.socket() as held:  # a port that no other program can take meanwhile
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
-        said = f"^MASTER_PORT={port}: nobody listens there on 127.0.0.1"
+        said = f"^MASTER_PORT={port}: nothing listens there on 127.0.0.1"
         with pytest.raises(OwnError, match=said):
             join_store("127.0.0.1", port)
 
 
-def test_a_connection_that_meets_itself_is_nobody(monkeypatch: pytest.MonkeyPatch):
+def test_self_connection_is_no_listener(monkeypatch: pytest.MonkeyPatch):
     """The system may choose, for a connection to a free port, that port as its own end."""
     port = free_port()
     connect = socket.create_connection
@@ -133,7 +133,7 @@ def test_a_connection_that_meets_itself_is_nobody(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(meeting, "TIMEOUT", datetime.timedelta(seconds=0.2))
     monkeypatch.setattr(socket, "create_connection", from_the_same_port)
-    with pytest.raises(OwnError, match=f"^MASTER_PORT={port}: nobody listens there"):
+    with pytest.raises(OwnError, match=f"^MASTER_PORT={port}: nothing listens there"):
         join_store("127.0.0.1", port)
 
 
@@ -146,7 +146,9 @@ def test_torchrun_names_another_program_where_launchers_meet(tmp_path: Path):
         line = [sys.executable, "-c", code, *options]
         done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"torchrun: 127.0.0.1:{port}: MASTER_PORT={port}: what listens")
+    assert done.stderr.startswith(
+        f"torchrun: 127.0.0.1:{port}: MASTER_PORT={port}: another program listens"
+    )
     assert done.stderr.count("\n") == 1
 
 
@@ -199,7 +201,7 @@ def test_a_folder_that_a_stranger_names_is_refused(launch: tuple[Attempt, dist.S
     )
     for text in (*map(str.encode, strange), b"\xff\x00 runs/mine"):
         noted.set(attempts.FOLDER, text)
-        with pytest.raises(OwnError, match="in which no attempt of this launch has been"):
+        with pytest.raises(OwnError, match="which no attempt of this launch has used"):
             attempt.earlier(composed((), 1))
 
 
@@ -239,7 +241,7 @@ def family(pid: int) -> set[int]:
 
 
 @pytest.mark.full
-def test_a_run_of_one_host_listens_on_loopback_and_leaves_nothing(tmp_path: Path):
+def test_one_host_run_listens_on_loopback_and_cleans_up(tmp_path: Path):
     """Killed, its temporary files go with the next run's start."""
     corpus, temporary = corpus_in(tmp_path / "corpus"), tmp_path / "tmp"
     temporary.mkdir()

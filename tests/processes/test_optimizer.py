@@ -73,8 +73,9 @@ class Case:
         return 1e-2 * (1 + step % 3)
 
     def scale(self, step: int) -> float:
-        """Of the gradients: AdamW forgets a factor that all steps share, so only the large ones
-        are clipped.
+        """Return the factor on the gradients of a step.
+
+        Adam is invariant to a factor common to all steps, so only some are large enough to clip.
         """
         return (1.0, 0.001, 0.03)[step % 3]
 
@@ -183,7 +184,7 @@ def one_step(
 def buffers_of(
     chunks: list[list[ParamSpec]], groups: Groups, config: OptimConfig
 ) -> list[ChunkBuffers]:
-    """Where the parameters of every chunk lie."""
+    """Return the buffer layout of every chunk's parameters."""
     listed = [
         [Parameter(s.name, tuple(s.param.shape), s.expert) for s in specs] for specs in chunks
     ]
@@ -252,7 +253,7 @@ def _padding(flat: Tensor, layout: Any) -> float:
 def torch_adamw(
     case: Case, dtype: torch.dtype = torch.float32
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """The same training by torch on one process: parameters, and gradient norms before clipping."""
+    """Train the same by torch on one process; return parameters, and norms before clipping."""
     params = {name: nn.Parameter(value.to(dtype)) for name, value in first_values(case).items()}
     kinds = [[p for p in params.values() if (p.dim() > 1) == decays] for decays in (True, False)]
     config, decays = case.config, (case.config.weight_decay, 0.0)

@@ -55,8 +55,9 @@ def batches_of(run: Run, step: int, dp_rank: int) -> list[Batch]:
 
 
 def trained(rank: int, run: Run, steps: int) -> dict[str, Any]:
-    """What some steps and validations come to, bit for bit; without tensors where the run ends
-    early, as on_overflow=stop has it.
+    """Return the exact results of some steps and validations.
+
+    Without tensors if the run ends early, as with on_overflow=stop.
     """
     torch.manual_seed(rank)
     engine = engine_of(run, rank)

@@ -1,6 +1,4 @@
-"""Data for a Hugging Face model have to be in its own tokens, in a run that starts from its files
-and in one that goes on from their conversion.
-"""
+"""Training a Hugging Face model requires its own tokenizer, from its files or after conversion."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ def resume(run: Run, theirs: Path) -> object:
 
 
 def named(begin: Begin, theirs: Path) -> tuple[str, str]:
-    """What messages call the model, and its tokenizer."""
+    """Return the names of the model and of its tokenizer in messages."""
     folder = theirs if begin is start else theirs.with_name("run")
     inside = "" if begin is start else "/pretrained"
     return str(folder), f"{folder}{inside}/tokenizer.json"
@@ -66,7 +64,7 @@ def with_tokenizer(run: Run, spec: Path | str) -> Run:
 
 
 MISFITS: dict[str, tuple[Callable[[Path], Path | str], str]] = {
-    "bytes": (lambda _: "bytes", "{} has a tokenizer of its own, which its ids are of"),
+    "bytes": (lambda _: "bytes", "{} was trained with a tokenizer of its own"),
     "another order": (
         lambda folder: save_tokenizer(folder / "own.json", *WORDS[:2], *WORDS[:1:-1]),
         "{} has been trained with 2 for 'of', which is 3",
@@ -107,7 +105,7 @@ def test_tokens_may_be_added(begin: Begin, tmp_path: Path):
 
 
 @pytest.mark.parametrize("begin", [start, resume])
-def test_a_tokenizer_that_is_not_read_here_is_told(begin: Begin, tmp_path: Path):
+def test_unsupported_tokenizer_is_reported(begin: Begin, tmp_path: Path):
     theirs = tmp_path / "theirs"
     save_random("llama", theirs)
     (theirs / "tokenizer.model").write_bytes(b"pieces")
@@ -115,12 +113,12 @@ def test_a_tokenizer_that_is_not_read_here_is_told(begin: Begin, tmp_path: Path)
     with pytest.raises(ConfigError) as refused:
         begin(run, theirs)
     assert str(refused.value) == (
-        f"data.tokenizer=bytes: {named(begin, theirs)[0]} has a tokenizer of its own, without the "
-        "tokenizer.json that is read here; AutoTokenizer of transformers saves one"
+        f"data.tokenizer=bytes: {named(begin, theirs)[0]} has a tokenizer of its own, but no "
+        "tokenizer.json, which is read here; AutoTokenizer of transformers saves one"
     )
 
 
-def test_the_command_line_says_what_works(tmp_path: Path):
+def test_command_line_suggests_working_tokenizer(tmp_path: Path):
     theirs = tmp_path / "theirs"
     save_random("llama", theirs, vocab_size=264)
     save_byte_level(theirs / "tokenizer.json")
@@ -130,6 +128,6 @@ def test_the_command_line_says_what_works(tmp_path: Path):
     ended = run_forked(tmp_path, [sys.executable, str(ROOT / "train.py"), *words])
     assert (ended.returncode, ended.stderr) == (
         2,
-        "train.py: data.tokenizer=bytes: run has a tokenizer of its own, which its ids are of; "
+        "train.py: data.tokenizer=bytes: run was trained with a tokenizer of its own; "
         "nearest that works: run/pretrained/tokenizer.json\n",
     )

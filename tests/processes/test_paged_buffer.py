@@ -33,19 +33,19 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "activations recomputed": {"parallel": EP2, "recompute": ACT},
 }
-WHOLE, PARTS = ("whole step",), ("partial", "moe", "layer", "whole step")
+WHOLE, PARTS = ("full iteration",), ("partial", "moe", "layer", "full iteration")
 GRAPHS = {
     "ep2": PARTS,
     "pp2 ep2": PARTS,
     "activations recomputed": PARTS,
-    "experts recomputed": ("layer", "whole step"),
-    "pp2 vpp2 ep2": ("layer", "whole step"),
+    "experts recomputed": ("layer", "full iteration"),
+    "pp2 vpp2 ep2": ("layer", "full iteration"),
 }
 ENOUGH = 1.9  # of two ranks all rows are twice the mean
 
 
 def in_pages(rank: int, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
-    """What `several` finds, where no step may be taken again and every page comes back."""
+    """Return the results of `several`; no step may be rerun, and every page must be freed."""
     pools, clear = list[PagedBuffer](), PagedBuffer.clear
 
     def cleared(pool: PagedBuffer) -> None:
@@ -67,7 +67,7 @@ def run_with(layout: str, paged_buffer: float | None, graph: CudaGraphConfig = E
 
 
 @pytest.mark.parametrize("layout", chosen(list(CASES), ["pp2 ep2", "activations recomputed"]))
-def test_rows_in_pages_are_the_rows(layout: str):
+def test_rows_from_pages_equal_originals(layout: str):
     names = GRAPHS.get(layout, WHOLE)
     runs = {name: run_with(layout, ENOUGH, CHOICES[name]) for name in names}
     runs |= {"eager": run_with(layout, ENOUGH), "as they are": run_with(layout, None)}
@@ -77,11 +77,11 @@ def test_rows_in_pages_are_the_rows(layout: str):
             assert same(result, kept), name
 
 
-@pytest.mark.parametrize("graph", chosen(["whole step", "partial", "eager"], ["whole step"]))
-def test_a_step_that_lacks_pages_is_taken_again(graph: str):
-    """It computes what it does without a pool; no other step is taken again, and in the end there
-    are more pages.
-    """
+@pytest.mark.parametrize(
+    "graph", chosen(["full iteration", "partial", "eager"], ["full iteration"])
+)
+def test_step_without_enough_pages_is_rerun(graph: str):
+    """Results equal those without a page pool; no other step is rerun, and the pool has grown."""
     run = short_run(CHOICES.get(graph, EAGER), StaticCapacity.worst)
     exact = run_distributed(steps_of, 2, run, NEVER)
     short = with_paged_buffer(run, 1.0)

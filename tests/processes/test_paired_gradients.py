@@ -1,7 +1,7 @@
-"""`optim.pair_expert_grads`: gradients of experts of two microbatches by one product.
+"""`optim.pair_expert_grads`: expert gradients of two microbatches by one GEMM.
 
-Without the kernel each is added by itself, in the same order as without pairs, so that all bits are
-those of training without.
+Without the kernel each is added by itself, in the same order as without pairs, so that results are
+bit-identical to training without.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ WHOLE = CudaGraphConfig(GraphImpl.full_iteration, warmup_steps=2)
 PP2, EP2 = ParallelConfig(pp=2), ParallelConfig(ep=2, dp=2)
 CASES: dict[str, dict[str, Any]] = {
     "one rank": {},
-    "one rank, whole step": {"cuda_graph": WHOLE},
+    "one rank, full iteration": {"cuda_graph": WHOLE},
     "one rank, reduced behind": {"optim": OptimConfig(lr=1e-2, overlap_grads=False)},
     "ep2": {"parallel": EP2},
-    "ep2, static, whole step": {"model": STATIC, "parallel": EP2, "cuda_graph": WHOLE},
+    "ep2, static, full iteration": {"model": STATIC, "parallel": EP2, "cuda_graph": WHOLE},
     "ep2, partial": {
         "parallel": EP2,
         "cuda_graph": CudaGraphConfig(
@@ -74,7 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
     "pp2": {"parallel": PP2},
     "pp2 vpp2": {"parallel": dataclasses.replace(PP2, vpp=2)},
     "zero bubble": {"parallel": PP2, "schedule": ScheduleConfig(ScheduleName.zero_bubble_h1)},
-    "zero bubble, whole step": {
+    "zero bubble, full iteration": {
         "parallel": PP2,
         "schedule": ScheduleConfig(ScheduleName.zero_bubble_h1),
         "cuda_graph": WHOLE,
@@ -93,8 +93,9 @@ def run_of(case: str, count: int, pairs: bool) -> Run:
 
 
 def trained(rank: int, run: Run) -> dict[str, Any]:
-    """What steps tell; and of each, pairs that were added, and gradients of experts by themselves,
-    held back or not.
+    """Return metrics of steps; for each, the pairs added and the unpaired expert gradients.
+
+    Unpaired ones are counted by whether they were held back.
     """
     engine = engine_of(run, rank)
     step, seen = TrainingStep(engine), []
@@ -152,8 +153,8 @@ def both(rank: int, runs: list[Run]) -> list[dict[str, Any]]:
 QUICK = [
     ("one rank", 3),
     ("one rank, partial with ends", 4),
-    ("ep2, static, whole step", 4),
-    ("zero bubble, whole step", 4),
+    ("ep2, static, full iteration", 4),
+    ("zero bubble, full iteration", 4),
 ]
 
 
@@ -222,7 +223,7 @@ def test_what_is_refused(case: str):
 
 
 def test_the_plan_counts_what_waits():
-    """Per MoE layer K rows of each token: what came and its product's gradient, twice."""
+    """Return bytes per MoE layer: inputs and output gradients of K rows per token, twice."""
     run = run_of("one rank", 4, pairs=True)
     tokens = run.train.micro_batch * run.train.seq_len
     moe = run.model.moe
@@ -238,7 +239,7 @@ def test_the_plan_counts_what_waits():
     assert all(paired[name] == plain[name] for name in plain if name != "fragmentation")
 
 
-def test_sums_are_those_of_both():
+def test_paired_gradients_equal_both_sums():
     rows_TI, grad_TO = torch.randn(5, 4), torch.randn(5, 8)
     ends_E = torch.tensor([2, 5], dtype=torch.int32)
     one = GroupedLinearGrad(rows_TI, grad_TO, ends_E)

@@ -31,7 +31,7 @@ def recorded(gather: ParamGather, shard: AdamShard) -> None:
 
 
 def recorded_update(gather: ParamGather, shard: AdamShard) -> None:
-    """The same with an update at its end, as of whole steps: none of their gathers starts there."""
+    """Do the same with an update at the end of the graph: none of its gathers starts there."""
     with gather.in_graph(updates=True):
         gather.start(shard)
         gather.make_whole(shard)
@@ -109,7 +109,7 @@ def state_of(gather: ParamGather, shard: AdamShard) -> str:
 
 
 def outcomes(rank: int) -> dict[tuple[str, bool, str], Any]:
-    """What every event does in every state; parameters that are called whole are checked."""
+    """Apply every event in every state, and check parameters that count as gathered."""
     found: dict[tuple[str, bool, str], Any] = {}
     gathered: list[int] = []
     all_gather = param_gather.all_gather

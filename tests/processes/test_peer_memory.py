@@ -26,7 +26,7 @@ pytest.importorskip("triton")
 
 
 def both(rank: int, memory: Tensor, sizes: Sizes, rounds: int, halves: int = 2) -> list[str]:
-    """What differs between the transports, in a layer's exchanges and in equal ones in a row."""
+    """Return differences between the transports, in a layer's all-to-alls and in repeated ones."""
     group = dist.new_group()
     ranks, local = group.size(), sizes.local(group.size())
     handle = share_memory(memory, rank, ranks)
@@ -67,7 +67,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("ranks", "rounds", "sizes"), chosen(SIZES, SIZES[:1]), ids=str)
-def test_peers_bring_what_collectives_bring(ranks: int, rounds: int, sizes: Sizes):
+def test_peer_transport_equals_collectives(ranks: int, rounds: int, sizes: Sizes):
     compare = functools.partial(both, memory=shared(ranks), sizes=sizes, rounds=rounds)
     assert run_distributed(compare, ranks) == [[]] * ranks
 

@@ -1,6 +1,4 @@
-"""What the pipeline engine promises besides numbers: memory, messages of what fails or hangs,
-and groups of large worlds.
-"""
+"""Pipeline engine beyond numbers: memory, messages of failures and hangs, large worlds."""
 
 from __future__ import annotations
 
@@ -73,7 +71,7 @@ def test_outputs_give_their_memory_back_once_sent():
 
 
 def failing(rank: int, run: Run) -> list[str]:
-    """What the error says when the forward of microbatch 2 on rank 1 fails; empty on rank 0."""
+    """Return the error when the forward of microbatch 2 on rank 1 fails; empty on rank 0."""
     engine, forward = engine_of(run, rank), InFlight.forward
 
     def broken(in_flight: InFlight, mb: int, chunk: int) -> None:
@@ -99,9 +97,7 @@ def test_a_failing_action_is_pointed_at():
 
 
 def held_up(rank: int, run: Run) -> tuple[str, list[int]]:
-    """What a rank says, and with which codes it would end, while rank 0 sleeps in its second
-    forward.
-    """
+    """Return a rank's report and exit codes while rank 0 sleeps in its second forward."""
     engine, forward, codes, words = engine_of(run, rank), InFlight.forward, [], io.StringIO()
 
     def slow(in_flight: InFlight, mb: int, chunk: int) -> None:
@@ -115,7 +111,7 @@ def held_up(rank: int, run: Run) -> tuple[str, list[int]]:
     return words.getvalue(), codes
 
 
-def test_every_rank_says_where_it_is_stuck():
+def test_every_rank_reports_where_it_is_stuck():
     run = run_of(MODELS["dense"], mbs=4, pp=2, timeout_s=0.8)
     (first, codes), (second, others) = run_distributed(held_up, 2, run)
     assert first.startswith("rank 0 is stuck in F1.0 for 1 s") and codes == [EXIT_STUCK]

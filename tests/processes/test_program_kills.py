@@ -1,4 +1,4 @@
-"""As test_random_kills.py, with new programs, which are also hit while they import."""
+"""test_random_kills.py with new programs, which are also killed during their imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drawn checkpoint goes on bit for bit, and at another drawn layout as one process would.
+"""A random checkpoint resumes bit for bit, and at another random layout as one process would.
 
 A case that fails prints both command lines.
 """
@@ -27,7 +27,7 @@ AT = Progress(STEPS, STEPS, 0)
 
 
 def following(engine: Engine) -> Trained:
-    """What the steps after the checkpoint come to."""
+    """Return the results of the steps after the checkpoint."""
     seen = train_steps(engine.plan.run, engine, STEPS, first=STEPS)
     numbers = (dict(enumerate(values, STEPS + 1)) for values in zip(*seen, strict=True))
     tensors = {"gradients": whole_gradients(engine), "parameters": whole_parameters(engine)}

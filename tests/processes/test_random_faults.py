@@ -46,7 +46,7 @@ OLDER, NEWER = "step-00000001", "step-00000002"
 
 @dataclass(frozen=True)
 class Damage:
-    """What happens to a checkpoint."""
+    """Damage to a checkpoint."""
 
     words: str
     do: Callable[[Path], object]  # to the checkpoint's folder
@@ -306,7 +306,7 @@ def test_a_full_disk_loses_nothing_that_was_committed(
 ):
     """Full at a drawn byte of a checkpoint, metrics.jsonl or config.yaml.
 
-    With more room the run goes on, and ends as one that had it from the beginning.
+    With more room the run resumes, and ends as one that had it from the beginning.
     """
     draw = random.Random(seed)
     most = 3 if kind == "mounted" else STEPS // 2  # checkpoints at a time, and in all

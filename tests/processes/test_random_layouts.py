@@ -27,7 +27,7 @@ SEEDS = [
 
 
 def trained(engine: Engine, validated: int) -> tuple[Trained, int, list[int]]:
-    """What a few steps and a validation come to, the tokens of the latter, and a sample."""
+    """Return the results of a few steps and a validation, the latter's tokens, and a sample."""
     run, found = engine.plan.run, results(engine, STEPS)
     held_out = batches_of(run, 100, engine.groups.dp_rank)[: validated // run.dp]
     loss, tokens = Validation(engine, len(held_out))(held_out)

@@ -85,7 +85,7 @@ def test_each_part_changes_nothing(phases: tuple[Recompute, ...]):
     "phases", PARTS, ids=lambda phases: "+".join(part.value for part in phases)
 )
 def test_nothing_is_held_once_backward_is_over(phases: tuple[Recompute, ...]):
-    """What a part inside of another one leaves behind would pile up from layer to layer."""
+    """Tensors left by a nested recomputed part would accumulate over layers."""
     chunk, tokens = make_chunk(MODELS["moe"]), torch.arange(32).view(2, 16)
     context = chunk.context(
         torch.arange(16).expand(2, 16), None, recompute=RecomputeChoice(frozenset(phases))

@@ -1,6 +1,4 @@
-"""What a run continues from: which settings may differ, and which of several runs resume=auto
-takes.
-"""
+"""Resuming: which settings may differ, and which of several runs resume=auto takes."""
 
 from __future__ import annotations
 
@@ -109,7 +107,7 @@ def with_other(config: Json, key: str) -> Json:
     return other
 
 
-def test_fixed_keys_are_refused_and_free_ones_told(tmp_path: Path):
+def test_fixed_keys_are_refused_and_free_ones_reported(tmp_path: Path):
     """A run whose configuration differs from the checkpoint's in one key, for every key."""
     latent = replace(TINY, num_kv_heads=TINY.num_heads, mla=MLAConfig(), yarn=YarnConfig())
     llama = replace(latent, yarn=None, llama3_rope=Llama3RopeConfig())
@@ -187,7 +185,7 @@ def test_biases_that_routers_have_learnt_are_not_dropped(tmp_path: Path, was: fl
     if now:
         assert find_start(after).changes == (f"model.moe.bias_update_rate: {was} -> {now}",)
         return
-    with pytest.raises(ConfigError, match=r"bias_update_rate=0\.0: .* would leave out the biases"):
+    with pytest.raises(ConfigError, match=r"bias_update_rate=0\.0: .* would drop the biases"):
         find_start(after)
 
 
@@ -219,7 +217,7 @@ def test_the_newest_that_fits_is_taken(runs: Path):
     )
 
 
-def test_where_none_fits_a_run_starts_anew(runs: Path):
+def test_run_starts_anew_without_fitting_checkpoint(runs: Path):
     assert find_start(AUTO) == Start(None)
     foreign = saved(runs / "a", WIDER, 10.0)
     assert find_start(AUTO) == Start(
@@ -279,7 +277,7 @@ ALL_LOST = (lose_everything, lose_sections, lose_text)
         *((loss, "cannot be read") for loss in ALL_LOST),
     ],
 )
-def test_a_broken_checkpoint_is_told_where_it_is_the_one_meant(
+def test_resume_reports_broken_newest_checkpoint(
     runs: Path, spoil: Callable[[Path], None], told: str
 ):
     whole, broken = saved(runs / "a", RUN, 10.0), saved(runs / "b", RUN, time() + 60)
@@ -299,7 +297,7 @@ def test_a_broken_checkpoint_is_told_where_it_is_the_one_meant(
         )
 
 
-def test_one_that_has_taken_all_steps_is_told_where_it_is_the_one_meant(runs: Path):
+def test_resume_refuses_run_without_steps_left(runs: Path):
     saved(runs / "a", RUN, 10.0)
     newest = saved(runs / "b", RUN, 20.0, step=20)
     assert find_start(AUTO) == Start(runs / "b", newest, parse_manifest(newest)), "lacks its end"
@@ -314,8 +312,8 @@ def test_one_that_has_taken_all_steps_is_told_where_it_is_the_one_meant(runs: Pa
     )
 
 
-def test_an_attempt_resumes_in_its_folder_whatever_was_saved_elsewhere(runs: Path):
-    """As after a restart: the folder was taken when no other run was newer, or none fitted."""
+def test_restart_resumes_in_its_folder_despite_newer_runs(runs: Path):
+    """The folder was taken when no other run was newer, or when none fitted."""
     own = saved(runs / "a", RUN, 10.0)
     saved(runs / "b", RUN, 20.0)
     assert find_start(AUTO, earlier=runs / "a").checkpoint == own
@@ -324,7 +322,7 @@ def test_an_attempt_resumes_in_its_folder_whatever_was_saved_elsewhere(runs: Pat
 
 
 def told_by(rank: int, folder: Path, run: Run) -> dict[str, str]:
-    """What a run that starts in this folder prints at its start, by the word in front of it."""
+    """Return the opening lines of a run that starts in this folder, by their label."""
     os.chdir(folder)
     with redirect_stdout(io.StringIO()) as printed:
         assert train_rank(rank, run, {})[0]
@@ -335,9 +333,7 @@ def told_by(rank: int, folder: Path, run: Run) -> dict[str, str]:
 
 
 def test_two_models_in_one_place(tmp_path: Path):
-    """Each goes on with its own run, and says what it has passed over; a third model starts
-    anew.
-    """
+    """Each resumes its own run and reports the other as passed over; a third model starts anew."""
     settings = (*corpus_in(tmp_path / "corpus"), "resume=auto", "log.console=true")
     told, key = [], "model.moe.ffn_hidden_size"
     for width, steps in ((32, 2), (16, 2), (32, 4), (8, 2)):

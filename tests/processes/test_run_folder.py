@@ -79,7 +79,7 @@ LOST: dict[str, Callable[[Path], object]] = {
     "names '../../b/checkpoints/step-00000003', w": lambda pointer: pointer.write_text(
         "../../b/checkpoints/step-00000003"
     ),
-    "names '.', which is no checkpoint's name": lambda pointer: pointer.write_text("."),
+    "names '.', which is not the name of a checkpoint": lambda pointer: pointer.write_text("."),
     "is not a file ": link_elsewhere,
 }
 
@@ -200,9 +200,7 @@ def test_more_room_is_advised_where_there_is_none(tmp_path: Path, number: int):
     assert ("make room" in said) == (number in (errno.ENOSPC, errno.EDQUOT))
 
 
-def test_a_checkpoint_that_cannot_be_removed_is_told(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
+def test_unremovable_checkpoint_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     def refuse(path: Path) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
 
@@ -329,7 +327,7 @@ ODD_LINES = {
 
 
 @pytest.mark.parametrize(("broken", "why"), ODD_LINES.items(), ids=range(len(ODD_LINES)))
-def test_rows_behind_a_broken_one_are_kept(
+def test_metric_lines_after_broken_one_are_kept(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], broken: str, why: str
 ):
     path = tmp_path / METRICS
@@ -431,7 +429,7 @@ def test_a_full_disk_loses_no_line(tmp_path: Path, capfd: pytest.CaptureFixture[
         with pytest.raises(ConfigError, match=f"3 lines of {METRICS} could not be .*: No space"):
             sink.check()
     said = capfd.readouterr().err
-    assert said.count("No space left on device; training goes on") == 1 and said.count("\n") == 1
+    assert said.count("No space left on device; training continues") == 1 and said.count("\n") == 1
     sink.validation(ValidationReport(4, 1.0, 1))
     sink.close()
     sink.check()
@@ -467,7 +465,7 @@ QUICK = [("folder", 2, 1), ("metrics", 2, 2), ("metrics", 0, 1), ("replaced", 0,
 
 
 @pytest.mark.parametrize(("what", "interval", "dp"), chosen(REMOVED, QUICK))
-def test_a_run_whose_files_were_removed_says_so(
+def test_run_reports_removed_files(
     corpus: tuple[str, ...], tmp_path: Path, what: str, interval: int, dp: int
 ):
     """By rank 0; a ConfigError is raised on all ranks, which hang or die otherwise."""

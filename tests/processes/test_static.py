@@ -1,6 +1,4 @@
-"""Training with experts on several ranks and sizes that nobody waits for: captured like eager, and
-like the other dispatchers.
-"""
+"""Static dispatcher on several ranks: captured training equals eager, and other dispatchers."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ from tests.processes.test_captured import (
     CHOICES,
     EAGER,
     FOUR,
-    WHOLE_STEPS,
+    FULL_ITERATIONS,
     broken,
     local,
     same,
@@ -70,12 +68,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "experts recomputed": {"parallel": EP2, "recompute": RecomputeConfig(phases=(Recompute.moe,))},
     "layers recomputed": {"parallel": EP2, "recompute": RecomputeConfig(full=True)},
 }
-WHOLE, PARTS = WHOLE_STEPS, ("partial", "moe", "layer", *WHOLE_STEPS)
+WHOLE, PARTS = FULL_ITERATIONS, ("partial", "moe", "layer", *FULL_ITERATIONS)
 GRAPHS = {
     "ep2": PARTS,
     "pp2 ep2": PARTS,
-    "experts recomputed": ("moe", "layer", *WHOLE_STEPS),
-    **dict.fromkeys(("ep2 etp2", "ep2 tp2", "pp2 vpp2 ep2"), ("layer", *WHOLE_STEPS)),
+    "experts recomputed": ("moe", "layer", *FULL_ITERATIONS),
+    **dict.fromkeys(("ep2 etp2", "ep2 tp2", "pp2 vpp2 ep2"), ("layer", *FULL_ITERATIONS)),
 }
 
 
@@ -96,7 +94,9 @@ def test_experts_on_several_ranks_are_captured(layout: str):
         eager = results.pop("eager")
         for name, result in results.items():
             assert same(result, eager), name
-            assert result["facts"].count == (1 if name in WHOLE_STEPS else result["planned"]), name
+            assert result["facts"].count == (1 if name in FULL_ITERATIONS else result["planned"]), (
+                name
+            )
 
 
 @pytest.mark.full
@@ -129,9 +129,9 @@ def short_run(graph: CudaGraphConfig, capacity: StaticCapacity, **options: Any) 
 
 
 def steps_of(rank: int, run: Run, in_a_row: int, favour: int = 0) -> dict[str, Any]:
-    """What the steps compute, which of them were taken again, and most rows that experts needed.
+    """Return the results of steps, which of them were rerun, and the most rows experts needed.
 
-    `favour`: of experts, which routers are made to choose.
+    `favour` lists the experts that routers are made to choose.
     """
     shortage.IN_A_ROW = in_a_row
     torch.manual_seed(rank)
@@ -165,10 +165,11 @@ def steps_of(rank: int, run: Run, in_a_row: int, favour: int = 0) -> dict[str, A
     return found
 
 
-@pytest.mark.parametrize("graph", [*WHOLE_STEPS, "partial", "eager"])
-def test_a_step_that_lacks_rows_is_taken_again(graph: str):
-    """It computes what memory for all rows computes, to the last bit: random numbers, counts of
-    tokens and validations too; and no other step is taken again.
+@pytest.mark.parametrize("graph", [*FULL_ITERATIONS, "partial", "eager"])
+def test_step_without_enough_rows_is_rerun(graph: str):
+    """Results are bit-identical to those with memory for all rows, and no other step is rerun.
+
+    So are random numbers, counts of tokens, and validations.
     """
     chosen_graph = CHOICES.get(graph, EAGER)
     worst = run_distributed(steps_of, 2, short_run(EAGER, StaticCapacity.worst), NEVER)
@@ -192,11 +193,11 @@ AGAIN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", AGAIN)
-def test_all_ranks_take_a_step_again(layout: str):
+def test_all_ranks_rerun_a_step(layout: str):
     """Also those whose own experts lack nothing, and stages of a pipeline."""
     runs = [
         check(dataclasses.replace(short_run(graph, capacity), **AGAIN[layout]))
-        for graph, capacity in ((EAGER, StaticCapacity.worst), (CHOICES["whole step"], FACTOR))
+        for graph, capacity in ((EAGER, StaticCapacity.worst), (CHOICES["full iteration"], FACTOR))
     ]
     worst, found = (run_distributed(steps_of, 4, run, 2) for run in runs)
     for ours, exact in zip(found, worst, strict=True):
@@ -204,10 +205,10 @@ def test_all_ranks_take_a_step_again(layout: str):
         assert ours["seen"] == exact["seen"] and ours["validated"] == exact["validated"]
 
 
-def test_routers_that_favour_few_experts_lack_rows_in_every_step():
+def test_skewed_routers_overflow_in_every_step():
     """Two experts of eight get all tokens, four times the mean, all of them on one rank."""
     runs = []
-    for graph, capacity in ((EAGER, StaticCapacity.worst), (CHOICES["whole step"], FACTOR)):
+    for graph, capacity in ((EAGER, StaticCapacity.worst), (CHOICES["full iteration"], FACTOR)):
         run = short_run(graph, capacity)
         moe = dataclasses.replace(run.model.moe, score=Score.sigmoid, bias_update_rate=1e-3)
         model = dataclasses.replace(run.model, moe=moe)
@@ -223,7 +224,7 @@ def test_after_two_such_steps_there_is_memory_for_more(capfd: pytest.CaptureFixt
     """Graphs are captured anew, training and validation, and compute what they did; one line says
     so.
     """
-    run = short_run(CHOICES["whole step"], StaticCapacity.factor)
+    run = short_run(CHOICES["full iteration"], StaticCapacity.factor)
     short = with_rows(run, 1.0)  # what a rank needs is above the mean in every step
     worst = run_distributed(steps_of, 2, short_run(EAGER, StaticCapacity.worst), 2)
     found = run_distributed(steps_of, 2, short, 2)
@@ -236,10 +237,10 @@ def test_after_two_such_steps_there_is_memory_for_more(capfd: pytest.CaptureFixt
     assert re.fullmatch(begin + r" 1\.\d+ times the mean; from now on .* for 1\.\d+ times", line)
 
 
-def test_peers_memory_is_for_gpus():
+def test_peer_transport_needs_gpus():
     run = run_of("ep2", static=StaticConfig(transport=StaticTransport.peer))
     planned = run_dispatcher(run)
-    with pytest.raises(ConfigError, match=r"transport=peer: is for GPUs.* mean collective\?"):
+    with pytest.raises(ConfigError, match=r"transport=peer: needs GPUs.* mean collective\?"):
         build_peer_transport(run, planned, None, device=torch.device("cpu"))
 
 

@@ -109,7 +109,7 @@ def test_a_stop_without_checkpoints_saves_nothing(
     assert not (tmp_path / "run/checkpoints").exists()
 
 
-def test_told_in_the_last_step_a_run_just_ends(corpus: tuple[str, ...], tmp_path: Path):
+def test_stop_in_last_step_ends_normally(corpus: tuple[str, ...], tmp_path: Path):
     run = composed((*corpus, "train.steps=2", f"run_dir={tmp_path}/run"), 1)
     assert run_distributed(train_rank, 1, run, {0: 2})[0][0] is True
     assert [row["step"] for row in read_metrics(tmp_path / "run") if "val_loss" in row] == [0, 2]
@@ -230,7 +230,7 @@ def told_twice(apart: float) -> int | None:
         return 0 if request.signal is signal.SIGUSR1 else 1
 
 
-def test_a_second_signal_ends_at_once_unless_it_repeats_the_first(monkeypatch: pytest.MonkeyPatch):
+def test_second_signal_ends_at_once_unless_repeated(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(signals, "REPEAT_S", 0.2)
     assert exit_code(lambda: told_twice(apart=0.0)) == 0
     assert exit_code(lambda: told_twice(apart=0.3)) == STOPPED == 75
@@ -259,7 +259,7 @@ def test_outside_the_steps_a_signal_ends_the_process():
     assert exit_code(work) == -signal.SIGTERM
 
 
-def test_whoever_listened_before_is_told_afterwards():
+def test_previous_signal_handler_is_called_afterwards():
     heard = []
     before = {
         number: signal.signal(number, lambda number, frame: heard.append(number))
@@ -352,12 +352,12 @@ def launched(
 
 
 @pytest.mark.parametrize("code", sampled([75, 2, 130], 3))
-def test_explained_ends_are_final_and_silent(tmp_path: Path, code: int):
+def test_explained_exit_codes_are_not_restarted(tmp_path: Path, code: int):
     found = launched(tmp_path, "--standalone", "--max-restarts=2", ends=[f"0:{code}", f"1:{code}"])
     assert found == (code, "", ["began-0-0", "began-1-0"])
 
 
-def test_ranks_that_die_are_started_again_and_named(tmp_path: Path):
+def test_dead_ranks_are_restarted_and_named(tmp_path: Path):
     code, said, began = launched(
         tmp_path, "--standalone", "--max-restarts=1", ends=["1/0:-9", "1/1:7", "0:sleep"]
     )
@@ -381,8 +381,8 @@ def test_signals_reach_the_ranks_which_have_time(tmp_path: Path, number: int):
 
 
 @pytest.mark.parametrize("first", ["sleep", "idle"])
-def test_ranks_that_a_signal_ends_outside_of_their_steps_have_stopped(tmp_path: Path, first: str):
-    """As one does that has saved and hears it late; the other still has the time it needs."""
+def test_signal_outside_of_steps_counts_as_stopped(tmp_path: Path, first: str):
+    """One rank has saved and gets the signal late; the other still has the time it needs."""
     ends = [f"0:{first}", "1:idle"]
     code, said, began = launched(
         tmp_path, "--standalone", "--max-restarts=2", ends=ends, send=[signal.SIGUSR1]
@@ -426,7 +426,7 @@ def undisturbed(
     return losses(folder / "run")
 
 
-def test_a_stop_while_ranks_are_started_again_is_not_lost(tmp_path: Path):
+def test_stop_during_restart_is_not_lost(tmp_path: Path):
     """It comes when one has died and torchrun waits for the other's end."""
     ends, twice = ["1/0:-9", "0/0:slow"], [signal.SIGUSR1, signal.SIGUSR1]
     code, said, began = launched(

@@ -162,7 +162,7 @@ def test_feed_forward_equals_one_rank(ranks: int):
 
 
 def order_of_backward(rank: int, route: str) -> list[str]:
-    """What a column-parallel backward computes, starts and waits for, in turn."""
+    """Return the order of a column-parallel backward's GEMMs, all-reduces and waits."""
     seen: list[str] = []
 
     def noted(function: Callable[..., Any], name: str, arrival: str = "") -> Callable[..., Any]:
@@ -201,7 +201,7 @@ def order_of_backward(rank: int, route: str) -> list[str]:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_exchanges_of_a_backward_run_beside_its_gemms(route: str):
+def test_backward_communication_overlaps_gemms(route: str):
     beside = ["start_gather", "input_grad", "start_scatter", "gathered", "weight_grad", "scattered"]
     deferred = ["input_grad", "later", "weight_grad"]
     expected = deferred if route == "deferred" else [*beside, "later"]

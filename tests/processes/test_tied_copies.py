@@ -73,11 +73,11 @@ def add_in_another_order(engine: Engine) -> None:
 
 
 def train(rank: int, run: Run) -> list[dict[str, Any]]:
-    """What this rank holds of each of its copies: the table, and its own pieces of the state."""
+    """Return this rank's part of each copy: the table, and its shards of the optimizer state."""
     engine = engine_of(run, rank)
     add_in_another_order(engine)
     train_steps(run, engine, STEPS)
-    engine.make_parameters_whole()
+    engine.gather_all_params()
     found = []
     for chunk, shards in zip(engine.chunks, engine.optimizer.shards, strict=True):
         if chunk.embedding is not None:

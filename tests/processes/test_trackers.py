@@ -142,7 +142,7 @@ def recorded_run(rank: int, run: Run, prepare: Callable[[], None]) -> None:
 
 
 def check_run(folder: Path, prepare: Callable[[], None], read: Callable[[Path], Events]) -> Events:
-    """A run of two steps that goes on for two, against its metrics.jsonl; returns its events."""
+    """Train two steps and resume for two more; check and return the recorded events."""
     corpus = corpus_in(folder / "corpus")
     for steps, resume in ((2, "null"), (4, "auto")):
         settings = (f"train.steps={steps}", f"run_dir={folder}/run", f"resume={resume}",
@@ -165,12 +165,12 @@ def check_run(folder: Path, prepare: Callable[[], None], read: Callable[[Path], 
     return events
 
 
-def test_tensorboard_gets_what_metrics_have(tmp_path: Path):
+def test_tensorboard_receives_all_metrics(tmp_path: Path):
     events = check_run(tmp_path, stand_in, written)
     assert [value for _, value in events["purged"]] == [0, 3] and len(events["closed"]) == 2
 
 
-def test_tensorboard_reads_what_is_written(tmp_path: Path):
+def test_tensorboard_reads_written_events(tmp_path: Path):
     """With the package itself, which the extra `test` brings along."""
     pytest.importorskip("tensorboard")
     check_run(tmp_path, lambda: None, read_by_tensorboard)
@@ -184,7 +184,7 @@ def tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TensorBoard:
     return TensorBoard(Plan(composed((), None)), tmp_path, from_step=5)
 
 
-def test_steps_that_come_again_are_hidden(tracker: TensorBoard, tmp_path: Path):
+def test_repeated_steps_are_hidden(tracker: TensorBoard, tmp_path: Path):
     tracker.rollback(RollbackReport(3, rollback_from=6, rollbacks=1))
     tracker.close()
     events = written(tmp_path / TENSORBOARD)
@@ -192,7 +192,7 @@ def test_steps_that_come_again_are_hidden(tracker: TensorBoard, tmp_path: Path):
     assert events["train/rollback_from"] == [(3, 6)]
 
 
-def test_training_goes_on_where_a_tracker_fails(
+def test_training_continues_after_tracker_failure(
     tracker: TensorBoard, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     tracker._writer.file = tmp_path / "gone/events.jsonl"
@@ -202,12 +202,10 @@ def test_training_goes_on_where_a_tracker_fails(
     tracker.close()
     said = capfd.readouterr().err
     assert said.startswith("train.py: TensorBoard has stopped recording (FileNotFoundError(")
-    assert said.count("\n") == 1 and "metrics.jsonl goes on" in said
+    assert said.count("\n") == 1 and "metrics.jsonl continues" in said
 
 
-def test_a_missing_package_is_one_line_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_missing_package_refused_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "find_spec", lambda name: None)
     run = composed(("log=tensorboard", "train.device=cpu"), None)
@@ -227,7 +225,7 @@ def test_a_missing_package_is_one_line_before_anything_is_written(
 # Sweeps in Weights & Biases.
 
 
-def test_a_run_says_of_which_sweep_it_is_unless_told_otherwise():
+def test_sweep_sets_log_group_unless_given():
     log = OmegaConf.create({"group": None, "job_type": None})
     assert left_to_sweep(log, "s") == {"group": "s", "job_type": "sweep"}
     assert left_to_sweep(composed(("log.group=mine",), None).log, "s") == {"job_type": "sweep"}

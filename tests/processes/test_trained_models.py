@@ -62,7 +62,9 @@ def load(rank: int, run: Run, folder: Path) -> tuple[Any, set[float]]:
 
 
 @pytest.mark.parametrize(("name", "first", "then"), chosen(CASES, QUICK))
-def test_a_checkpoint_of_any_layout_says_the_same(name: str, first: str, then: str, tmp_path: Path):
+def test_checkpoint_of_any_layout_generates_same_text(
+    name: str, first: str, then: str, tmp_path: Path
+):
     before, run = run_of(name, **LAYOUTS[first]), run_of(name, **LAYOUTS[then])
     run_distributed(save, before.world_size, before, tmp_path)
     sequences, _, plain, exact = alone(name)

@@ -42,7 +42,7 @@ def draw(rank: int, width: int, seed: int) -> Tensor:
 
 
 def factor(expert: int, part: int) -> float:
-    """What the part of an expert multiplies rows by."""
+    """Return the factor by which an expert's part multiplies rows."""
     return 0.5 + expert - 0.25 * part
 
 
@@ -87,7 +87,7 @@ def exchanged(rank: int, scenario: str, ep: int, etp: int, multiple: int) -> dic
 
 
 def looped(rank: int, scenario: str, ep: int, etp: int) -> dict[str, Tensor]:
-    """The same in fp64 from all ranks' tokens, one (token, expert) after another."""
+    """Compute the same in fp64 from all ranks' tokens, one (token, expert) after another."""
     ranks, local = ep * etp, E // ep
     first = rank // etp * local
     chosen = [choices(scenario, r).tolist() for r in range(ranks)]
@@ -119,7 +119,7 @@ def looped(rank: int, scenario: str, ep: int, etp: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("ep", "etp", "multiple"), sampled([(2, 2, 16), (2, 1, 1), (4, 1, 1), (1, 2, 16)], 2)
 )
-def test_exchanges_equal_loops(scenario: str, ep: int, etp: int, multiple: int):
+def test_transports_equal_loops(scenario: str, ep: int, etp: int, multiple: int):
     results = run_distributed(
         functools.partial(exchanged, scenario=scenario, ep=ep, etp=etp, multiple=multiple), ep * etp
     )

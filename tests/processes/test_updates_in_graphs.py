@@ -1,5 +1,6 @@
-"""`cuda_graph.optimizer`: a whole step's graph updates parameters as eager steps do, bit for bit,
-and leaves every bit where a step must not count: what differs between steps is read on the device.
+"""`cuda_graph.optimizer`: full-iteration graphs update parameters as eager steps do, bit for bit.
+
+A skipped step changes nothing: all values that differ between steps are read on the device.
 """
 
 from __future__ import annotations
@@ -110,8 +111,9 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 
 @contextmanager
 def updates_counted() -> Iterator[list[str]]:
-    """Whether each update within the block was one in a graph, or an eager one. What the host knows
-    of a stop is not looked at in graphs, where a replay would not see it change.
+    """Record whether each update within the block was captured or eager.
+
+    A stop known to the host must not be read within a graph: its replays would not see it change.
     """
     told: list[str] = []
     inside: list[str] = []
@@ -155,7 +157,7 @@ def poisoned(bad: int) -> Any:
 
 
 def history(rank: int, run: Run, bad: int | None) -> dict[str, Any]:
-    """What steps tell and leave, with rates that differ from step to step."""
+    """Return metrics and final state of steps whose rates differ from step to step."""
     torch.manual_seed(rank)
     engine = engine_of(run, rank)
     told, changed, skipped, stops, state = [], [], [], [], state_of(engine)
@@ -194,7 +196,7 @@ QUICK = ["one rank", "pp2, zero bubble, FP8", "dp2, rising loss scale"]
 
 
 @pytest.mark.parametrize("case", chosen(CASES, QUICK))
-def test_steps_in_graphs_update_as_eager_ones_and_bad_ones_nothing(case: str):
+def test_captured_steps_update_as_eager_and_skip_bad_ones(case: str):
     sections = dict(CASES[case])
     model = sections.pop("model")
     runs = {
@@ -215,8 +217,8 @@ def test_steps_in_graphs_update_as_eager_ones_and_bad_ones_nothing(case: str):
         assert captured["stops"] == [n == STEPS - 1 for n in range(STEPS)]
 
 
-def taken_again(rank: int, run: Run) -> dict[str, Any]:
-    """States around every step that is taken again: before it, and behind the first attempt."""
+def rerun_states(rank: int, run: Run) -> dict[str, Any]:
+    """Return the state before every rerun step, and after its first attempt."""
     shortage.IN_A_ROW = 10**9
     torch.manual_seed(rank)
     engine = engine_of(run, rank)
@@ -256,7 +258,7 @@ def taken_again(rank: int, run: Run) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("parallel", chosen(["ep2", "pp2 ep2"], ["ep2"]))
-def test_a_step_that_is_taken_again_has_updated_nothing_before(parallel: str):
+def test_rerun_step_updates_only_once(parallel: str):
     layouts = {
         "ep2": {"parallel": ParallelConfig(ep=2, dp=2)},
         "pp2 ep2": {"parallel": PP2_EP2, "schedule": SPLIT},
@@ -269,7 +271,7 @@ def test_a_step_that_is_taken_again_has_updated_nothing_before(parallel: str):
     ):
         model = dataclasses.replace(BIASED, moe=dataclasses.replace(BIASED.moe, static=limits))
         run = make_run(model, train=train, cuda_graph=graph, **layouts[parallel])
-        results.append(run_distributed(taken_again, run.world_size, run))
+        results.append(run_distributed(rerun_states, run.world_size, run))
     for exact, found in zip(*results, strict=True):
         assert found["seen"] == exact["seen"] and found["state"] == exact["state"]
         assert 0 < sum(found["again"][WARMUP + 1 :]) < STEPS - WARMUP - 1, "of those replayed"
@@ -325,7 +327,7 @@ def test_whole_runs_with_schedules_and_a_resume(tmp_path: Path):
 
 
 @pytest.mark.parametrize("impl", [GraphImpl.none, GraphImpl.local])
-def test_only_a_whole_step_has_an_update(impl: GraphImpl):
+def test_only_full_iteration_captures_update(impl: GraphImpl):
     run = make_run()
     graph = CudaGraphConfig(impl, optimizer=True)
     with pytest.raises(ConfigError, match=rf"cuda_graph\.optimizer=true: .* impl={impl.value} ca"):

@@ -1,4 +1,4 @@
-"""Which program has written a run: version and git commit, in its files and where it goes on."""
+"""Version and git commit of the program, in a run's files and when it resumes."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_checkout_of_another_user_is_ours_if_we_run_it(
 
 
 @pytest.mark.parametrize("programs", [(), ("env",)])
-def test_without_git_nothing_is_said_of_a_commit(
+def test_version_without_git_has_no_commit(
     programs: tuple[str, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -131,7 +131,7 @@ def test_a_git_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.
     assert Version.of(package) == NONE
 
 
-def test_changes_are_told():
+def test_version_changes_are_reported():
     assert OLD.change_since(OLD.record()) is None and OLD.change_since(None) is None
     assert NEW.change_since(OLD.record()) == (
         "graphfold: 0.1.0, commit aaaaaaaaaa -> 0.2.0, commit bbbbbbbbbb, with uncommitted changes"
@@ -145,7 +145,7 @@ def test_changes_are_told():
 
 
 @pytest.mark.parametrize("record", [[], "x", 3, {}, {"commit": 7}, {"version": [], "more": {}}])
-def test_a_record_that_is_none_of_ours_is_no_trouble(record: object):
+def test_foreign_version_record_is_ignored(record: object):
     assert isinstance(NEW.change_since(record), str | None)
 
 

@@ -56,7 +56,7 @@ Hang = Callable[[], object]
 
 def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
-    sleep()  # where another thread takes the signal, this one goes on for a moment
+    sleep()  # if another thread takes the signal, this one runs on for a moment
 
 
 def sleep() -> None:
@@ -177,7 +177,7 @@ def preparing(world: World) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """What hangs, and what the first rank that waits says."""
+    """Kind of hang, and the report of the first rank that waits."""
 
     body: Body
     says: str  # after "rank N is stuck in "; a regular expression
@@ -211,7 +211,7 @@ CASES = {
     ),
     "edp": Case(
         in_training(app.optim.param_gather, "all_gather", "edp"),
-        r"all_gather \d+ of (edp|dp_cp) \(.+\)",  # both go on beside the rest
+        r"all_gather \d+ of (edp|dp_cp) \(.+\)",  # both overlap with other work
         model="moe",
     ),
     "world": training(
@@ -357,7 +357,7 @@ def meeting(rank: int, folder: Path, timeout_s: float) -> None:
 
 @pytest.mark.full
 def test_a_job_may_be_suspended(tmp_path: Path):
-    """As schedulers do with SIGSTOP and SIGCONT: nobody has waited while nobody ran."""
+    """By SIGSTOP and SIGCONT, as schedulers do: time in which no rank ran does not count."""
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=meeting, args=(rank, tmp_path, 2.0)) for rank in range(2)]
     try:
@@ -378,7 +378,7 @@ def test_a_job_may_be_suspended(tmp_path: Path):
 
 
 class Moving:
-    """Work that is not done, and while one asks the main thread goes on: it posts more."""
+    """Unfinished work during whose inspection the main thread posts more."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -392,7 +392,7 @@ def op(mb: int) -> P2POp:
     return P2POp("F", mb, 0, peer=1, send=True)
 
 
-def test_what_is_under_way_may_change_while_it_is_told():
+def test_unfinished_tolerates_concurrent_changes():
     transport = Transport(dist.ProcessGroup, [4, 5])
     transport.moving[op(0)] = Moving(transport)
     assert transport.unfinished() == [("F0.0>1 (to rank 5)", 5)]
@@ -403,7 +403,7 @@ def heartbeats(store: dist.Store, ranks: int) -> list[Heartbeats]:
     return [Heartbeats.over(store, rank, ranks) for rank in range(ranks)]
 
 
-def test_two_ranks_look_after_an_operation_and_others_replace_them():
+def test_operation_has_two_judges_that_others_replace():
     """At any size of the group, or all would read the records of all."""
     ranks, finders = heartbeats(dist.HashStore(), 8), []
 
@@ -444,7 +444,7 @@ def test_records_of_ranks_that_are_there():
     assert second.read([0])[0].silent_s < 0.02
 
 
-def test_a_thread_that_saves_is_in_a_collective_that_the_recorder_has_dropped():
+def test_saving_thread_waits_in_dropped_collective():
     watchdog = Watchdog(0, 100.0)
     watchdog.rest("training on")
     watchdog.saving.rest("writing")
@@ -456,7 +456,7 @@ def test_a_thread_that_saves_is_in_a_collective_that_the_recorder_has_dropped():
         watchdog.groups = {"checkpoint": None}
         (wait,) = watchdog.waits()
     assert (
-        str(wait) == "exchange 5 of checkpoint (saving step-00000002)"
+        str(wait) == "collective 5 of checkpoint (saving step-00000002)"
         and wait.key == "checkpoint/0/5"
     )
 
@@ -472,7 +472,7 @@ def test_a_rank_rests_until_it_enters_a_collective():
     assert not activity.rests([])
 
 
-def test_a_step_that_a_graph_replays_is_told_by_its_number():
+def test_replayed_steps_are_identified_by_number():
     """Nobody records what it waits for, nor a collective behind it where the update is inside."""
     watchdog = Watchdog(0, 0.0, replays=True)
     watchdog.heartbeats = types.SimpleNamespace(world_size=2)

@@ -80,7 +80,7 @@ def test_lines_have_a_start_and_a_slope():
     assert solve.line(points) == pytest.approx((2e-5, 3e11))
     before, _ = solve.line([(size, size / 3e11) for size in (1e6, 2e6)])
     assert before == pytest.approx(0.0, abs=1e-12)
-    with pytest.raises(ConfigError, match="more bytes took no longer"):
+    with pytest.raises(ConfigError, match="larger messages took no longer"):
         solve.line([(1e6, 2e-3), (2e6, 1e-3)])
 
 

@@ -280,8 +280,8 @@ def test_what_experts_in_fp8_do_not_go_with_is_said_in_one_line(case: str):
 @pytest.mark.parametrize(
     ("major", "params", "words"),
     [
-        (10, Dtype.bfloat16, "include=[experts]: torch multiplies rows in FP8 by experts"),
-        (9, Dtype.float32, "include=[experts]: makes bfloat16 of experts in FP8"),
+        (10, Dtype.bfloat16, "include=[experts]: torch's row-scaled FP8 grouped GEMM"),
+        (9, Dtype.float32, "include=[experts]: experts in FP8 need bfloat16 parameters"),
     ],
 )
 def test_a_gpu_that_lacks_the_gemm_is_told_so(

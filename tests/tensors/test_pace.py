@@ -122,7 +122,7 @@ def test_the_line_at_the_start(monkeypatch):
         (WHOLE, 0.06, None, "the data"),
         (WHOLE, 0.02, None, "the GPU"),
         (DENSE, 0.0, None, "the host"),
-        (EXPERTS, 0.0, 2.0, "the load of experts"),
+        (EXPERTS, 0.0, 2.0, "expert load"),
         (EXPERTS, 0.0, 1.1, "the GPU"),
         (EXPERTS, 0.09, 1.4, "the data"),
         ((*WHOLE, "parallel.tp=4", "hardware.profile.ring_gb_s=30"), 0.0, None, "a link"),

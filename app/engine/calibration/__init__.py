@@ -1,1 +1,1 @@
-"""Measures what a GPU, its host and its links reach, for planned times."""
+"""Measure the speeds of a GPU, its host and its links, for planned times."""

@@ -1,4 +1,4 @@
-"""Seconds of something on a GPU with cold caches, or on a CPU."""
+"""Time functions on a GPU with cold caches, or on a CPU."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 WARMUP, TIMED = 3, 10
 FLUSHED = 256 * 2**20  # bytes written between two measurements: more than an L2 cache holds
 PAUSE = 2_000_000  # cycles, about a millisecond, in which the host gets ahead
-TINY = 200  # kernels of the measurements of starts and launches
+TINY = 200  # kernels per measurement of kernel start and launch times
 
 Outputs = Tensor | tuple[Tensor, ...]
 Function = Callable[..., Outputs]
 
 
 class Clock:
-    """Measures on one device."""
+    """Timer for one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -29,15 +29,17 @@ class Clock:
     def seconds(
         self, run: Callable[[], object], before: Callable[[], object] = lambda: None
     ) -> float:
-        """Median of some runs behind others, each behind emptied caches and without the host's
-        share. `before` runs in front of each, and does not count.
+        """Return the median time of several runs after warm-up, each with a flushed L2 cache.
+
+        On a GPU launch time is not included. `before` runs ahead of each run, outside the timing.
         """
         once = self._on_gpu if self.device.type == "cuda" else self._on_cpu
         return statistics.median([once(run, before) for _ in range(WARMUP + TIMED)][WARMUP:])
 
     def steady(self, run: Callable[[], object], period: float) -> float:
-        """Of a run behind others that have filled `period` seconds without a pause: a GPU may have
-        lowered its clock by then.
+        """Return the time of a run after `period` seconds of back-to-back runs.
+
+        By then a GPU may have lowered its clock.
         """
         count = max(1, round(period / self.seconds(run)))
         for _ in range(count):
@@ -51,7 +53,7 @@ class Clock:
         return (time.perf_counter() - begun) / timed
 
     def passes(self, run: Function, inputs: Sequence[Tensor]) -> tuple[float, float]:
-        """Of a forward, and of the backward behind it to all inputs."""
+        """Return the times of a forward, and of the backward to all inputs."""
         with torch.no_grad():
             forward = self.seconds(lambda: run(*inputs))
             grads = tuple(map(torch.randn_like, _as_tuple(run(*inputs))))
@@ -60,7 +62,7 @@ class Clock:
         return forward, max(both - forward, 0.1 * forward)
 
     def start(self) -> float:
-        """From the end of a kernel to the start of the next one in a graph; on a CPU, of one."""
+        """Return the time per tiny kernel in a CUDA graph; on a CPU, of one tiny operation."""
         x = torch.zeros(1, device=self.device)
 
         def many() -> None:
@@ -76,8 +78,9 @@ class Clock:
         return self.seconds(graph.replay) / TINY
 
     def launch(self, run: Function, inputs: Sequence[Tensor], kernels: int) -> float:
-        """The host's share of each of so many kernels of a forward and a backward to all inputs,
-        which are small enough for the device to wait for the host.
+        """Return the host's time per kernel of a forward and a backward to all inputs.
+
+        `kernels` is their number. They must be so small that the device waits for the host.
         """
         leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
         grads = tuple(map(torch.ones_like, _as_tuple(run(*leaves))))

@@ -1,8 +1,7 @@
-"""Speeds of products in FP8 and of what quantises their matrices, by each recipe that this
-machine has; docs/planning.md says what becomes of them.
+"""Measure GEMMs in FP8 and the quantisation of their operands, for each recipe available here.
 
-Shapes: S rows and columns of square matrices; R rows grouped by expert, E experts, D hidden, F
-their other side.
+docs/planning.md says how plans use the results. Shapes: S rows and columns of square matrices; R
+rows grouped by expert, E experts, D hidden size, F the other dimension of expert weights.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from app.errors import ConfigError
 from app.model.fp8.delayed import EACH, LinearScales
 from app.plan.trace.fp8 import LAUNCHES, MOVED
 
-SIZE = 2  # bytes of an element of 16 bits
+SIZE = 2  # bytes of a 16-bit element
 
 
 def fp8_speeds(
@@ -32,8 +31,10 @@ def fp8_speeds(
     speeds: Mapping[str, Any],
     backend: LinearBackendKind = LinearBackendKind.auto,
 ) -> tuple[dict[str, float], list[str]]:
-    """Keys of `HardwareProfile` by matrices of `square` rows and columns, and for recipes that are
-    not to be had here why not. `speeds`: keys that are measured already.
+    """Measure FP8 keys of `HardwareProfile` with matrices of `square` rows and columns.
+
+    Returns them, and a line per recipe unavailable here with the reason. `speeds` holds the keys
+    measured already.
     """
     found: dict[str, float] = {}
     missing: list[str] = []
@@ -55,7 +56,7 @@ def experts_speeds(
     speeds: Mapping[str, Any],
     backend: LinearBackendKind = LinearBackendKind.auto,
 ) -> tuple[dict[str, float], list[str]]:
-    """The same of experts' products, of rows that have been quantised."""
+    """Measure the FP8 grouped GEMM of experts on quantised rows; returns as `fp8_speeds`."""
     device = clock.device
     try:
         arithmetic = experts_arithmetic(backend, Dtype.bfloat16, device)
@@ -66,7 +67,7 @@ def experts_speeds(
     ends_E = torch.arange(1, sizes.experts + 1, device=device, dtype=torch.int32) * sizes.many
     rows, weight = arithmetic.rows(x_RD, ends_E), arithmetic.weight(w_EDF)
     took = clock.seconds(partial(arithmetic.output, rows, weight, ends_E, dtype=x_RD.dtype))
-    # as the plan counts them: rows that are computed for nobody, bytes in 16 bits
+    # counted as the plan does: with padding rows of tiles, and bytes as if in 16 bits
     computed = x_RD.numel() + speeds["grouped_tile"] * sizes.experts * sizes.hidden
     moved = SIZE * (x_RD.numel() + w_EDF.numel() + len(x_RD) * sizes.expert)
     beside = speeds["gemm_memory"] * moved / (speeds["other_gb_s"][0] * GIGA)
@@ -76,7 +77,7 @@ def experts_speeds(
 
 
 class _Recipe:
-    """The matrices of one layer, quantised. ConfigError where nothing here computes so."""
+    """Quantised matrices of one layer. Raises ConfigError if the recipe is unavailable here."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class _Recipe:
         self.clock, self.recipe, self.square, self.speeds = clock, recipe, square, speeds
         make = arithmetic_maker(backend, recipe, clock.device)
         scales = None
-        if recipe is Fp8Recipe.delayed:  # as behind a first step
+        if recipe is Fp8Recipe.delayed:  # as after a first step, when scales are known
             ones, zeros = (fill(EACH, device=clock.device) for fill in (torch.ones, torch.zeros))
             scales = LinearScales(ones, zeros)
             scales.known = True
@@ -97,7 +98,7 @@ class _Recipe:
         self.x_SS = torch.randn(square, square, device=clock.device).bfloat16()
 
     def tflops(self) -> float:
-        """Of the three products of a forward and backward."""
+        """Return TFLOP/s of the three GEMMs of a forward and backward."""
         arithmetic, x_SS = self.arithmetic, self.x_SS
         x, weight, grad = arithmetic.input(x_SS), arithmetic.weight(x_SS), arithmetic.grad(x_SS)
         gemms = (
@@ -105,7 +106,7 @@ class _Recipe:
             partial(arithmetic.input_grad, grad, weight, x_SS.dtype),
             partial(arithmetic.weight_grad, grad, x, x_SS.dtype),
         )
-        # as the plan counts the bytes of a product: all matrices in 16 bits
+        # the plan counts the bytes of a GEMM as if all matrices were in 16 bits
         memory = self.speeds["other_gb_s"][0] * GIGA
         moved = self.speeds["gemm_memory"] * 3 * SIZE * self.square**2 / memory
         beside = len(gemms) * (self.speeds["kernel_us"] * MICRO + moved)
@@ -113,7 +114,7 @@ class _Recipe:
         return solve.rate(2.0 * len(gemms) * self.square**3, took, beside, unit=TERA)
 
     def quantising(self) -> float:
-        """GB/s of the bytes that the plan counts."""
+        """Return GB/s of quantisation, over the bytes that the plan counts for it."""
         started = LAUNCHES[self.recipe] * self.speeds["kernel_us"] * MICRO
         took = self.clock.seconds(partial(self.arithmetic.input, self.x_SS))
         return solve.rate(float(MOVED[self.recipe] * self.square**2), took, started)

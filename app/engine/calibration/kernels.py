@@ -1,8 +1,8 @@
-"""Speeds of one GPU's kernels, by the functions that training calls; docs/planning.md says what
-becomes of them.
+"""Measure the kernels of one GPU through the functions that training calls.
 
-Shapes: T tokens, D hidden, F hidden width of a feed-forward, V vocabulary, E experts, K per token,
-R rows, S tokens of a sequence, N heads of width H.
+docs/planning.md says how plans use the results. Shapes: T tokens, D hidden size, F feed-forward
+width, V vocabulary, E experts, K experts per token, R dispatched rows, S sequence length, N heads
+of width H.
 """
 
 from __future__ import annotations
@@ -33,39 +33,39 @@ from app.plan.model.weight import Weight
 from app.torch_versions import add_gemm
 
 SIZE = 2  # bytes of an element
-SUMS_MOST = 4.0  # times the speed of memory that sums come to, most of which a product hides
-ROUTER_KERNELS = 7  # of scores and both gradients
-KERNELS = 3 * (1 + 3)  # of three operations: as the plan counts a forward with its backward
-BLOCKS = 16  # of three operations, so that what a backward takes to begin is shared as in a model
+SUMS_MOST = 4.0  # upper bound of sums_gb_s in units of memory speed: a GEMM hides most of it
+ROUTER_KERNELS = 7  # of router scores and both gradients
+KERNELS = 3 * (1 + 3)  # of three operations: the plan counts 1 per forward and 3 per backward
+BLOCKS = 16  # of three operations, so that autograd's start-up is spread as in a model
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSizes:
-    """Of what is measured."""
+    """Sizes of the measured tensors and messages."""
 
-    square: int = 8192  # of the large product
+    square: int = 8192  # rows and columns of the large GEMM
     tokens: int = 8192  # T
     hidden: int = 2048  # D
-    expert: int = 1536  # columns of an expert's first matrix
+    expert: int = 1536  # columns of an expert's first weight
     vocab: int = 50304  # V
     experts: int = 32  # E
     top_k: int = 8  # K
     sequences: tuple[int, ...] = (1024, 4096, 16384)  # S
     heads: int = 32  # N
     widths: tuple[int, ...] = (64, 128)  # H
-    adam: int = 2**26  # elements of an update
-    steady_s: float = 2.0  # seconds of products without a pause
+    adam: int = 2**26  # elements of an optimizer update
+    steady_s: float = 2.0  # seconds of back-to-back GEMMs before a sustained measurement
     # bytes that a rank sends to others
     sent: tuple[int, ...] = (2**18, 2**20, 2**22, 2**24, 2**26)
 
     @property
     def many(self) -> int:
-        """Rows of an expert that has many."""
+        """Rows per expert in the large grouped GEMM."""
         return 4 * self.tokens // self.experts
 
 
 def kernel_speeds(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
-    """Keys of `HardwareProfile` that one GPU and its host decide."""
+    """Measure the keys of `HardwareProfile` that depend on one GPU and its host."""
     measure = _Measure(clock, sizes, kernel=clock.start())
     other = measure.other()
     tflops, share = measure.gemms(other[0])
@@ -90,31 +90,34 @@ def kernel_speeds(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
 
 
 def _norm(x: Tensor) -> RMSNorm:
-    """Of values like these."""
+    """Build an RMSNorm for the last dimension of `x`, in its type and on its device."""
     module = RMSNorm(NormWeights(Weight((x.shape[-1],))), 1e-5).to(x)
     torch.nn.init.ones_(module.weight)
     return module
 
 
 class _Measure:
-    """One method per key, each with its own tensors."""
+    """Measurements of one GPU: one method per key, each with its own tensors."""
 
     def __init__(self, clock: Clock, sizes: MeasuredSizes, kernel: float) -> None:
         self.clock = clock
         self.sizes = sizes
-        self.kernel = kernel  # seconds that one takes to start
+        self.kernel = kernel  # seconds that a kernel takes to start
 
     def random(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Normal values."""
+        """Return a tensor of normal random values."""
         return torch.randn(shape, device=self.clock.device).to(dtype)
 
     def both(self, forward: float, backward: float, times: Sequence[float]) -> list[float]:
-        """GB/s of so many bytes each way."""
+        """Return GB/s of a forward and a backward that move these numbers of bytes."""
         moved = zip((forward, backward), times, strict=True)
         return [solve.rate(size, took, self.kernel) for size, took in moved]
 
     def gemms(self, memory: float) -> tuple[float, float]:
-        """Of a large square product, and of those of a layer, which hide less of their bytes."""
+        """Return (gemm_tflops, gemm_memory), from a large square GEMM and those of a layer.
+
+        The layer's GEMMs overlap less of their memory traffic.
+        """
         s = self.sizes
         wide = 4 * s.hidden
         layer = [
@@ -128,13 +131,13 @@ class _Measure:
         return solve.gemms(found, memory)
 
     def kept(self) -> float:
-        """Share of its speed that the large product keeps up without a pause."""
+        """Return the share of its speed that the large GEMM sustains back to back."""
         s = self.sizes
         run = partial(F.linear, self.random(s.square, s.square), self.random(s.square, s.square))
         return min(1.0, self.clock.seconds(run) / self.clock.steady(run, s.steady_s))
 
     def router(self) -> float:
-        """Scores and both gradients."""
+        """Return TFLOP/s of router scores and both gradients."""
         s = self.sizes
         x = self.random(s.tokens, s.hidden).requires_grad_()
         w = self.random(4 * s.experts, s.hidden).requires_grad_()
@@ -148,7 +151,7 @@ class _Measure:
         return solve.rate(flops, took, ROUTER_KERNELS * self.kernel, unit=TERA)
 
     def grouped(self, tflops: float, share: float, memory: float) -> dict[str, float]:
-        """With many rows per expert and with few; no faster than the products of other layers."""
+        """Measure grouped GEMMs with many and with few rows per expert; capped at `tflops`."""
         s = self.sizes
         w = self.random(s.experts, s.hidden, s.expert)
         found = []
@@ -163,8 +166,10 @@ class _Measure:
         return {"grouped_tflops": rate, "grouped_tile": tile}
 
     def attention(self) -> list[list[float]]:
-        """A row per head width and length: the fastest kernel, and the ordered one. Of as many
-        tokens as a microbatch has, not more: the last multiprocessors to finish count.
+        """Return a row per head width and length: TFLOP/s of the fastest and deterministic kernel.
+
+        Each measures as many tokens as a microbatch has: with more, the tail in which few SMs are
+        busy would weigh less than it does in training.
         """
         s = self.sizes
         table = []
@@ -182,40 +187,40 @@ class _Measure:
         return table
 
     def activation(self) -> list[float]:
-        """Forward reads 2F and writes F of a row; backward reads 3F and writes 2F."""
+        """Measure SwiGLU: forward reads 2F and writes F per row, backward reads 3F, writes 2F."""
         both = self.random(self.sizes.tokens, 2 * self.sizes.hidden)
         size = both.numel() // 2 * SIZE
         return self.both(3 * size, 5 * size, self.clock.passes(swiglu, [both]))
 
     def norm(self) -> list[float]:
-        """Forward reads and writes; backward reads twice and writes."""
+        """Measure RMSNorm: forward reads and writes once, backward reads twice and writes once."""
         x = self.random(self.sizes.tokens, self.sizes.hidden)
         module = _norm(x)
         size = x.numel() * SIZE
         return self.both(2 * size, 3 * size, self.clock.passes(module, [x]))
 
     def heads(self) -> list[float]:
-        """Split and rotated by our kernel; without it rotated by plain torch."""
+        """Measure the split of QKV into heads with RoPE; without Triton, RoPE in plain torch."""
         s = self.sizes
         width = s.widths[-1]
         qkv = self.random(1, s.tokens, 3 * s.heads * width)
         angles = torch.rand(1, s.tokens, 1, width, device=qkv.device)
         tables = angles.cos(), angles.sin()
 
-        def rotated(x: Tensor) -> Outputs:
+        def rotate(x: Tensor) -> Outputs:
             if usable(x):
                 return split_and_rotate(
                     x, *tables, num_kv_heads=s.heads, queries_per_kv=1, norms=None
                 )
             heads = x.unflatten(2, (-1, width))
-            turned: Tensor = heads * tables[0] + heads.roll(width // 2, 3) * tables[1]
-            return turned.to(x.dtype)
+            rotated: Tensor = heads * tables[0] + heads.roll(width // 2, 3) * tables[1]
+            return rotated.to(x.dtype)
 
         size = qkv.numel() * SIZE
-        return self.both(2 * size, 2 * size, self.clock.passes(rotated, [qkv]))
+        return self.both(2 * size, 2 * size, self.clock.passes(rotate, [qkv]))
 
     def loss(self) -> list[float]:
-        """Logits are read; backward reads and writes them."""
+        """Measure cross-entropy: forward reads the logits, backward reads and writes them."""
         s = self.sizes
         logits = self.random(s.tokens // 2, s.vocab)
         row = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
@@ -231,30 +236,31 @@ class _Measure:
         return self.both(size, 2 * size, (forward, backward))
 
     def rows(self) -> list[float]:
-        """To K experts each and back, the mean of both ways."""
+        """Measure permute and combine of tokens with K experts each, as the mean of both."""
         s = self.sizes
         x = self.random(s.tokens // 2, s.hidden)
         scores = torch.rand(len(x), s.experts, device=x.device)
         probs, chosen = scores.topk(s.top_k, dim=1)
         permutation = sort_by_expert(chosen, s.experts)
-        there = self.clock.passes(lambda x: permute(x, permutation), [x])
+        permuted = self.clock.passes(lambda x: permute(x, permutation), [x])
         rows = permute(x, permutation)
-        back = self.clock.passes(lambda rows: combine(rows, probs, permutation), [rows])
+        combined = self.clock.passes(lambda rows: combine(rows, probs, permutation), [rows])
         one, all_rows = x.numel() * SIZE, rows.numel() * SIZE
         # two kernels each way
-        times = [out + home - self.kernel for out, home in zip(there, back, strict=True)]
+        times = [out + back - self.kernel for out, back in zip(permuted, combined, strict=True)]
         return self.both(2 * (one + all_rows), 2 * one + 3 * all_rows, times)
 
     def other(self) -> list[float]:
-        """A residual sum: two read, one written; its backward is another one."""
+        """Measure a residual add: two reads, one write; its backward counts as another one."""
         x = self.random(self.sizes.tokens, 4 * self.sizes.hidden)
         y = torch.empty_like(x)
         took = self.clock.seconds(lambda: torch.add(x, x, out=y))
         return self.both(2 * x.numel() * SIZE, 2 * x.numel() * SIZE, (took, took))
 
     def sums(self, tflops: float, share: float, memory: float) -> float:
-        """What the gradient of a layer's weight takes longer than the plan's product does if it is
-        added to a float32 sum.
+        """Measure by how much adding to a float32 main gradient prolongs a weight-gradient GEMM.
+
+        The time that the plan gives the GEMM alone is subtracted.
         """
         s = self.sizes
         tokens, made = s.tokens // 2, 4 * s.hidden
@@ -263,13 +269,14 @@ class _Measure:
         took = self.clock.seconds(lambda: add_gemm(total, grad.mT, x))
         read = SIZE * (grad.numel() + x.numel())
         took -= 2.0 * grad.numel() * s.hidden / (tflops * TERA) + share * read / (memory * GIGA)
-        # not all of it hides behind the product, whatever noise says
+        # bounded, since noise may suggest that the GEMM hides all of it
         least = 8.0 * total.numel() / (SUMS_MOST * memory * GIGA)
         return solve.rate(8.0 * total.numel(), max(took - self.kernel, least), 0.0)
 
     def optimizer(self) -> float:
-        """AdamW of float32 parameters and their copy in 16 bits: 30 bytes each; where the kernel is
-        not there, torch's.
+        """Measure AdamW on float32 parameters with a 16-bit copy: 30 bytes per parameter.
+
+        Without our kernel torch's fused AdamW is measured.
         """
         count, device = self.sizes.adam, self.clock.device
         main, exp_avg, exp_avg_sq = (torch.zeros(count, device=device) for _ in range(3))
@@ -296,9 +303,7 @@ class _Measure:
         return solve.rate(30.0 * count, self.clock.seconds(step), self.kernel)
 
     def launch(self) -> float:
-        """Of blocks of norm, product and activation on a few values, as the plan counts their
-        kernels.
-        """
+        """Return the launch time per kernel of tiny blocks of norm, GEMM and activation."""
         norm = _norm(self.random(2, 64))
 
         def blocks(x: Tensor, w: Tensor) -> Tensor:

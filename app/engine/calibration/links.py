@@ -1,4 +1,4 @@
-"""Speeds of the links of a node, over a process group of all of its GPUs."""
+"""Measure the links of a node, over a process group of all its GPUs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from app.engine.calibration.solve import GIGA, MICRO
 
 
 def link_speeds(clock: Clock, group: dist.ProcessGroup, sizes: Sequence[int]) -> dict[str, float]:
-    """Keys of `HardwareProfile`; every rank of `group` calls it. `sizes`: bytes that a rank sends.
-    All get the slowest rank's.
+    """Measure the link keys of `HardwareProfile`; every rank of `group` must call it.
+
+    `sizes` are the bytes that a rank sends. All ranks return the results of the slowest.
     """
     found: dict[str, float] = {}
     for name, prepare in WAYS.items():
@@ -30,9 +31,9 @@ def link_speeds(clock: Clock, group: dist.ProcessGroup, sizes: Sequence[int]) ->
 
 
 def _slowest(clock: Clock, group: dist.ProcessGroup, run: Callable[[], object]) -> float:
-    """Median seconds of the rank that needs most."""
+    """Return the median seconds of the slowest rank."""
     meeting = torch.zeros(1, device=clock.device)
-    # what a rank waits for one that comes later is none of the exchange
+    # align ranks first, so that waiting for a late rank does not count as communication
     together = partial(dist.all_reduce, meeting, group=group)
     seconds = torch.tensor(clock.seconds(run, before=together), device=clock.device)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)
@@ -52,12 +53,12 @@ def _trading(clock: Clock, group: dist.ProcessGroup, size: int) -> Callable[[], 
 
 
 def _elements(size: int, group: dist.ProcessGroup) -> int:
-    """For each of the others, so that `size` bytes are sent."""
+    """Return the elements per other rank if a rank sends `size` bytes in all."""
     return size // (2 * (group.size() - 1))
 
 
 def _sending(clock: Clock, group: dist.ProcessGroup, size: int) -> Callable[[], object]:
-    """To the next rank, around the ring."""
+    """Prepare a send to the next rank of the ring and a receive from the previous one."""
     sent = torch.zeros(size // 2, dtype=torch.bfloat16, device=clock.device)
     got = torch.empty_like(sent)
     ranks, here = group.size(), group.rank()
@@ -76,4 +77,4 @@ Prepare = Callable[[Clock, dist.ProcessGroup, int], Callable[[], object]]
 WAYS: Mapping[str, Prepare] = MappingProxyType(
     {"ring": _gathering, "all_to_all": _trading, "send": _sending}
 )
-STARTS = {"ring": "collective_us", "send": "send_us"}  # keys of what comes before the bytes
+STARTS = {"ring": "collective_us", "send": "send_us"}  # keys of the latencies

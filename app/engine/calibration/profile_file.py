@@ -1,4 +1,4 @@
-"""A measured profile as an option of `hardware` that people can read."""
+"""Write a measured profile as a readable option of the config group `hardware`."""
 
 from __future__ import annotations
 
@@ -12,41 +12,42 @@ from app.config import HardwareConfig, HardwareProfile
 from app.config.profile import FORMAT
 from app.plan.cost.flops import peak_tflops
 
-# what is not measured, and as docs/planning.md has it: between steps, and beside compute
+# not measured; docs/planning.md explains them: time between steps, overlapped share
 STATED = {"step_ms": 2.0, "hidden": 0.13}
-# of links, where there is one GPU: starts as on H200s, and the speed inside a node that is stated
+# link latencies if there is only one GPU: those of H200s
 STARTS = {"collective_us": 20.0, "send_us": 30.0}
-ROUNDED = 4  # digits that count
+ROUNDED = 4  # significant digits
 MAKERS = ("NVIDIA", "AMD", "Intel")
 
 
 def gpu_words(device_name: str) -> str:
-    """What tells a GPU from others in the name that its driver reports: NVIDIA H200 -> H200."""
+    """Return the driver's device name without the vendor: NVIDIA H200 -> H200."""
     return " ".join(word for word in device_name.split() if word not in MAKERS)
 
 
 def measured_profile(
     device_name: str, source: str, speeds: Mapping[str, Any], links: Mapping[str, float]
 ) -> HardwareProfile:
-    """The profile of what was measured; `links` is empty where there is one GPU. ConfigError for
-    speeds that nothing has.
+    """Build the profile from measured speeds; `links` is empty if there is one GPU.
+
+    Raises ConfigError for impossible speeds.
     """
     node = HardwareConfig().node_gb_s
     stated = {"ring_gb_s": node, "all_to_all_gb_s": node, "send_gb_s": node}
     found = {**STATED, **STARTS, **stated, **speeds, **links}
-    # kernels that read other GPUs' memory are not measured: as a ring
+    # peer access is not measured: assumed as fast as ring collectives
     found.setdefault("peer_gb_s", found["ring_gb_s"])
     told = source if links else f"{source}; links as stated for any node, one GPU measured none"
     profile = HardwareProfile(format=FORMAT, gpu=gpu_words(device_name), source=told, **found)
     if (peak := peak_tflops(device_name)) is not None:
-        profile.check_peak(peak)  # as who reads the file does
+        profile.check_peak(peak)  # as on reading the file
     return profile
 
 
 def write_profile(
     path: Path, profile: HardwareProfile, device_name: str, memory_gib: float | None
 ) -> None:
-    """Write an option of `hardware`. Raises OSError."""
+    """Write the profile as an option of `hardware`. Raises OSError."""
     peak = peak_tflops(device_name)
     lines = [
         f"# {device_name}, measured by python -m app.cli.calibrate; units: app/config/profile.py",

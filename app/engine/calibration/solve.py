@@ -1,5 +1,6 @@
-"""From measured seconds to the speeds of `HardwareProfile`: the formulas of `app.plan.cost.rates`
-the other way round. Pure.
+"""Solve measured seconds for the speeds of `HardwareProfile`.
+
+Inverts the formulas of `app.plan.cost.rates`. Pure functions.
 """
 
 from __future__ import annotations
@@ -9,18 +10,19 @@ from collections.abc import Sequence
 from app.errors import ConfigError
 
 TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
-MOST_TILE = 512.0  # rows: kernels have no larger tiles
-LEAST = 1e-9  # seconds: shorter than any kernel
+MOST_TILE = 512.0  # rows; no kernel has larger tiles
+LEAST = 1e-9  # seconds, less than any kernel takes
 
 
 def rate(amount: float, seconds: float, started: float, unit: float = GIGA) -> float:
-    """Units per second of bytes or operations, without what a kernel takes to start."""
+    """Return bytes or operations per second in `unit`, without the kernels' start time."""
     return amount / max(LEAST, seconds - started) / unit
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(seconds before the first byte, bytes per second) of (bytes, seconds), by least squares of
-    relative errors. ConfigError where more bytes take no longer.
+    """Fit (latency in seconds, bytes per second) to points of (bytes, seconds).
+
+    Minimises the squares of relative errors. Raises ConfigError if more bytes take no longer.
     """
     weights = [1 / seconds**2 for _, seconds in points]
     total = sum(weights)
@@ -31,7 +33,7 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     below = sum(w * (size - x) ** 2 for w, (size, _) in pairs)
     slope = above / below
     if slope <= 0:
-        rule = "more bytes took no longer: something else runs on these GPUs"
+        rule = "larger messages took no longer; something else is running on these GPUs"
         raise ConfigError("links", [round(seconds, 6) for _, seconds in points], rule)
     return max(0.0, y - slope * x), 1 / slope
 
@@ -39,17 +41,19 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def pair(
     first: tuple[float, float, float], second: tuple[float, float, float]
 ) -> tuple[float, float]:
-    """x and y of a·x + b·y = c, twice."""
+    """Solve two equations a·x + b·y = c, each given as (a, b, c), for x and y."""
     (a, b, c), (d, e, f) = first, second
     determinant = a * e - b * d
     return (c * e - b * f) / determinant, (a * f - c * d) / determinant
 
 
 def gemms(points: Sequence[tuple[float, float, float]], memory: float) -> tuple[float, float]:
-    """(gemm_tflops, gemm_memory) of products' (operations, bytes, seconds), by least squares
-    of relative errors; `memory` in GB/s. The share is kept from 0 to 1.
+    """Fit (gemm_tflops, gemm_memory) to GEMMs given as (operations, bytes, seconds).
+
+    Minimises the squares of relative errors. `memory` is in GB/s; the share gemm_memory is clamped
+    to [0, 1].
     """
-    # each divided by its seconds: parts of the measured time
+    # divided by the measured seconds, so that errors are relative
     rows = [(flops / took, moved / (memory * GIGA) / took) for flops, moved, took in points]
     aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     a, b = (sum(row[i] for row in rows) for i in (0, 1))
@@ -60,9 +64,11 @@ def gemms(points: Sequence[tuple[float, float, float]], memory: float) -> tuple[
 def grouped(
     many: tuple[float, float, float], few: tuple[float, float, float], most: float
 ) -> tuple[float, float]:
-    """(grouped_tflops, grouped_tile) of two products of many and of few rows per expert, each
-    (operations, elements of its weights, seconds without their share for bytes). The rate is at
-    most `most` TFLOP/s; tiles then make up for it.
+    """Solve for (grouped_tflops, grouped_tile) from two grouped GEMMs.
+
+    They have many and few rows per expert, each given as (operations, weight elements, seconds
+    without the memory share). The rate is capped at `most` TFLOP/s; the tile size then takes the
+    difference.
     """
     per_flop, _ = pair(
         (many[0], 2 * many[1], many[2]),

@@ -1,1 +1,1 @@
-"""CUDA graphs: what is recorded once and replayed in every step after it."""
+"""CUDA graphs: capture once, replay in every later step."""

@@ -1,4 +1,4 @@
-"""What captured graphs cost a rank: how many, how long, and their memory by part."""
+"""Cost of captured graphs on a rank: their number, capture time, and memory by part."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ PLANNED = {
 
 @dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """What capturing took on one rank; sizes in bytes."""
+    """Number, capture time and memory of one rank's graphs; sizes in bytes."""
 
     count: int
-    seconds: float  # that capturing took
-    # taken by the driver for the graphs themselves; 0 where nothing is captured on a GPU
+    seconds: float  # capture time
+    # driver memory of the graphs themselves; 0 without capture on a GPU
     objects: int
-    static: int  # inputs and output gradients that are copied to a fixed place
-    cut: int  # what leaves captured parts, in the pools; memory used by several in turn counts once
+    static: int  # static buffers of inputs and output gradients
+    cut: int  # outputs of captured parts, in the pools; memory shared in turn counts once
     pool: int  # the rest of the pools
 
     @classmethod
     def of(cls, recorder: Recorder) -> GraphFacts:
-        """Facts of all graphs that `recorder` holds."""
+        """Collect the facts of all graphs that `recorder` holds."""
         cut = covered(output for recording in recorder.recordings for output in recording.outputs)
         return cls(
             count=len(recorder.recordings),
@@ -45,7 +45,7 @@ class GraphFacts:
         )
 
     def beside(self, count: int, parts: Mapping[str, int]) -> str:
-        """One line: what was captured (and planned: `count` graphs, bytes by `PLANNED` names)."""
+        """Return one line of captured and planned numbers; `parts`: bytes by `PLANNED` names."""
         sizes = (
             f"{name} {getattr(self, name) / MIB:.2f} ({parts.get(part, 0) / MIB:.2f})"
             for name, part in PLANNED.items()
@@ -54,13 +54,13 @@ class GraphFacts:
         return f"{graphs}; MiB: {', '.join(sizes)}; in brackets: planned"
 
     def metrics(self) -> dict[str, float]:
-        """Metric key -> value: graph_count, graph_capture_s and sizes in GiB."""
+        """Return metrics by key: graph_count, graph_capture_s, and sizes in GiB."""
         sizes = {f"graph_{name}_gib": getattr(self, name) / GIB for name in PLANNED}
         return {"graph_count": self.count, "graph_capture_s": self.seconds, **sizes}
 
 
 def covered(tensors: Iterable[Tensor]) -> int:
-    """Bytes of memory in which tensors lie."""
+    """Return the bytes of the union of the tensors' memory."""
     spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors)
     total = end = 0
     for start, stop in spans:

@@ -1,4 +1,4 @@
-"""One captured part of one layer, for one set of graphs: forward, backward and their memory."""
+"""Captured part of one layer for one set of graphs: forward, backward and their memory."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from app.torch_versions import unowned
 
 @dataclass(frozen=True, slots=True)
 class PhaseRange:
-    """Which phases of a layer are captured: those from `start` up to `stop`."""
+    """Captured phases of a layer: those from `start` up to, not including, `stop`."""
 
     start: int
     stop: int
 
     @classmethod
     def of(cls, phases: Sequence[Phase], names: Collection[str]) -> PhaseRange | None:
-        """The phases with these names, which follow one another; None where there are none."""
+        """Find the range of phases with these names, which must be adjacent; None without any."""
         places = [place for place, phase in enumerate(phases) if phase.name in names]
         if not places:
             return None
@@ -42,13 +42,12 @@ class PhaseRange:
 
 
 class CapturedInterval:
-    """A differentiable function of hidden states, recorded at its first call and then replayed.
+    """Differentiable function of hidden states, recorded at its first call and then replayed.
 
-    `function` takes hidden states and returns the values that leave the interval, by name. What it
-    is called with is copied to static memory, unless the interval is chained: then it is called
-    with what the captured interval before it has put out, which lies where it always does.
-    Gradients of parameters go straight into their sums, since that is where backward adds them
-    under capture too; the optimizer counts their arrivals after every replay.
+    `function` takes hidden states and returns the interval's outputs by name. Its input is copied
+    to a static buffer, unless the interval is chained: then the input is the output of the
+    captured interval before it, which always has the same address. Parameter gradients are added
+    to the main gradients within the graph; the optimizer counts their arrivals after every replay.
     """
 
     def __init__(
@@ -64,26 +63,26 @@ class CapturedInterval:
         self.recorder = recorder
         self.pool = pool
         self.optimizer = optimizer
-        self.input_buffer = input_buffer  # None: chained
-        self.grad_buffer = grad_buffer  # for the gradient of the n-th tensor that leaves
+        self.input_buffer = input_buffer  # None if chained
+        self.grad_buffer = grad_buffer  # of the gradient of the n-th output tensor
         self.forward_recording: Recording | None = None
         self.backward_recording: Recording | None = None
         self.input: Tensor | None = None
         self.grads: list[Tensor | None] = []
         self.rebuild: Rebuild[dict[str, object]] | None = None
-        self.differentiable: list[bool] = []  # of the tensors that leave
-        # by a forward: its input, and the tensors that leave
+        self.differentiable: list[bool] = []  # per output tensor
+        # input and output tensors of the last recorded forward
         self.left_for_backward: tuple[Tensor, Sequence[Tensor]] | None = None
-        self.arrivals: list[Arrival] = []  # of gradients, in one backward
+        self.arrivals: list[Arrival] = []  # of parameter gradients, in one backward
 
     def __call__(self, x_BsD: Tensor) -> dict[str, object]:
-        """Hidden states -> the values that leave the interval, by name."""
+        """Run the interval on hidden states and return its outputs by name."""
         outputs = _Replayed.apply(self, x_BsD)
-        assert self.rebuild is not None, "its forward has settled how they are put together"
+        assert self.rebuild is not None, "set by the first forward"
         return self.rebuild(outputs)
 
     def forward(self, x_BsD: Tensor) -> Sequence[Tensor]:
-        """Hidden states -> tensors that leave: recorded at the first call, then replayed."""
+        """Return the output tensors; records at the first call, then replays."""
         if self.forward_recording is not None:
             _put(self.input, x_BsD)
             return self.forward_recording.replay()
@@ -102,14 +101,14 @@ class CapturedInterval:
         return outputs
 
     def backward(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """From the gradients of the tensors that have left to that of the input."""
+        """Return the input's gradient from those of the output tensors."""
         if self.backward_recording is not None:
             for static, grad in zip(self.grads, grads, strict=True):
                 assert (static is None) == (grad is None), (
                     "the same outputs have gradients in every microbatch"
                 )
                 _put(static, grad)
-            # not counted here: the stand-in on a CPU runs the hooks again, a CUDA graph none
+            # Listed, not counted: the CPU stand-in reruns the hooks, a CUDA graph runs none.
             with self.optimizer.listing_arrivals():
                 grad_BsD = self.backward_recording.replay()[0]
         else:
@@ -139,7 +138,7 @@ class CapturedInterval:
             if grad is not None
         ]
         torch.autograd.backward([output for output, _ in known], [grad for _, grad in known])
-        assert leaf.grad is not None, "what leaves depends on what enters"
+        assert leaf.grad is not None, "outputs depend on the input"
         return (leaf.grad,)
 
 
@@ -161,18 +160,19 @@ class _Replayed(torch.autograd.Function):
 
 
 def _place(value: Tensor, buffer: Buffer | None) -> Tensor:
-    """The tensor that recordings read: a copy in the buffer, or without one the value itself."""
+    """Return the tensor that recordings read: a copy in the buffer, or the value without one."""
     return value if buffer is None else buffer(value).copy_(value)
 
 
 def _put(static: Tensor | None, value: Tensor | None) -> None:
-    """Bring this microbatch's value to where recordings read it, if it is not there already."""
+    """Copy this microbatch's value to where recordings read it, unless it is there already."""
     if static is not None and value is not None and static.data_ptr() != value.data_ptr():
         static.copy_(value)
 
 
 def _without_owning(static: Tensor | None, buffer: Buffer | None) -> Tensor | None:
-    """Without a buffer the tensor lies in the memory of another interval: to hold on to it here
-    must not keep that memory from being freed.
+    """Return the tensor without ownership of its memory if it has no buffer of its own.
+
+    It then lies in the memory of another interval, and a reference here must not keep that alive.
     """
     return unowned(static) if static is not None and buffer is None else static

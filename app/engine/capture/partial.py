@@ -1,5 +1,6 @@
-"""Graphs of parts of layers: the interval of phases captured of each, by the sets and slots of a
-plan (`app.plan.graphs`).
+"""Partial CUDA graphs: one captured interval of phases per layer, by set and slot of a plan.
+
+See `app.plan.graphs` for sets and slots.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from app.model.layers import Context
 from app.optim.distributed import DistributedOptimizer
 from app.plan.graphs import GraphPlan
 
-# hidden states -> the values that leave a captured part, by name
+# hidden states -> outputs of a captured part, by name
 Inside = Callable[[Tensor], dict[str, object]]
 
 
 class PartialGraphs:
-    """The captured parts of a rank's layers.
+    """Captured parts of a rank's layers.
 
-    A microbatch's forward through a chunk asks for `layer_runners`, one per layer, and gives them
-    to the chunk. The first microbatch of a set records its graphs where the schedule comes to them,
-    so what dies between two of them frees its memory for the second one exactly as in every replay.
+    A microbatch's forward through a chunk asks for `layer_runners`, one per layer, and passes them
+    to the chunk. The first microbatch of a set records its graphs in the order of the schedule, so
+    memory freed between two recordings is reused by the second exactly as in every replay.
     """
 
     def __init__(
@@ -50,12 +51,13 @@ class PartialGraphs:
         self.by_set: dict[tuple[int, int, int], Inside] = {}  # chunk, set, layer
 
     def before_step(self, batch: Batch) -> None:
-        """Get ready for a step with graphs; `batch`: a microbatch of it. Here there is nothing to
-        do, since recordings are made on the way.
+        """Prepare a step with graphs, of which `batch` is one microbatch.
+
+        No-op here: recordings are made during the step.
         """
 
     def layer_runners(self, mb: int, chunk: int, context: Context) -> list[RunPhases]:
-        """How each layer of a chunk runs for a microbatch: captured where it has an interval."""
+        """Return how to run each layer of a chunk for a microbatch: by graph if it has one."""
         if not any(self.ranges[chunk]):
             return [run_layer] * len(self.ranges[chunk])
         static = self._static_context(self.plan.slot_of(mb, chunk), context)
@@ -67,7 +69,7 @@ class PartialGraphs:
         ]
 
     def copies_sent(self, chunk: int) -> bool:
-        """Whether what a chunk sends, either way, must first be copied out of graphs' memory."""
+        """True if a chunk must copy the tensors it sends, either way, out of graph memory."""
         ranges = self.ranges[chunk]
         at_border = bool(ranges) and (
             _starts(ranges[0]) or _ends(ranges[-1], self.layers[chunk][-1])
@@ -75,11 +77,11 @@ class PartialGraphs:
         return self.plan.copy_sent and at_border
 
     def _static_context(self, slot: int, context: Context) -> Context:
-        """The microbatch's context in its slot's memory, which recordings can read.
+        """Copy the microbatch's context to its slot's static memory, which recordings read.
 
-        A recording keeps the context of the microbatch that it was made with, so the rest of it is
-        the same for all: the rules refuse a split backward, with a sink per microbatch, and whole
-        layers recomputed for some of them.
+        A recording keeps all other fields of the context it was made with, so these must be equal
+        for all microbatches: config rules refuse a split backward, with a sink per microbatch, and
+        layers recomputed for only some microbatches.
         """
 
         def placed(name: str, value: Tensor) -> Tensor:
@@ -104,26 +106,28 @@ class PartialGraphs:
         values: Mapping[str, object],
         keep: Sequence[str],
     ) -> dict[str, object]:
+        """Run a layer for a microbatch: phases before the captured part, the part, the rest."""
         before = (
             run_phases(phases[: phase_range.start], values, keep=("x",))
             if phase_range.start
             else values
         )
         key = chunk, self.plan.set_of(mb, chunk), nth
-        if key not in self.by_set:
+        if key not in self.by_set:  # the first microbatch of a set records its graphs
             function = self.inside(chunk, nth, static, keep)
             self.by_set[key] = self._new_interval(mb, chunk, nth, function=function)
         inside = self.by_set[key](value_of(before, "x", Tensor))
         return run_layer(phases[phase_range.stop :], {**values, **inside}, keep)
 
     def _new_interval(self, mb: int, chunk: int, nth: int, *, function: Inside) -> Inside:
+        """Build the interval of a layer, with static buffers where it is not chained."""
         plan = self.plan
         static = self.recorder.static
         after_another = nth > 0 and self._chained(chunk, nth - 1)
         before_another = nth + 1 < len(self.ranges[chunk]) and self._chained(chunk, nth)
 
         def grad_buffer(nth_output: int) -> Buffer | None:
-            if before_another and nth_output == 0:  # made by the one behind, in its memory
+            if before_another and nth_output == 0:  # the next interval's input gradient, in place
                 return None
             return static.buffer("gradient", nth_output)
 
@@ -139,16 +143,15 @@ class PartialGraphs:
         )
 
     def _chained(self, chunk: int, nth: int) -> bool:
-        """Whether the next layer's part begins where that of the n-th layer of a chunk ends."""
+        """True if the next layer's captured part begins where that of layer `nth` ends."""
         ranges = self.ranges[chunk]
         return _starts(ranges[nth + 1]) and _ends(ranges[nth], self.layers[chunk][nth])
 
     def inside(self, chunk: int, nth: int, static: Context, keep: Sequence[str]) -> Inside:
-        """What is captured of a layer, as a function.
+        """Return the captured part of a layer as a function.
 
-        Of the values that it makes those leave that later phases read, or that are to be kept of
-        the layer. Hidden states come first, as `_new_interval` expects of what a chained interval
-        reads.
+        It returns the values that later phases read, and those of `keep`. Hidden states come
+        first: `_new_interval` expects a chained interval to read output 0.
         """
         phase_range = self.ranges[chunk][nth]
         assert phase_range is not None, "this layer has a captured part"
@@ -167,10 +170,10 @@ class PartialGraphs:
 
 
 def _starts(phase_range: PhaseRange | None) -> bool:
-    """Whether a captured part begins with its layer."""
+    """True if a captured part begins with its layer's first phase."""
     return phase_range is not None and phase_range.start == 0
 
 
 def _ends(phase_range: PhaseRange | None, layer: Layer) -> bool:
-    """Whether a captured part goes on to the end of its layer."""
+    """True if a captured part ends with its layer's last phase."""
     return phase_range is not None and phase_range.stop == len(layer.phases)

@@ -1,9 +1,9 @@
-"""Recording work on the GPU as a CUDA graph, so that one launch repeats all of its kernels.
+"""Record work on the GPU as a CUDA graph, so that one launch repeats all its kernels.
 
-What a recording allocates lies in a pool. Memory there is free for the recordings that follow as
-soon as its tensor is gone, as outside of graphs; so recordings that share a pool must replay in the
-order in which they were made. A recording itself keeps none of its outputs alive: it knows where
-they lie, and hands out tensors that do not own their memory.
+A recording allocates from a memory pool. Later recordings reuse the memory of a tensor as soon as
+it is freed, as outside of graphs; so recordings that share a pool must replay in the order in
+which they were made. A recording keeps none of its outputs alive: it stores their addresses, and
+returns tensors that do not own their memory.
 """
 
 from __future__ import annotations
@@ -28,51 +28,52 @@ Work = Callable[[], Sequence[Tensor]]
 
 
 class Graph(Protocol):
-    """Work that can be repeated, by whoever has recorded it."""
+    """Recorded work of any origin, ours or a library's."""
 
     @property
     def outputs(self) -> Sequence[Tensor]:
-        """Where the results of the last time lie; these tensors do not own their memory."""
+        """Tensors at the outputs' addresses; they do not own their memory."""
 
     def release(self) -> None:
-        """Give it up; it cannot be replayed any more."""
+        """Destroy the graph; it cannot be replayed any more."""
 
 
 class Recording(Graph, Protocol):
-    """Work that a recorder can repeat."""
+    """Recorded work that can be replayed."""
 
     def replay(self) -> Sequence[Tensor]:
-        """Do it again on the same memory; the outputs do not own theirs."""
+        """Rerun the work on the same memory; the outputs do not own theirs."""
 
 
 class Recorder(Protocol):
-    """Captures work once, so that it can be replayed on the same memory."""
+    """Capture work once, for replay on the same memory."""
 
-    # all of them, also those of others, in the order in which they were made
+    # all graphs, also those captured by a library, in order of capture
     recordings: list[Graph]
-    static: StaticMemory  # what recordings read that lies outside of the pools
-    seconds: float  # that recording has taken
-    object_bytes: int  # that the driver has taken for recordings
+    static: StaticMemory  # static buffers, outside the pools
+    seconds: float  # capture time in all
+    object_bytes: int  # driver memory of the graphs themselves
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of the memory pools in which recordings compute."""
+        """Bytes of all memory pools."""
 
     def record(self, work: Work, pool: int) -> tuple[Recording, Sequence[Tensor]]:
-        """Do the work once, and keep how: the recording, and outputs that own their memory."""
+        """Record and run the work once; returns the recording and outputs that own their memory."""
 
     def recording_into(self, pool: int) -> AbstractContextManager[object]:
-        """What is recorded within the block, by whomever, is recorded into a pool, whose handle is
-        given, and is counted in seconds and bytes.
+        """Yield the handle of a pool, and count captures within the block in seconds and bytes.
+
+        Also for a library that captures graphs itself.
         """
 
     def release(self) -> None:
-        """Give up every recording."""
+        """Destroy every recording."""
 
 
 @dataclass(slots=True)
 class CudaRecording:
-    """A CUDA graph and where its outputs lie."""
+    """CUDA graph and its outputs, which do not own their memory."""
 
     graph: torch.cuda.CUDAGraph
     outputs: Sequence[Tensor]
@@ -89,7 +90,7 @@ class CudaRecording:
 
 @dataclass(slots=True)
 class CudaRecorder:
-    """Records on the current stream, never the default one, and on those that join it."""
+    """Recorder on the current stream, which must not be the default one."""
 
     pools: dict[int, _POOL_HANDLE] = field(default_factory=dict)  # our number -> torch's handle
     recordings: list[Graph] = field(default_factory=list)
@@ -98,33 +99,33 @@ class CudaRecorder:
     object_bytes: int = 0
 
     def record(self, work: Work, pool: int) -> tuple[Recording, Sequence[Tensor]]:
-        """Capture and launch the work once. Raises what it raises, after ending the capture."""
+        """Capture and launch the work once. Ends the capture before passing on an error."""
         with self.recording_into(pool) as handle:
             graph = torch.cuda.CUDAGraph()
             with _no_garbage_collection():
-                # Other threads, such as those that watch over collectives, may go on with what a
-                # capture forbids.
+                # thread_local: other threads, as NCCL's watchdog, may make calls that are illegal
+                # during capture.
                 graph.capture_begin(pool=handle, capture_error_mode="thread_local")
                 try:
                     outputs = work()
                 except BaseException:
-                    with suppress(RuntimeError):  # it says once more that the capture has failed
+                    with suppress(RuntimeError):  # repeats that the capture failed
                         graph.capture_end()
                     raise
                 graph.capture_end()
             recording = CudaRecording(graph, [unowned(output) for output in outputs])
             self.recordings.append(recording)
-            graph.replay()
+            graph.replay()  # a capture only records: this does the work of the present step
         return recording, outputs
 
     @contextmanager
     def recording_into(self, pool: int) -> Iterator[_POOL_HANDLE]:
-        """See the protocol."""
+        """Yield a pool's handle and count captures within the block; see the protocol."""
         since = time.perf_counter()
         if pool not in self.pools:
             self.pools[pool] = torch.cuda.graph_pool_handle()
-            gc.collect()
-            torch.cuda.empty_cache()  # what eager steps leave cached, the pool is going to need
+            gc.collect()  # so that dead tensors in cycles are freed before the cache is emptied
+            torch.cuda.empty_cache()  # the pool cannot use blocks cached by eager steps
         before = _taken_by_driver()
         with captured_on_current_stream():
             yield self.pools[pool]
@@ -133,7 +134,7 @@ class CudaRecorder:
 
     @property
     def pool_bytes(self) -> int:
-        """Memory that the allocator has reserved for all pools."""
+        """Bytes that the allocator has reserved for all pools."""
         ours = set(self.pools.values())
         return sum(
             part["total_size"]
@@ -142,7 +143,7 @@ class CudaRecorder:
         )
 
     def release(self) -> None:
-        """Destroy every graph: before the process groups whose communicators they hold."""
+        """Destroy every graph, before the process groups whose communicators they hold."""
         for recording in self.recordings:
             recording.release()
         self.recordings.clear()
@@ -151,14 +152,14 @@ class CudaRecorder:
 
 
 def _taken_by_driver() -> int:
-    """Bytes of the GPU that are in use, but not by torch's allocator."""
+    """Return the bytes of GPU memory in use outside torch's allocator."""
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved()
 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A collection under capture might destroy something that the driver then refuses to."""
+    """Disable garbage collection: freeing CUDA objects is illegal during capture."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -1,10 +1,10 @@
-"""Recording where there is no GPU: a replay does the work again, on the memory of the first time.
+"""CPU stand-in for CUDA graphs: a replay reruns the work, on the memory of its first run.
 
-Outputs, and what autograd keeps, lie in blocks of pools that behave as those of CUDA graphs do: a
-block is free as soon as its first tenant is gone, later recordings take it over, and a replay
-writes to the same blocks whoever lives there now. What is free when a recording begins may serve it
-as scratch memory, so every run of it fills that with NaN first. So a plan that lets two tensors
-share memory at the wrong time gives wrong numbers here as there.
+Outputs and autograd's saved tensors lie in blocks of pools that behave as those of CUDA graphs: a
+block is free as soon as its first tensor is freed, later recordings reuse it, and a replay
+overwrites the same blocks whatever they hold by then. Blocks free at the start of a recording may
+be its scratch memory, so every run fills them with NaN first. A plan that lets two tensors share
+memory at the wrong time thus gives wrong numbers here as on a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from app.engine.capture.static import StaticMemory
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Memory of one tensor: its bytes, and how it is read."""
+    """Memory of one tensor: its bytes, type, shape and strides."""
 
     memory: np.ndarray
     dtype: torch.dtype
@@ -35,24 +35,24 @@ class Allocation:
     stride: tuple[int, ...]
 
     def tensor(self, memory: np.ndarray | None = None) -> Tensor:
-        """The tensor that lies there; it lives as long as `memory`, a view of the block, is to."""
+        """Return the tensor in this memory; it keeps `memory`, a view of the block, alive."""
         flat = torch.from_numpy(self.memory if memory is None else memory).view(self.dtype)
         return flat.as_strided(self.size, self.stride)
 
 
 @dataclass(slots=True)
 class Pool:
-    """Blocks by size; the last one to become free is the first to be used again."""
+    """Free blocks by size; the last one freed is the first reused."""
 
     free: defaultdict[int, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
     bytes: int = 0  # of all blocks, free or not
 
     def hold(self, value: Tensor) -> tuple[Allocation, Tensor]:
-        """A copy of a value in a block that is free again when the copy is gone."""
+        """Copy a value to a block that becomes free when the copy is freed."""
         value = value.detach()
         axes = zip(value.stride(), value.shape, strict=True)
         spread = any(step == 0 for step, length in axes if length > 1)
-        # the same strides: how a matrix product rounds depends on its operands' layout
+        # keep the strides: the rounding of a GEMM depends on the layout of its operands
         stride = value.contiguous().stride() if spread else value.stride()
         last = sum(step * (length - 1) for step, length in zip(stride, value.shape, strict=True))
         size = (last + 1) * value.element_size() if value.numel() else 0
@@ -69,11 +69,11 @@ class Pool:
 
 @dataclass(slots=True)
 class Kept:
-    """Where autograd keeps what it needs of one piece of work: n-th tensor in the n-th block."""
+    """Blocks of autograd's saved tensors of one recording: n-th tensor in the n-th block."""
 
     pool: Pool
     allocations: list[Allocation | None] = field(default_factory=list)
-    scratch: list[np.ndarray] = field(default_factory=list)  # what the work may write to besides
+    scratch: list[np.ndarray] = field(default_factory=list)  # free blocks it may use
     place: int = 0
     learnt: bool = False
 
@@ -81,13 +81,13 @@ class Kept:
         self.scratch = [memory for allocations in self.pool.free.values() for memory in allocations]
 
     def pack(self, saved: Tensor) -> Tensor:
-        """Put a tensor away; parameters stay where they are."""
+        """Copy a saved tensor to its block; parameters are not copied."""
         if saved.is_leaf and saved.requires_grad:
             allocation = None
             kept = saved
         elif self.learnt:
             allocation = self.allocations[self.place]
-            assert allocation is not None, "the same work keeps the same tensors"
+            assert allocation is not None, "a rerun saves the same tensors"
             kept = allocation.tensor().copy_(saved.detach())
         else:
             allocation, kept = self.pool.hold(saved)
@@ -97,7 +97,7 @@ class Kept:
         return kept
 
     def run(self, work: Work) -> Sequence[Tensor]:
-        """Run `work`, with what autograd saves of it copied to fixed blocks."""
+        """Run `work` with autograd's saved tensors copied to fixed blocks."""
         self.place = 0
         for memory in self.scratch:
             memory.fill(0xFF)  # NaN in every float type
@@ -109,7 +109,7 @@ class Kept:
 
 @dataclass(slots=True)
 class HostRecording:
-    """Work, and where its results go."""
+    """Recorded work and the blocks of its outputs."""
 
     work: Work
     kept: Kept
@@ -117,14 +117,14 @@ class HostRecording:
 
     @classmethod
     def of(cls, work: Work, pool: Pool) -> tuple[HostRecording, Sequence[Tensor]]:
-        """Do the work once: the recording, and outputs that own their memory."""
+        """Run the work once; returns the recording, and outputs that own their memory."""
         kept = Kept(pool)
         held = [pool.hold(value) for value in kept.run(work)]
         outputs = [tensor for _, tensor in held]
         return cls(work, kept, [allocation for allocation, _ in held]), outputs
 
     def replay(self) -> Sequence[Tensor]:
-        """Run the work again; its results overwrite those of the last time."""
+        """Rerun the work; its outputs overwrite those of the run before."""
         done = self.kept.run(self.work)
         return [
             static.copy_(value.detach()) for static, value in zip(self.outputs, done, strict=True)
@@ -132,11 +132,11 @@ class HostRecording:
 
     @property
     def outputs(self) -> Sequence[Tensor]:
-        """Tensors in the blocks that hold the results."""
+        """Tensors in the blocks of the outputs."""
         return [allocation.tensor() for allocation in self.allocations]
 
     def release(self) -> None:
-        """Drop the work; a replay from here on is an AssertionError."""
+        """Drop the work; a later replay raises AssertionError."""
         self.work = _released
 
 
@@ -146,7 +146,7 @@ def _released() -> Sequence[Tensor]:
 
 @dataclass(slots=True)
 class HostRecorder:
-    """The recorder on a CPU: a replay runs the function again on the same memory."""
+    """Recorder on a CPU: a replay reruns the function on the same memory."""
 
     pools: defaultdict[int, Pool] = field(default_factory=lambda: defaultdict(Pool))
     recordings: list[Graph] = field(default_factory=list)
@@ -160,7 +160,7 @@ class HostRecorder:
         return sum(pool.bytes for pool in self.pools.values())
 
     def record(self, work: Work, pool: int) -> tuple[Recording, Sequence[Tensor]]:
-        """Do the work; see the protocol."""
+        """Run and record the work; see the protocol."""
         with self.recording_into(pool) as memory:
             recording, outputs = HostRecording.of(work, memory)
         self.recordings.append(recording)
@@ -168,13 +168,13 @@ class HostRecorder:
 
     @contextmanager
     def recording_into(self, pool: int) -> Iterator[Pool]:
-        """See the protocol."""
+        """Yield a pool and count the time within the block; see the protocol."""
         since = time.perf_counter()
         yield self.pools[pool]
         self.seconds += time.perf_counter() - since
 
     def release(self) -> None:
-        """Give up every recording."""
+        """Destroy every recording."""
         for recording in self.recordings:
             recording.release()
         self.recordings.clear()

@@ -1,4 +1,4 @@
-"""Memory with a fixed place that graphs read, outside of their pools."""
+"""Static buffers: memory with a fixed address that graphs read, outside their pools."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-Buffer = Callable[[Tensor], Tensor]  # gives memory for a tensor like this one
+Buffer = Callable[[Tensor], Tensor]  # returns static memory for a tensor like the argument
 
 
 @dataclass(slots=True)
 class StaticMemory:
-    """Static tensors by what they are for; outside of all pools."""
+    """Static tensors by purpose, outside all pools."""
 
     held: dict[tuple[Hashable, ...], Tensor] = field(default_factory=dict)
-    # bytes of what others hold for graphs, by what it is for
+    # bytes of static memory that a library holds for its graphs, by purpose
     elsewhere: dict[Hashable, int] = field(default_factory=dict)
 
     def buffer(self, *purpose: Hashable) -> Buffer:
-        """What gives memory for a purpose: the same for tensors of one shape and type."""
+        """Return the buffer of a purpose; tensors of equal shape and type share its memory."""
         return partial(self._take, purpose)
 
     def _take(self, purpose: tuple[Hashable, ...], like: Tensor) -> Tensor:
@@ -32,6 +32,6 @@ class StaticMemory:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all buffers given out, and of those elsewhere."""
+        """Bytes of all buffers, those of libraries included."""
         given = sum(tensor.nbytes for tensor in self.held.values())
         return given + sum(self.elsewhere.values())

@@ -1,13 +1,13 @@
-"""Graphs of parts of layers, captured by Transformer Engine's `make_graphed_callables`.
+"""Partial CUDA graphs captured by Transformer Engine's `make_graphed_callables`.
 
-It captures the graphs of a pool in one call, in the order of the schedule, after it has run them
-once. That is done before a step begins: what the runs leave in gradient sums, in what routers
-count and in what products in FP8 note is what every step clears at its start, and
-Transformer Engine itself puts back the state of random numbers. It is told the order of the plan
-(`PoolOrder`), and hands inputs and memory on to later graphs by the same order.
+One call captures the graphs of a pool, in the order of the schedule, after a warm-up run. This
+happens before a step begins: the warm-up leaves values in main gradients, router counters and FP8
+amax records, which every step resets at its start, and Transformer Engine restores the state of
+random number generators. It gets the order of the plan (`PoolOrder`), and reuses inputs and memory
+for later graphs by that order.
 
-What it is given has no parameters that it would know of: their gradients go to their sums within
-what is captured, as with our own graphs, so there is nothing that it would have to return or copy.
+The modules passed to it show no parameters: their gradients are added to the main gradients within
+the graphs, as with our own capture, so Transformer Engine has no gradients to return or copy.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ NEEDED = ("_order", "_num_layers_per_chunk", "_reuse_graph_input_output_buffers"
 
 
 class Graphed(Protocol):
-    """A captured part, as Transformer Engine gives it back."""
+    """Captured part as returned by Transformer Engine."""
 
     def __call__(self, x_BsD: Tensor) -> tuple[Tensor, ...]:
         """Replay the forward; autograd replays the backward."""
 
     def reset(self) -> None:
-        """Destroy its graphs, if that has not been done."""
+        """Destroy its graphs, unless that was done before."""
 
 
 MakeGraphed = Callable[..., Sequence[Graphed]]
 
 
 def graphed_callables() -> MakeGraphed:
-    """Transformer Engine's `make_graphed_callables`. ConfigError where it cannot be had."""
+    """Return Transformer Engine's `make_graphed_callables`. Raises ConfigError if missing."""
     make: MakeGraphed | None = getattr(import_library(_refusal), "make_graphed_callables", None)
     if make is None:
         raise _refusal("Transformer Engine is too old: it has no make_graphed_callables")
@@ -73,55 +73,56 @@ def _refusal(rule: str) -> ConfigError:
 
 
 class CapturedPart(nn.Module):
-    """The captured part of a layer, as Transformer Engine is given it.
+    """Captured part of a layer as passed to Transformer Engine.
 
-    It is called for the sets of a pool in turn, in the order of their forwards, and by Transformer
-    Engine alone: once in a trial run of all, and once under capture.
+    Only Transformer Engine calls it, for the sets of a pool in the order of their forwards: once in
+    a warm-up run of all, and once under capture.
     """
 
     def __init__(self, insides: Sequence[Inside]) -> None:
         super().__init__()
         self.turns = itertools.cycle(insides)
         self.rebuild: Rebuild[dict[str, object]] | None = None
-        self.differentiable: list[bool] = []  # of the tensors that leave
-        self.gradients: tuple[tuple[torch.Size, torch.dtype], ...] = ()  # of those that are
-        self.arrivals: list[Arrival] = []  # of gradients, in one backward
+        self.differentiable: list[bool] = []  # per output tensor
+        self.gradients: tuple[tuple[torch.Size, torch.dtype], ...] = ()  # of differentiable ones
+        self.arrivals: list[Arrival] = []  # of parameter gradients, in one backward
 
     def forward(self, x_BsD: Tensor) -> tuple[Tensor, ...]:
-        """Hidden states -> the tensors that leave, those with gradients first."""
+        """Return the output tensors for hidden states, those with gradients first."""
         found, self.rebuild = flatten(next(self.turns)(x_BsD))
-        # of what leaves Transformer Engine keeps address and shape, and no strides
+        # Transformer Engine keeps the address and shape of outputs, but no strides
         outputs = [output.contiguous() for output in found]
         self.differentiable = [output.requires_grad for output in outputs]
         known = [output for output in outputs if output.requires_grad]
         others = [output for output in outputs if not output.requires_grad]
         if known:
-            # Parts whose gradients have equal shapes share memory for these, which Transformer
-            # Engine counts with the other outputs: so shapes differ where the numbers of these do.
+            # Transformer Engine lets parts with equal gradient shapes share a list of gradients,
+            # whose length includes outputs without gradient. Leading dimensions of 1 make shapes
+            # differ where the numbers of such outputs do.
             known[0] = known[0].view(*[1] * len(others), *known[0].shape)
         self.gradients = tuple((each.shape, each.dtype) for each in known)
         return *known, *others
 
     def put_together(self, outputs: Sequence[Tensor]) -> dict[str, object]:
-        """From what has left: the values by name."""
-        assert self.rebuild is not None, "its capture has settled how they are put together"
+        """Rebuild the values by name from the output tensors."""
+        assert self.rebuild is not None, "set during capture"
         count = sum(self.differentiable)
         known, others = list(outputs[:count]), outputs[count:]
         if known:
             known[0] = known[0].view(known[0].shape[len(others) :])
-        # Transformer Engine has all tensors of floating point numbers differentiable
+        # Transformer Engine makes every floating-point output differentiable
         with_grad, without = iter(known), (output.detach() for output in others)
         return self.rebuild([next(with_grad if grad else without) for grad in self.differentiable])
 
     def took(self, listed: list[Arrival]) -> None:
-        """A backward is over, and these gradients have arrived in it; empties the list."""
+        """Store the gradients that arrived in a finished backward; empties the list."""
         self.arrivals = list(listed)
         listed.clear()
 
 
 @dataclass(slots=True)
 class GraphOf:
-    """One of the two graphs of a part: where its outputs lie, known from its first replay on."""
+    """One of the two graphs of a part; its outputs are known after the first replay."""
 
     part: Graphed
     outputs: Sequence[Tensor] = ()
@@ -133,7 +134,7 @@ class GraphOf:
 
 @dataclass(slots=True)
 class GraphedInterval:
-    """The part of one layer for one set, as `CapturedInterval`."""
+    """Captured part of one layer for one set; counterpart of `CapturedInterval`."""
 
     part: CapturedPart
     replay: Graphed
@@ -145,8 +146,8 @@ class GraphedInterval:
         self.forward_graph, self.backward_graph = GraphOf(self.replay), GraphOf(self.replay)
 
     def __call__(self, x_BsD: Tensor) -> dict[str, object]:
-        """Hidden states -> the values that leave the interval, by name."""
-        x_BsD = x_BsD.view_as(x_BsD)  # its gradient comes from the graph alone
+        """Run the interval on hidden states and return its outputs by name."""
+        x_BsD = x_BsD.view_as(x_BsD)  # a view of our own, so that the hook sees only this gradient
         x_BsD.register_hook(self._replayed_backward)
         outputs = self.replay(x_BsD)
         if not self.forward_graph.outputs:
@@ -160,9 +161,9 @@ class GraphedInterval:
 
 
 class GraphsByTransformerEngine(PartialGraphs):
-    """The captured parts of a rank's layers; `make` captures all of them before a step.
+    """Captured parts of a rank's layers; `make` captures all of them before a step.
 
-    `hidden_BsD` is like the hidden states that enter a layer; nothing is written to it.
+    `hidden_BsD` has the shape and type of hidden states; nothing is written to it.
     """
 
     def __init__(
@@ -183,10 +184,10 @@ class GraphsByTransformerEngine(PartialGraphs):
         self.make = make
         self.hidden_BsD = hidden_BsD
         self.recompute = recompute
-        self.on_trial = on_trial  # layers run within it, and not for a step
+        self.on_trial = on_trial  # context for runs of layers that belong to no step
 
     def before_step(self, batch: Batch) -> None:
-        """Capture everything, unless it has been; `batch`: a microbatch of the step."""
+        """Capture everything at the first call; `batch` is a microbatch of the step."""
         if self.by_set:
             return
         sink = self.optimizer.main_grad_sink()
@@ -199,8 +200,9 @@ class GraphsByTransformerEngine(PartialGraphs):
                 self._capture(pool, order, contexts)
 
     def _capture(self, pool: int, order: PoolOrder, contexts: Sequence[Context]) -> None:
-        """The graphs of a pool. Parts come by chunk and layer, what is captured of them by chunk,
-        set and layer.
+        """Capture the graphs of a pool.
+
+        Parts are ordered by chunk and layer, their graphs by chunk, set and layer.
         """
         sets = [
             (chunk, mbs, [nth for nth, part in enumerate(self.ranges[chunk]) if part is not None])
@@ -219,19 +221,20 @@ class GraphsByTransformerEngine(PartialGraphs):
             made = self.make(
                 tuple(parts.values()),
                 self._samples(pool, order),
-                num_warmup_iters=1,  # the least: eager steps have prepared all that is used
+                num_warmup_iters=1,  # the minimum: eager steps have warmed up everything
                 pool=handle,
                 capture_time_hooks=[take] * len(parts),
                 _order=list(order.order),
                 _num_layers_per_chunk=[len(layers) for _, _, layers in sets],
                 _reuse_graph_input_output_buffers=True,
             )
-        captured = iter(made)
+        captured = iter(made)  # ordered as `_samples`
         for chunk, mbs, layers in sets:
             for mb, nth in itertools.product(mbs, layers):
                 interval = GraphedInterval(parts[chunk, nth], next(captured), self.optimizer)
                 self.recorder.recordings += [interval.forward_graph, interval.backward_graph]
                 self.by_set[chunk, self.plan.set_of(mb, chunk), nth] = interval
+        # Parts with equal gradient shapes share memory for them: count each kind once.
         for kinds in {part.gradients for part in parts.values()}:
             size = sum(shape.numel() * dtype.itemsize for shape, dtype in kinds)
             self.recorder.static.elsewhere[pool, kinds] = size
@@ -245,8 +248,10 @@ class GraphsByTransformerEngine(PartialGraphs):
         ]
 
     def _samples(self, pool: int, order: PoolOrder) -> list[tuple[Tensor]]:
-        """What each part is captured with, by chunk, set and layer: its static input, or where
-        Transformer Engine gives it one that is free again, nothing that could be written to.
+        """Return each part's sample input, by chunk, set and layer.
+
+        It is a static buffer, or a placeholder that nothing may write to if Transformer Engine
+        reuses the free buffer of an earlier graph.
         """
         samples: dict[tuple[int, int, int], Tensor] = {}
         forwards = Counter[int]()

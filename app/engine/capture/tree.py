@@ -1,4 +1,4 @@
-"""Tensors inside frozen records, as a list and back: what crosses the border of a captured part."""
+"""Flatten the tensors of frozen records into a list and rebuild them, as `torch.utils._pytree`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TypeVar
 from torch import Tensor
 
 T = TypeVar("T")
-# from tensors in the order of `flatten` to a value like the first
+# from tensors in the order of `flatten` to a value of the original structure
 Rebuild = Callable[[Sequence[Tensor]], T]
 
 
 def flatten(value: T) -> tuple[list[Tensor], Rebuild[T]]:
-    """The tensors of a value, and how to put others in their places.
+    """Return the tensors of a value, and a function that rebuilds it from other tensors.
 
-    Looks into dictionaries, tuples and dataclasses; everything else is kept as it is. The second
+    Looks into dictionaries, tuples and dataclasses; everything else is kept as it is. The function
     keeps no tensor alive.
     """
     kind = type(value)
@@ -24,7 +24,7 @@ def flatten(value: T) -> tuple[list[Tensor], Rebuild[T]]:
 
     def rebuild(tensors: Sequence[Tensor]) -> T:
         built = make(tensors)
-        assert isinstance(built, kind), "put together as it was"
+        assert isinstance(built, kind), "rebuilding keeps the type"
         return built
 
     return tensors, rebuild

@@ -1,1 +1,1 @@
-"""Checkpoints: saved by all ranks, loaded at any layout, chosen when a run goes on."""
+"""Checkpoints: saved by all ranks, loaded at any layout, chosen when a run resumes."""

@@ -1,16 +1,14 @@
-"""What lies in a run's `checkpoints` folder: what is a checkpoint, is whole, is the newest.
+"""Layout of a run's `checkpoints` folder: which entries are checkpoints, complete, newest.
 
-    latest                                 name of the newest complete one
-    step-00000100/manifest.json            progress, layout, configuration, who holds which parts,
+    latest                                 name of the newest complete checkpoint
+    step-00000100/manifest.json            progress, layout, configuration, parts by rank,
                                            checksums
-    step-00000100/rank-00000.safetensors   one rank's parts of parameters and moments, its random
-                                           state and cursor
-    .step-00000200.tmp/                    one that is being written
-    .step-00000050.old/                    one that waits for its removal, or for the one that
-                                           replaces it
+    step-00000100/rank-00000.safetensors   one rank's parts of parameters and moments, its RNG
+                                           state and data cursor
+    .step-00000200.tmp/                    a checkpoint being written
+    .step-00000050.old/                    a checkpoint about to be removed or replaced
 
-Whatever else is there was made by somebody else: it is no checkpoint, and is neither counted nor
-removed.
+Other entries are not ours: they do not count as checkpoints and are never removed.
 """
 
 from __future__ import annotations
@@ -27,36 +25,36 @@ from app.errors import ConfigError
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 MANIFEST = "manifest.json"
-FORMAT = 3  # of the files; another one is refused
+FORMAT = 3  # of the files; others are refused
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"\.step-\d{8,}\.(tmp|old)")
 _LIKE_OURS = re.compile(r"\.?(step-|latest)")
 
 
 def checkpoint_name(step: int) -> str:
-    """Name of the checkpoint of a step."""
+    """Return the name of the checkpoint of a step."""
     return f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step of a checkpoint, by its name."""
+    """Return the step in a checkpoint's name."""
     found = _CHECKPOINT.search(checkpoint.name)
-    assert found is not None, f"{checkpoint} is not called as a checkpoint"
+    assert found is not None, f"{checkpoint} is not named like a checkpoint"
     return int(found[1])
 
 
 def temporary_folder(checkpoint: Path) -> Path:
-    """Where a checkpoint is written."""
+    """Return the temporary folder in which a checkpoint is written."""
     return checkpoint.with_name(f".{checkpoint.name}.tmp")
 
 
 def hidden(checkpoint: Path) -> Path:
-    """Where a checkpoint waits for its removal, or for the one that replaces it."""
+    """Return the hidden name of a checkpoint that is about to be removed or replaced."""
     return checkpoint.with_name(f".{checkpoint.name}.old")
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in a `checkpoints` folder, oldest first; links do not count."""
+    """Return the complete checkpoints of a folder, oldest first; links do not count."""
     return [path for path in _called_so(folder) if not path.is_symlink()]
 
 
@@ -66,27 +64,27 @@ def _called_so(folder: Path) -> list[Path]:
 
 
 def unfinished(folder: Path) -> list[Path]:
-    """What processes that died have left half written or half removed."""
+    """Return checkpoints that dead processes left half written or half removed."""
     named = (path for path in folder.glob(".step-*") if _UNFINISHED.fullmatch(path.name))
     return sorted(filter(is_own_folder, named), key=step_of)
 
 
 def strays(folder: Path) -> list[Path]:
-    """Entries that are called like what a save makes, but that no save has made."""
+    """Return entries named like those of a save that no save has made."""
     ours = {*complete_checkpoints(folder), *unfinished(folder), folder / LATEST}
     like_ours = (path for path in folder.glob("*") if _LIKE_OURS.match(path.name))
     return sorted(path for path in like_ours if path not in ours)
 
 
 def is_own_folder(path: Path) -> bool:
-    """Whether this is a folder itself, not a link to one."""
+    """True for a folder that is not a link."""
     return path.is_dir() and not path.is_symlink()
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint that `latest` names, or else the newest whole one; None where there is none.
+    """Return the checkpoint that `latest` names, or else the newest whole one; None without any.
 
-    Where none is whole it is the newest that is broken: whoever loads it says what is wrong.
+    If none is whole, return the newest broken one: loading it reports what is wrong.
     """
     folder = run_dir / CHECKPOINTS
     try:
@@ -98,7 +96,7 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
 
 
 def named_by_latest(folder: Path) -> Path:
-    """The checkpoint that `latest` names. Raises LookupError that says what is wrong with it."""
+    """Return the checkpoint that `latest` names. Raises LookupError with the fault of `latest`."""
     pointer = folder / LATEST
     if not pointer.is_file():
         raise LookupError("is not a file" if pointer.exists() else "is missing")
@@ -111,9 +109,9 @@ def named_by_latest(folder: Path) -> Path:
     if not name:
         raise LookupError("is empty")
     if not _CHECKPOINT.fullmatch(name):
-        raise LookupError(f"names {name[:40]!r}, which is no checkpoint's name")
+        raise LookupError(f"names {name[:40]!r}, which is not the name of a checkpoint")
     named = folder / name
-    # A process that died while replacing it has left it under its hidden name.
+    # A process that died while replacing the checkpoint leaves it under its hidden name.
     for path in (named, hidden(named)):
         if path.is_dir():
             return path
@@ -121,7 +119,7 @@ def named_by_latest(folder: Path) -> Path:
 
 
 def fault_of_latest(checkpoint: Path) -> str | None:
-    """Why `latest` does not name the newest of a checkpoint's folder, None where it does."""
+    """Say what is wrong with `latest` in a checkpoint's folder; None if it is fine."""
     try:
         named_by_latest(checkpoint.parent)
     except LookupError as fault:
@@ -130,7 +128,7 @@ def fault_of_latest(checkpoint: Path) -> str | None:
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint has a manifest, and all files in the sizes that it tells."""
+    """True if a checkpoint has a manifest and all its files in the recorded sizes."""
     try:
         read_manifest(checkpoint)
     except ConfigError:
@@ -139,16 +137,16 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def manifest_digest(manifest: dict[str, Any]) -> str:
-    """sha256 over all of a manifest but this."""
+    """Return the sha256 of a manifest without its own `sha256` entry."""
     rest = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, whose files are all there and as long as it says.
+    """Read the manifest of a checkpoint, and check that its files exist in the recorded sizes.
 
-    Their contents are not read. Raises ConfigError that names what is wrong, and the checkpoint
-    before it.
+    Their contents are not read. Raises ConfigError with the fault, which suggests the checkpoint
+    before.
     """
     manifest = parse_manifest(path)
     for name, expected in manifest["files"].items():
@@ -160,7 +158,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def parse_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, without a look at its files. Raises ConfigError."""
+    """Read the manifest of a checkpoint without checking its files. Raises ConfigError."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

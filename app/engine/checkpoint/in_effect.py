@@ -1,4 +1,4 @@
-"""Which keys of a configuration are read at all, given the others."""
+"""Find keys of a configuration that have no effect, given the others."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ SCALING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "loss_sc
 
 
 def unread(config: dict[str, Any]) -> tuple[str, ...]:
-    """Return beginnings of dotted keys that a configuration, as plain data, does not read: those
-    of FP8 without a recipe, for one. Sections that it lacks are passed over.
+    """Return prefixes of dotted keys without effect in a configuration given as plain data.
+
+    For example those of FP8 without a recipe. Missing sections are skipped.
     """
     precision = config.get("precision") or {}
     moe = (config.get("model") or {}).get("moe") or {}

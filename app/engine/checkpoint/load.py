@@ -1,8 +1,8 @@
-"""What a checkpoint holds of a run, and loading it at any layout.
+"""Load a checkpoint at any layout.
 
-A part is a range of a block of a global parameter (`app.plan.sharding.reshard`). A rank finds in
-the manifest which files share elements with what it owns, and maps those only.
-`app.engine.checkpoint.save` writes all this, `app.engine.checkpoint.folder` says where it lies.
+A part is a range of a flattened block of a global parameter (`app.plan.sharding.reshard`). A rank
+finds in the manifest which files share elements with its own parts, and maps only those files.
+`app.engine.checkpoint.save` writes them, `app.engine.checkpoint.folder` defines their names.
 """
 
 from __future__ import annotations
@@ -27,62 +27,63 @@ from app.optim.adam import ParamShard
 from app.plan.sharding.reshard import Block, Slice, overlaps
 from app.plan.shards import Bounds
 
-MAIN = "main"  # key, among those of a parameter's state, of its values in fp32
-CURSOR = "cursor"  # key of a rank file's metadata: position in the data, as JSON
-# key of the manifest of a model that no run has trained yet: the type of its weights. There are no
-# moments and no random states, and nothing is known of data, lengths and precision.
+MAIN = "main"  # key of fp32 main values in a parameter's state
+CURSOR = "cursor"  # key of a rank file's metadata: the data cursor as JSON
+# key in the manifest of an imported model that no run has trained yet: the type of its weights.
+# Such a checkpoint has no moments, no RNG states and no record of data, lengths and precision.
 IMPORTED = "imported"
-# key of the manifest: weights whose layers' scales are kept, and the rank whose file has them
+# key of the manifest: weights with saved FP8 scales -> rank whose file has them
 SCALES = "fp8_scales"
-# names of the generators' states in a rank file
+# names of RNG states in a rank file
 RANDOM_CPU, RANDOM_CUDA = "random.cpu", "random.cuda"
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run has come."""
+    """Progress of a run."""
 
     step: int = 0  # steps taken
-    updates: int = 0  # of them, those that were not skipped
+    updates: int = 0  # steps whose update was not skipped
     tokens: int = 0  # tokens trained on
 
 
 def rank_file(rank: int) -> str:
-    """Name of the file that a rank writes."""
+    """Return the name of the file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def part_name(parameter: str, key: str) -> str:
-    """Name, in a rank file, of a parameter's main values or of one of its moments."""
+    """Return the name, in a rank file, of a parameter's main values or of one of its moments."""
     return f"{parameter}.{key}"
 
 
 def bias_name(router: str) -> str:
-    """Name, in a rank file, of a router's selection bias."""
+    """Return the name, in a rank file, of a router's selection bias."""
     return f"{router}.bias_E"
 
 
 def scales_name(weight: str) -> str:
-    """Name, in a rank file, of the scales of a layer whose products are in FP8."""
+    """Return the name, in a rank file, of the FP8 scales of a layer."""
     return f"{weight}.fp8_scales"
 
 
 def load_checkpoint(
     path: Path, manifest: dict[str, Any], engine: Engine
 ) -> tuple[Progress, dict[str, Any]]:
-    """Fill parameters, moments, router biases, scales, random state; all ranks call it.
+    """Fill parameters, moments, router biases, FP8 scales and RNG state; all ranks call it.
 
-    `manifest` is what `read_manifest` returned. The ranks share the work of checking the files, and
-    each then reads its own parts. Returns the progress and this rank's data cursor. Raises
-    ConfigError, the same on every rank.
+    `manifest` is what `read_manifest` returned. Each rank checks some of the files, then reads its
+    own parts. Returns the progress and this rank's data cursor. Raises ConfigError, the same on
+    every rank.
     """
     groups = engine.groups
     files = manifest["files"]
     engine.watchdog.rest(f"reading {path.name}")
+    # 1. Check the files, shared among the ranks, before anything is overwritten.
     share = list(files)[groups.rank :: groups.host.size()]
     all_succeed(groups, lambda: check_contents(path, manifest, share))
-    # what is still on its way would arrive on top of what is loaded
-    engine.make_parameters_whole()
+    # 2. Parameters and moments. An all-gather still under way would overwrite loaded values.
+    engine.gather_all_params()
     opened = _Opened(path)
     param_shards = list(engine.optimizer.param_shards())
     keys = (MAIN,) if IMPORTED in manifest else None
@@ -91,6 +92,7 @@ def load_checkpoint(
     )
     missing = sum(owned.main.numel() for owned in param_shards) - found
     assert missing == 0, f"{missing} elements of this rank are in no file of {path}"
+    # 3. Router biases, FP8 scales, loss scale, RNG state.
     for name, router in engine.named_routers():
         if _lacks_bias(manifest, name):
             continue
@@ -101,13 +103,14 @@ def load_checkpoint(
     own = opened[_own_file(groups, [entry["dp_rank"] for entry in files.values()])]
     if IMPORTED not in manifest:
         _restore_random(own, engine.device)
+    # 4. Adam's step count, and the low-precision parameters from the loaded main parameters.
     engine.optimizer.restored(manifest["updates"])
     progress = Progress(manifest["step"], manifest["updates"], manifest["tokens"])
     return progress, json.loads(own.metadata()[CURSOR])
 
 
 def _restore_scales(engine: Engine, manifest: dict[str, Any], opened: _Opened) -> None:
-    """Those of layers of which the checkpoint has any; the others begin anew."""
+    """Load FP8 scales of the layers that the checkpoint has; the others start fresh."""
     scales = engine.fp8.scales
     if scales is None:
         return
@@ -118,7 +121,7 @@ def _restore_scales(engine: Engine, manifest: dict[str, Any], opened: _Opened) -
 
 
 class _Opened(dict[int, safe_open]):
-    """The rank files of a checkpoint, each mapped when it is first asked for."""
+    """Rank files of a checkpoint, each mapped at first access."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -130,7 +133,7 @@ class _Opened(dict[int, safe_open]):
 
 
 def _lacks_bias(manifest: dict[str, Any], router: str) -> bool:
-    """Whether a checkpoint has no bias for a router: many families' models have none."""
+    """True if an imported checkpoint has no bias for a router, as in many model families."""
     return IMPORTED in manifest and router not in manifest["routers"]
 
 
@@ -138,10 +141,9 @@ def _lacks_bias(manifest: dict[str, Any], router: str) -> bool:
 def load_weights(
     path: Path, manifest: dict[str, Any], chunks: Sequence[Chunk], groups: Groups
 ) -> None:
-    """Fill weights and routers' biases of this rank's chunks, without what only training needs; all
-    ranks call it.
+    """Fill weights and router biases of this rank's chunks for inference; all ranks call it.
 
-    As `load_checkpoint` otherwise.
+    Otherwise as `load_checkpoint`.
     """
     share = list(manifest["files"])[groups.rank :: groups.host.size()]
     all_succeed(groups, lambda: check_contents(path, manifest, share))
@@ -161,9 +163,9 @@ def load_weights(
 def _fill(
     owned: ParamShard, entry: dict[str, Any], opened: _Opened, keys: tuple[str, ...] | None
 ) -> int:
-    """Copy what the files hold of an owned part; returns how many elements that are.
+    """Copy an owned part from the files; returns the number of elements found.
 
-    `keys`: what they hold of a parameter, and the rest is zero; None: all.
+    `keys` are the state keys in the files, and the other keys become zero; None means all keys.
     """
     want = Slice(owned.spec.block, (owned.start, owned.start + owned.main.numel()))
     found = _Found.of(want, entry)
@@ -171,21 +173,21 @@ def _fill(
         if keys is not None and key not in keys:
             tensor.zero_()
             continue
-        # runs may be many and short, and a GPU is filled at once
+        # assembled on the CPU: ranges may be many and short, and the GPU gets one copy
         tensor.copy_(found.read(owned.spec.name, key, opened))
     return found.elements
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Where the elements of a wanted part of a parameter are."""
+    """Locations, in rank files, of the elements of a wanted part of a parameter."""
 
     wanted: int  # elements
-    runs: Sequence[tuple[int, Sequence[tuple[Bounds, Bounds]]]]  # rank: ranges there, and here
+    runs: Sequence[tuple[int, Sequence[tuple[Bounds, Bounds]]]]  # rank: (range there, range here)
 
     @classmethod
     def of(cls, want: Slice, entry: dict[str, Any]) -> _Found:
-        """In the files that a parameter's entry in the manifest names."""
+        """Locate them through the parameter's entry in the manifest."""
         shape = tuple(entry["shape"])
         held = (
             (rank, Slice(Block(shape, tuple(start), tuple(stop)), tuple(part)))
@@ -197,11 +199,11 @@ class _Found:
 
     @property
     def elements(self) -> int:
-        """How many have been found."""
+        """Number of elements found."""
         return sum(into[1] - into[0] for _, runs in self.runs for _, into in runs)
 
     def read(self, name: str, key: str, opened: _Opened) -> Tensor:
-        """Main values or a moment of them: fp32, on the CPU, flat."""
+        """Read main values or a moment: fp32, on the CPU, flat."""
         filled = torch.empty(self.wanted, dtype=torch.float32)
         for rank, runs in self.runs:
             saved = opened[rank].get_tensor(part_name(name, key))
@@ -211,7 +213,7 @@ class _Found:
 
 
 def _own_file(groups: Groups, dp_ranks: list[int]) -> int:
-    """The rank whose random state and data position this one takes: itself at the same layout."""
+    """Return the rank whose RNG state and data cursor this one takes: itself at the same layout."""
     if len(dp_ranks) == groups.layout.world_size and dp_ranks[groups.rank] == groups.dp_rank:
         return groups.rank
     return dp_ranks.index(groups.dp_rank) if groups.dp_rank in dp_ranks else 0

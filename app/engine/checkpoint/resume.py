@@ -1,7 +1,7 @@
-"""Which checkpoint a run continues from, and which settings may differ from the checkpoint's.
+"""Choose the checkpoint to resume from, and check which settings may differ from it.
 
-Every key of the configuration is either fixed or free. A run may change what it plans with, how it
-computes and how it trains on; it may not become another model, or see other tokens than planned.
+Every key of the configuration is either fixed or free. A resumed run may change its plan, how it
+computes, and its training settings; it may not change the model or the stream of tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from app.errors import ConfigError, FirstOf, nearest, typed
 from app.hf.file_names import CONFIG_JSON
 
 FIXED = frozenset((
-    # Shapes of weights, and what is computed with them.
+    # Shapes of weights, and the forward computation.
     "model.num_layers", "model.hidden_size", "model.ffn_hidden_size", "model.num_heads",
     "model.num_kv_heads", "model.head_dim", "model.vocab_size", "model.rope_theta",
     "model.norm_eps", "model.qk_norm", "model.qk_norm_whole", "model.qkv_bias",
@@ -49,29 +49,29 @@ FIXED = frozenset((
     "model.llama3_rope.high_turns", "model.moe", "model.moe.num_experts",
     "model.moe.ffn_hidden_size", "model.moe.every_n", "model.moe.first_k_dense",
     "model.moe.shared_ffn_hidden_size", "model.moe.shared_gate",
-    # Which experts compute a token, and with what weight.
+    # Choice and weights of a token's experts.
     "model.moe.top_k", "model.moe.score", "model.moe.pre_softmax", "model.moe.groups",
     "model.moe.topk_groups", "model.moe.group_best", "model.moe.routed_scale",
     "model.moe.norm_topk_prob",
     "model.moe.capacity_factor", "model.moe.drop_policy", "model.moe.force_balance",
-    # What values and sums are rounded to.
+    # Types of parameters and main gradients.
     "precision.params", "precision.grads",
-    # Documents, their split, their tokens, and what a token sees of them.
+    # Documents, their split, tokenizer and attention mask.
     "data.source", "data.path", "data.name", "data.config_name", "data.split", "data.streaming",
     "data.text_field", "data.tokenizer", "data.validation_fraction", "data.validation_documents",
     "data.document_mask",
-    # How tokens are packed into sequences, and in what order these come.
+    # Packing of tokens into sequences, and their order.
     "train.seq_len", "train.seed",
 ))  # fmt: skip
 FREE = frozenset((
-    # Says nothing about training.
+    # No effect on training.
     "model.name", "run_dir", "resume",
-    # Has been used before the first step.
+    # Used before the first step only.
     "model.init_std", "model.init_from",
-    # Losses, noise and bias updates of training, as the learning rate; see also `_misfit`.
+    # Auxiliary losses, noise and bias updates of training, as the learning rate; see `_misfit`.
     "model.moe.aux_loss_coeff", "model.moe.balance", "model.moe.z_loss_coeff",
     "model.moe.jitter_eps", "model.moe.bias_update_rate", "loss.normalize",
-    # Speed and memory: the same sums in another order at most.
+    # Speed and memory: results differ at most in the order of summation.
     "model.moe.dispatcher", "model.moe.static.transport", "model.moe.static.capacity",
     "model.moe.static.factor", "model.moe.static.multiple", "model.moe.static.on_overflow",
     "model.moe.static.paged_buffer",
@@ -82,25 +82,25 @@ FREE = frozenset((
     "train.attention_backend",
     # Plans only.
     "model.moe.planned_imbalance",
-    # Keeps small gradients from vanishing, and is divided out again.
+    # Loss scaling: keeps small gradients from underflow, and is divided out again.
     "precision.loss_scale", "precision.initial_loss_scale", "precision.min_loss_scale",
     "precision.loss_scale_window", "precision.loss_scale_hysteresis",
-    # How the same documents are prepared, and where that is kept.
+    # Preparation of the same documents, and its cache.
     "data.num_proc", "data.cache_dir", "data.accept_changed", "data.on_bad_file",
-    # How long and in what batches training goes on; positions in the data are in sequences.
+    # Length and batches of training; the data cursor counts sequences, whatever the batch.
     "train.steps", "train.global_batch", "train.micro_batch",
-    # Validation, the sample, and what follows steps that are not finite.
+    # Validation, sample, and reaction to non-finite steps.
     "train.eval_interval", "train.eval_sequences", "train.sample_tokens", "train.on_bad_step",
     "train.max_bad_steps", "train.max_rollbacks",
 ))  # fmt: skip
-# Where, how fast and in how many bits the same is computed, how it is updated, and what is written.
+# Layout, speed, precision of the same computation; optimizer; and files written.
 FREE_SECTIONS = ("parallel.", "hardware.", "schedule.", "recompute.", "cuda_graph.", "optim.",
                  "precision.fp8.", "checkpoint.", "log.")  # fmt: skip
-# Whose keys are decided one by one: every configuration has them.
+# Sections whose keys are listed one by one; every configuration has them.
 SECTIONS = frozenset(key.partition(".")[0] for key in FIXED | FREE if "." in key)
-# Where data lie. Fixed where a checkpoint does not say what they held; otherwise contents count.
+# Paths of data. Fixed if the checkpoint has no record of the contents; otherwise contents count.
 PLACES = ("data.path", "data.name", "data.tokenizer")
-# Where the run is started from, and how many processes follow from the rest of `parallel`.
+# Not reported as changes: start-up paths, and the world size, which follows from `parallel`.
 UNREPORTED = ("run_dir", "resume", "parallel.world_size", "data.accept_changed")
 READ_OTHERWISE = (
     "read exactly as written now; the program that saved the checkpoint rewrote texts of JSON that "
@@ -110,20 +110,20 @@ Difference = tuple[str, Any, Any]  # dotted key, saved value, current value
 
 
 def is_fixed(key: str) -> bool:
-    """Whether a run that continues must have the checkpoint's value of a key."""
+    """True if a resumed run must have the checkpoint's value of a key."""
     fixed = key in FIXED
     free = key in FREE or f"{key}.".startswith(FREE_SECTIONS)
-    assert fixed != free, f"{key} is to be either fixed or free for a run that continues"
+    assert fixed != free, f"{key} must be listed as either fixed or free for resumed runs"
     return fixed
 
 
 def allowed_changes(
     checkpoint: Path, manifest: dict[str, Any], run: Run, record: Callable[[], Record]
 ) -> tuple[str, ...]:
-    """Settings and data that differ from those of the checkpoint with this manifest, as text.
+    """Describe settings and data that differ from those of the checkpoint with this manifest.
 
-    `record` tells what the data are now. Raises ConfigError for a difference by which the
-    checkpoint cannot be continued.
+    `record` returns the record of the present data. Raises ConfigError for a difference that
+    forbids resuming.
     """
     data = _DataThen(manifest.get("data"), run, record)
     saved, current = manifest["config"], plain(asdict(run))
@@ -134,7 +134,7 @@ def allowed_changes(
         rule = f"the checkpoint {checkpoint} was trained with {typed(was)}"
         advice = None
         if not is_fixed(key):
-            rule += ", and 0 would leave out the biases that its routers have learnt"
+            rule += ", and 0 would drop the biases that its routers have learnt"
         elif key in PLACES and data.change() is not None:
             rule += f", which held other data: {data.change()}"
             advice = "otherwise data.accept_changed=true"
@@ -148,9 +148,7 @@ def allowed_changes(
 
 
 def _with_replicas(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration that says how many data-parallel replicas follow from the number of
-    processes, where it leaves that open.
-    """
+    """Return the configuration with parallel.dp filled in from the world size if it was null."""
     parallel = config.get("parallel")
     if not isinstance(parallel, dict) or parallel.get("dp") is not None:
         return config
@@ -162,18 +160,18 @@ def _with_replicas(config: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _DataThen:
-    """The data of a checkpoint, beside those that a run has now."""
+    """Data record of a checkpoint beside that of the present run."""
 
-    saved: Record | None  # None: the checkpoint does not say
+    saved: Record | None  # None if the checkpoint has no record
     run: Run
     now: Callable[[], Record]
 
     def change(self) -> str | None:
-        """How they differ, as text; None: they are equal, or cannot be compared."""
+        """Describe how they differ; None if they are equal or cannot be compared."""
         return difference(self.saved, self.now()) if self.saved else None
 
     def told(self) -> tuple[str, ...]:
-        """What the start says of them."""
+        """Return the lines that start-up prints about changed data."""
         if (change := self.change()) is not None:
             return (f"data: {change}",)
         if self.saved and read_otherwise(self.saved, self.now()):
@@ -181,7 +179,7 @@ class _DataThen:
         return ()
 
     def fits(self, key: str) -> bool:
-        """Whether a run may continue with what lies elsewhere, as a key of PLACES says."""
+        """True if a run may resume although `key`, one of PLACES, names another path."""
         if not self.saved:
             return False
         if self.run.data.accept_changed:
@@ -190,28 +188,26 @@ class _DataThen:
         return same(self.saved, self.now())
 
     def check(self, checkpoint: Path) -> None:
-        """Raise ConfigError for data that have changed and are not accepted."""
+        """Raise ConfigError if the data changed and data.accept_changed does not allow it."""
         change = self.change()
         config = self.run.data
         if self.saved is None or change is None:
             return
         if config.accept_changed and config.streaming:
-            rule = f"a position in a stream means nothing in other data ({change})"
-            raise ConfigError("data.accept_changed", True, rule, advice="bring the data back")
+            rule = f"a position in a stream is invalid in changed data ({change})"
+            raise ConfigError("data.accept_changed", True, rule, advice="restore the data")
         if not config.accept_changed:
             rule = f"the data have changed since {checkpoint} was saved: {change}"
-            advice = "bring them back, or go on with data.accept_changed=true"
+            advice = "restore them, or continue with data.accept_changed=true"
             raise ConfigError(
                 *differing_option(config, self.saved, self.now()), rule, advice=advice
             )
 
 
 def _differences(saved: dict[str, Any], current: dict[str, Any]) -> Iterator[Difference]:
-    """Keys that differ. One that a section of the checkpoint does not know yet had what is its
-    default now.
-    """
+    """Yield keys that differ. A key newer than the checkpoint counts as saved with its default."""
     usual = plain(asdict(Run(ModelConfig(moe=MoEConfig()))))
-    known = ("model",) if saved.keys() == {"model"} else current  # imported: no run has had it yet
+    known = ("model",) if saved.keys() == {"model"} else current  # imported: has no other section
     for name in known:
         yield from _unlike(name, saved.get(name), current[name], usual.get(name))
 
@@ -228,11 +224,11 @@ def _unlike(key: str, saved: Any, current: Any, usual: Any) -> Iterator[Differen
 
 
 def _misfit(differences: Iterable[Difference], data: _DataThen) -> Difference | None:
-    """The first difference by which a run cannot be continued, None where it can."""
+    """Return the first difference that forbids resuming, or None."""
     for key, was, now in differences:
         if key in PLACES and data.fits(key):
             continue
-        # With a rate of 0 a router would leave out of its choice the biases that it has learnt.
+        # With a rate of 0 a router ignores its bias, and so would drop what it has learnt.
         drops_biases = key == "model.moe.bias_update_rate" and was and not now
         if is_fixed(key) or drops_biases:
             return key, was, now
@@ -240,11 +236,11 @@ def _misfit(differences: Iterable[Difference], data: _DataThen) -> Difference | 
 
 
 def checkpoint_to_resume(run: Run, record: Callable[[], Record]) -> tuple[Path | None, str | None]:
-    """The checkpoint that `resume` asks for (None: start anew), and what was passed over as text.
+    """Return the checkpoint that `resume` asks for (None: start anew), and a line on those skipped.
 
-    `record` tells what the data are now. Without a run_dir, resume=auto looks through all runs, and
-    passes over newer checkpoints that this configuration cannot continue. Writes nothing. Raises
-    ConfigError for a path without a checkpoint.
+    `record` returns the record of the present data. Without a run_dir, resume=auto looks through
+    all runs and skips newer checkpoints that this configuration cannot resume. Writes nothing.
+    Raises ConfigError for a path without a checkpoint.
     """
     if run.resume is None:
         return None, None
@@ -256,8 +252,9 @@ def checkpoint_to_resume(run: Run, record: Callable[[], Record]) -> tuple[Path |
 
 
 def checkpoint_at(path: Path, key: str) -> Path:
-    """The checkpoint that a path names: itself, or the newest of a run. Raises ConfigError, about
-    this key.
+    """Return the checkpoint at a path, or the newest of the run there.
+
+    Raises ConfigError under this key.
     """
     try:
         exists = (path / MANIFEST).exists() or path.exists()
@@ -271,7 +268,7 @@ def checkpoint_at(path: Path, key: str) -> Path:
         beside = [str(each) for each in path.parent.glob("*") if holds_weights(each)]
         rule = "holds no complete checkpoint" if exists else "does not exist"
         if (path / CONFIG_JSON).is_file():
-            rule = "is the folder of a Hugging Face model, and holds no checkpoint of ours"
+            rule = "is the folder of a Hugging Face model, not a run or checkpoint"
         elif path.is_file():
             rule = "is a file, and a checkpoint is a folder"
             known = [str(path.parent)] if (path.parent / MANIFEST).exists() else known
@@ -281,31 +278,32 @@ def checkpoint_at(path: Path, key: str) -> Path:
 
 
 def holds_weights(folder: Path) -> bool:
-    """Whether a folder is a checkpoint, or that of a run with one."""
+    """True if a folder is a checkpoint, or a run folder with one."""
     return (folder / MANIFEST).is_file() or newest_checkpoint(folder) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """What a run has recorded of its newest checkpoint."""
+    """Newest checkpoint of a run with its recorded time, configuration and data."""
 
     checkpoint: Path
     time: float  # of saving, seconds since 1970
-    config: dict[str, Any] | None  # None: cannot be read
-    data: Record | None = None  # None: not recorded
+    config: dict[str, Any] | None  # None if unreadable
+    data: Record | None = None  # None if not recorded
 
 
 def _newest_that_fits(run: Run, record: Callable[[], Record]) -> tuple[Path | None, str | None]:
-    """Of every run's newest checkpoint, the one saved last that this configuration can continue.
+    """Return the most recent of all runs' newest checkpoints that this configuration can resume.
 
-    Also the newest that was passed over, and why. A broken one is taken where its run's
-    configuration fits or cannot be read: whoever loads it says what is wrong.
+    Also returns a line on the most recent one skipped, and why. A broken checkpoint is chosen if
+    its run's configuration fits or is unreadable: loading it reports what is wrong.
     """
     newest = [found for folder in RUNS.glob("*") if (found := newest_checkpoint(folder))]
     passed: list[tuple[Path, Difference]] = []
     current = plain(asdict(run))
     for saved in sorted(map(_recorded, newest), key=lambda saved: saved.time, reverse=True):
         data = _DataThen(saved.data, run, record)
+        # without a readable configuration nothing speaks against it; loading decides
         misfit = saved.config and _misfit(_differences(saved.config, current), data)
         if not misfit:
             return saved.checkpoint, _passed_over(passed)
@@ -319,7 +317,7 @@ def _recorded(checkpoint: Path) -> _Saved:
     except ConfigError:
         config = _config_of(checkpoint.parent.parent)
         return _Saved(checkpoint, checkpoint.stat().st_mtime, config)
-    # Older ones do not say when they were saved.
+    # Older manifests have no time of saving.
     time = manifest["time"] if "time" in manifest else checkpoint.stat().st_mtime
     return _Saved(checkpoint, time, manifest["config"], data=manifest.get("data"))
 

@@ -1,10 +1,10 @@
-"""Saving checkpoints: every rank writes what it owns, rank 0 commits; beside training if wanted.
+"""Save checkpoints: every rank writes its own parts, rank 0 commits; optionally asynchronously.
 
 A checkpoint is written under a hidden temporary name and renamed when all files are on disk;
-`latest` moves after that. Beside training: the state is copied to host memory, training goes on,
-and a thread of each rank writes the copy. The threads meet in a communicator of their own, so that
-neither they nor training ever wait for the other's exchanges. Hashing, writing and waiting leave
-Python's lock free.
+`latest` is updated after that. An asynchronous save copies the state to host memory, training
+continues, and a thread of each rank writes the copy. The threads use a process group of their own,
+so that they and training never wait for each other's collectives. Hashing, writing and waiting
+release Python's GIL.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ from app.errors import ConfigError, no_room
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What one rank saves of one moment."""
+    """Snapshot of the state that one rank saves."""
 
     rank: int  # global rank
     tensors: dict[str, Tensor]  # of its file
     metadata: dict[str, str]  # of its file
     # (parameter, [global shape, block's start, block's stop, part of the flattened block])
     parts: list[tuple[str, Any]]
-    routers: list[str]  # names of those whose bias is in the file
-    scales: list[str]  # names of weights whose layers' scales are in the file
+    routers: list[str]  # names of routers whose bias is in the file
+    scales: list[str]  # names of weights whose FP8 scales are in the file
     dp_rank: int
-    manifest: dict[str, Any]  # what all ranks know
+    manifest: dict[str, Any]  # entries that are equal on all ranks
     keep: CheckpointConfig
 
 
@@ -72,7 +72,7 @@ def current_state(
     cursor: dict[str, Any],
     origin: Mapping[str, Any] | None = None,
 ) -> RankState:
-    """What this rank would have to save now; the tensors are those that training goes on with."""
+    """Collect this rank's state; its tensors are training's own, not copies."""
     groups = engine.groups
     parts = []
     tensors: dict[str, Tensor] = {checkpoint.RANDOM_CPU: torch.get_rng_state()}
@@ -125,23 +125,25 @@ def write_checkpoint(
     activity: ThreadActivity,
     tell: Callable[[str], None],
 ) -> Path:
-    """Write and commit what the ranks of `group` hold of one moment; returns the folder.
+    """Write and commit the snapshots of all ranks of `group`; returns the checkpoint's folder.
 
-    `activity` is told what this thread does: its own work may take any time, meeting the others
-    not.
-    `tell` is called on rank 0 with what is in `folder` and is not ours, or cannot be removed.
-    Raises ConfigError, the same on every rank.
+    `activity` tells the watchdog what this thread does: local work may take any time, a collective
+    may not. `tell` is called on rank 0 with entries of `folder` that are not ours, or cannot be
+    removed. Raises ConfigError, the same on every rank.
     """
     final = folder / checkpoint_name(state.manifest["step"])
     temporary = temporary_folder(final)
+    # 1. Rank 0 makes the temporary folder; the others wait until it exists.
     _lead(group, final, lambda: _begin(temporary), activity=activity)
+    # 2. Every rank writes its file, and keeps an error for the gather.
     written = None
     failure = None
     activity.rest(f"writing {final.name}")
     try:
         written = _write_rank(temporary, state)
-    except Exception as error:  # the other ranks are waiting to hear of it
+    except Exception as error:  # gathered below: the other ranks wait for this one
         failure = Failure(f"rank {state.rank}: {error}", no_room(error))
+    # 3. Rank 0 collects sizes and checksums, writes the manifest, renames the folder.
     found: list[Any] = [None] * group.size()
     activity.note(f"saving {final.name}")
     dist.gather_object((written, failure), found if state.rank == 0 else None, dst=0, group=group)
@@ -157,14 +159,14 @@ def write_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a checkpoint could not be saved."""
+    """Reason why a checkpoint could not be saved."""
 
     text: str
-    no_room: bool  # the disk is full, or a quota reached
+    no_room: bool  # True if the disk is full or a quota reached
 
 
 class SaveError(Exception):
-    """Carries the failure of another rank."""
+    """Failure of another rank, as an exception."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.text)
@@ -174,7 +176,7 @@ class SaveError(Exception):
 def _lead(
     group: dist.ProcessGroup, final: Path, work: Callable[[], None], activity: ThreadActivity
 ) -> None:
-    """Do something on rank 0 while the others wait; its failure is raised on all."""
+    """Run `work` on rank 0 while the others wait; its failure is raised on all ranks."""
     said: list[Failure | None] = [None]
     activity.rest(f"saving {final.name}")
     if group.rank() == 0:
@@ -199,13 +201,14 @@ def _lead(
 
 
 def _begin(temporary: Path) -> None:
+    """Create an empty temporary folder in place of whatever has its name."""
     temporary.parent.mkdir(parents=True, exist_ok=True)
     _clear(temporary)
     temporary.mkdir()
 
 
 def _clear(path: Path) -> None:
-    """Free a name: what a process that died has left there goes, what is not ours is renamed."""
+    """Free a name: remove a dead process's folder there, rename anything that is not ours."""
     if is_own_folder(path):
         shutil.rmtree(path)
     else:
@@ -213,7 +216,7 @@ def _clear(path: Path) -> None:
 
 
 def _set_aside(path: Path) -> None:
-    """Rename what is not ours and stands where a save writes: a link itself, not its target."""
+    """Rename a foreign entry at a name that a save needs: a link itself, not its target."""
     if not os.path.lexists(path):
         return
     names = (path.with_name(f"{path.name}.stray{n}") for n in ("", *range(2, 1000)))
@@ -222,9 +225,9 @@ def _set_aside(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """What a rank tells rank 0 about its file."""
+    """Manifest entries of one rank's file, sent to rank 0."""
 
-    entry: dict[str, Any]  # of the manifest
+    entry: dict[str, Any]  # under `files` of the manifest
     parts: list[tuple[str, Any]]
     routers: list[str]
     scales: list[str]
@@ -251,6 +254,7 @@ def _finish(
     *,
     tell: Callable[[str], None],
 ) -> None:
+    # one rank's failure discards the whole checkpoint
     for _, failure in found:
         if failure is not None:
             raise SaveError(failure)
@@ -263,9 +267,7 @@ def _finish(
 
 
 def _contents(written: list[WrittenFile]) -> dict[str, Any]:
-    """Where all is: files by name, parts by parameter with the rank that has each, routers, and
-    scales of products in FP8.
-    """
+    """Return manifest entries: files by name, parts by parameter, ranks of routers and scales."""
     parts: dict[str, Any] = {}
     routers: dict[str, int] = {}
     scales: dict[str, int] = {}
@@ -286,6 +288,11 @@ def _contents(written: list[WrittenFile]) -> dict[str, Any]:
 
 
 def _commit(temporary: Path, final: Path) -> None:
+    """Rename a complete checkpoint to its name, then point `latest` to it.
+
+    Folders are synced before and after each rename, so that a power cut leaves either the old or
+    the new state.
+    """
     sync_folder(temporary)
     if is_own_folder(final):  # a resumed run may come to the same step again
         _hide(final)
@@ -304,13 +311,13 @@ def _commit(temporary: Path, final: Path) -> None:
 
 
 def _tidy(final: Path, keep: CheckpointConfig, tell: Callable[[str], None]) -> None:
-    """Remove what is ours and no longer wanted; the checkpoint is saved even if that fails."""
+    """Remove outdated and unfinished checkpoints; a failure to remove does not fail the save."""
     folder = final.parent
     for old in outdated(complete_checkpoints(folder), keep):
         if old != final:
             with _telling(old, tell):
                 _hide(old)
-    for left in unfinished(folder):  # replaced, old, or of a process that died
+    for left in unfinished(folder):  # replaced, outdated, or left by a dead process
         with _telling(left, tell):
             shutil.rmtree(left)
     if others := strays(folder):
@@ -327,13 +334,13 @@ def _telling(path: Path, tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def outdated(checkpoints: list[Path], keep: CheckpointConfig) -> Iterable[Path]:
-    """Those of the checkpoints, oldest first, that are no longer kept."""
+    """Yield the checkpoints, given oldest first, that are no longer kept."""
     for path in checkpoints[: -keep.keep_last]:
         if keep.keep_every is None or step_of(path) % keep.keep_every:
             yield path
 
 
 def _hide(path: Path) -> None:
-    """Take a checkpoint away in one operation: half of it is never taken for a complete one."""
+    """Hide a checkpoint by one rename, so that a half-removed one never looks complete."""
     _clear(hidden(path))
     path.rename(hidden(path))

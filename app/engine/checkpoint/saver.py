@@ -1,4 +1,4 @@
-"""Saving beside training, or while it waits: one checkpoint at a time."""
+"""Save a run's checkpoints one at a time, synchronously or beside training."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ from app.plan.formatting import byte_count
 
 
 class Saver:
-    """Saves a run's checkpoints in order, beside training with `checkpoint.asynchronous`.
+    """Writer of a run's checkpoints, in a thread with `checkpoint.asynchronous`.
 
-    One at most is under way: the next waits for it. `failed` is called, by the thread that writes,
-    when one could not be saved; `wait` then raises on every rank what a save that blocks would have
-    raised. `origin` has keys of the manifest that rank 0 knows: what the run is trained on, and by
-    which program.
+    At most one save is under way: the next waits for it. The writing thread calls `failed` when a
+    save fails; `wait` then raises on every rank what a synchronous save would have raised.
+    `origin` holds manifest entries known to rank 0 only: the data record and the program version.
     """
 
     def __init__(
@@ -45,13 +44,13 @@ class Saver:
         self.run = engine.plan.run
         self._beside = bool(self.run.checkpoint.interval) and self.run.checkpoint.asynchronous
         self._group = self._own_group() if self._beside else engine.groups.host
-        self._held: dict[str, Tensor] = {}  # the copy on the host; used again by every save
+        self._held: dict[str, Tensor] = {}  # host copies, reused by every save
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._told: set[str] = set()
-        self._file = Path()  # what this rank writes
-        self._bytes = 0  # and how much that will be
-        # seconds; None: nothing has been saved since it was last asked
+        self._file = Path()  # file that this rank writes
+        self._bytes = 0  # its final size
+        # seconds; None if nothing was saved since the last call of `blocked`
         self._blocked: float | None = None
 
     def _own_group(self) -> dist.ProcessGroup:
@@ -63,7 +62,7 @@ class Saver:
         return group
 
     def save(self, folder: Path, progress: Progress, cursor: dict[str, Any]) -> Path:
-        """Save the state as it is now; returns where. All ranks call it. Raises as `wait`."""
+        """Save the present state; returns the folder. All ranks call it. Raises as `wait`."""
         since = time.perf_counter()
         self.wait()
         state = current_state(self.engine, self.run, progress, cursor=cursor, origin=self._origin)
@@ -83,7 +82,7 @@ class Saver:
         return folder / name
 
     def wait(self) -> None:
-        """Until nothing is under way. ConfigError, the same on all ranks, where saving failed."""
+        """Wait for the save under way. Raises ConfigError, the same on all ranks, if it failed."""
         if self._thread is not None:
             self.engine.watchdog.rest("waiting for the checkpoint before")
             self._thread.join()
@@ -94,8 +93,8 @@ class Saver:
             raise error
 
     def progress(self) -> str:
-        """How much of its file this rank has written, in words."""
-        with suppress(OSError):  # not begun yet, or all ranks are done
+        """Say how much of its file this rank has written."""
+        with suppress(OSError):  # no temporary file: not begun yet, or already renamed
             done = self._file.stat().st_size / self._bytes
             return (
                 f"{min(done, 1.0):.0%} of the {byte_count(self._bytes)} of rank "
@@ -104,7 +103,7 @@ class Saver:
         return ""
 
     def blocked(self) -> float | None:
-        """Seconds for which saving has held up training since the last call; None: no save."""
+        """Return the seconds that saves blocked training since the last call, or None."""
         seconds = self._blocked
         self._blocked = None
         return seconds
@@ -121,7 +120,7 @@ class Saver:
                 self._held[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
             self._held[name].copy_(tensor, non_blocking=True)
         if pinned:
-            # the next update overwrites what is being copied
+            # the next update overwrites the tensors being copied
             torch.cuda.current_stream(self.engine.device).synchronize()
         return {name: self._held[name] for name in tensors}
 

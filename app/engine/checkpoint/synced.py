@@ -1,4 +1,4 @@
-"""Files and folders that are on the disk, not only on their way there, when a call returns."""
+"""Write files and folders that are on disk (fsync) when a call returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from app.engine.checkpoint.tensor_file import Writable
 
 
 class _Summed:
-    """A file that counts and hashes what is written to it."""
+    """File wrapper that counts and hashes the bytes written."""
 
     def __init__(self, file: Writable) -> None:
         self.file = file
@@ -28,7 +28,7 @@ class _Summed:
 def write_synced(path: Path, write: Callable[[Writable], object]) -> dict[str, Any]:
     """Write a file and wait until it is on the disk.
 
-    Returns how many bytes were meant to be written, and their sha256.
+    Returns the number of bytes passed to it and their sha256, not those read back.
     """
     with path.open("wb") as file:
         summed = _Summed(file)

@@ -1,12 +1,12 @@
-"""Named tensors to one file in safetensors (https://github.com/huggingface/safetensors#format).
+"""Write named tensors to a safetensors file (https://github.com/huggingface/safetensors#format).
 
     8 bytes   length of the header, little-endian
-    header    JSON: name -> {dtype, shape, data_offsets: [begin, end) behind the header};
+    header    JSON: name -> {dtype, shape, data_offsets: [begin, end) after the header};
     __metadata__: text -> text
     rest      the tensors' bytes, one after the other
 
-The library of that name reads it (`safe_open`). It writes to a path or to bytes in memory only;
-here the bytes go to the disk and into a checksum in one pass, without a second copy.
+The safetensors library reads it (`safe_open`), but writes only to a path or to bytes in memory.
+Here the bytes go to the disk and into a checksum in one pass, without a second copy.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ NAMES = {
     torch.uint8: "U8",
 }
 METADATA = "__metadata__"
-ALIGNMENT = 8  # bytes: where the tensors begin
-WRITE_BYTES = 2**26  # bytes handed over at once
+ALIGNMENT = 8  # bytes; of the start of the tensors
+WRITE_BYTES = 2**26  # bytes per write
 
 
 class Writable(Protocol):
-    """What takes bytes."""
+    """File-like object that accepts bytes."""
 
     def write(self, data: bytes | memoryview, /) -> object:
-        """Append."""
+        """Append bytes."""
 
 
 def write_tensors(
     file: Writable, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> None:
-    """Write tensors of any device, the largest element type first: all are aligned when mapped."""
+    """Write tensors of any device, largest element type first, so that all are aligned."""
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, Any] = {METADATA: dict(metadata)}
     end = 0
@@ -53,7 +53,7 @@ def write_tensors(
             "data_offsets": [begin, end],
         }
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
+    text += b" " * (-len(text) % ALIGNMENT)  # the format allows trailing spaces
     file.write(len(text).to_bytes(8, "little") + text)
     for _, tensor in ordered:
         data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

@@ -1,7 +1,7 @@
-"""The weights of a checkpoint, box by box, without the run that saved it.
+"""Read weights of a checkpoint box by box, outside the run that saved it.
 
-A box comes from as many files as ranks held parts of it. No more of these is read than the rows of
-the weight that the box lies in.
+A box is assembled from the files of all ranks that held parts of it. Only the rows of the weight
+that contain the box are read.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from app.plan.shards import Bounds
 
 
 class SavedWeights:
-    """What the checkpoint `path` with this manifest holds of weights and routers' biases."""
+    """Weights and router biases of the checkpoint `path` with this manifest."""
 
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
         self.path = path
         self.manifest = manifest
         self._routers = {bias_name(name): rank for name, rank in manifest["routers"].items()}
         self._opened: dict[int, safe_open] = {}
-        # the rows last read, since query, key and value heads, or gate and up, follow each other
+        # Cache of the rows read last: boxes of Q, K and V heads, or gate and up, come in turn.
         self._last: tuple[object, Tensor] | None = None
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type in which the weight `name` is kept."""
+        """Return the type in which the weight `name` is saved."""
         rank, *_ = self.manifest["parts"][name]["held"][0]
         found = self._file(rank).get_slice(part_name(name, MAIN))
         return next(kind for kind, code in DTYPES.items() if code == found.get_dtype())
 
     def read(self, name: str, box: Block) -> Tensor:
-        """A box of the weight `name`, whose dimensions may be taken apart further than those of the
-        weight's description; of the box's sizes, fp32.
+        """Read a box of the weight `name` as fp32, in the box's sizes.
+
+        The box's shape may split dimensions of the saved shape further.
         """
         if name in self._routers:
             bias_E: Tensor = self._file(self._routers[name]).get_tensor(name)
@@ -68,18 +69,18 @@ class SavedWeights:
     def _rows(
         self, name: str, held: Block, shared: Block, *, parts: list[tuple[int, Bounds]]
     ) -> Tensor:
-        """Of a block that ranks hold parts of, all rows that something is wanted of."""
+        """Return the rows of the `held` block that the `shared` box touches."""
         rows = shared.start[0] - held.start[0], shared.stop[0] - held.start[0]
         asked = name, held, rows
         if self._last is None or self._last[0] != asked:
-            self._last = None  # no longer needed, and as large as what comes
+            self._last = None  # free it first: it is as large as the next rows
             row = prod(held.sizes[1:])
             flat = self._flat(name, (rows[0] * row, rows[1] * row), parts)
             self._last = asked, flat.view(-1, *held.sizes[1:])
         return self._last[1]
 
     def _flat(self, name: str, wanted: Bounds, parts: list[tuple[int, Bounds]]) -> Tensor:
-        """A range of a flattened block, from the parts that ranks hold of it."""
+        """Read a range of a flattened block from the parts in rank files."""
         first, last = wanted
         flat = torch.empty(last - first)
         filled = 0

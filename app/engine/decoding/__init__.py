@@ -1,1 +1,1 @@
-"""Text from a model: prompts in one forward, then a token of every sequence per step."""
+"""Inference: prefill prompts in one forward, then decode a token of every sequence per step."""

@@ -1,6 +1,6 @@
-"""A decoding step as a CUDA graph, or where there is none its stand-in on a CPU.
+"""Capture decoding steps as CUDA graphs, or as their stand-in on a CPU.
 
-One graph per stage of this rank: between stages hidden states travel outside of graphs.
+One graph per stage of this rank: send/recv of hidden states between stages stays outside.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from app.model.chunk import Chunk
 from app.plan.dispatchers.choose import run_dispatcher
 from app.plan.dispatchers.static import PlannedStatic
 
-WARMUP = 1  # steps before one is recorded: what is compiled, and libraries that prepare themselves
+WARMUP = 1  # eager steps before the recorded one, for compilation and set-up of libraries
 POOL = 0
 
 
 class CapturedStep:
-    """The step of one chunk, from static input to static output; first eagerly, then recorded,
-    then replayed.
-    """
+    """Decoding step of one chunk: run eagerly first, then recorded, then replayed."""
 
     def __init__(self, compute: Callable[[Tensor], Tensor], recorder: Recorder) -> None:
         self.compute = compute
@@ -34,13 +32,15 @@ class CapturedStep:
         self.recording: Recording | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The same as `compute`, which must read nothing else that moves; the result is
-        overwritten by the next step.
+        """Return `compute(x)`, in memory that the next step overwrites.
+
+        `compute` may read other tensors only at fixed addresses.
         """
         self.taken += 1
         if self.taken <= WARMUP:
             return self.compute(x)
         if self.recording is None or self.input is None:
+            # `input` is kept: replays read it at this address
             self.input = static = x.clone()
             self.recording, (out,) = self.recorder.record(lambda: [self.compute(static)], POOL)
             return out
@@ -49,7 +49,7 @@ class CapturedStep:
 
 
 def why_eager(run: Run, chunks: Sequence[Chunk], rows: int, device: torch.device) -> str | None:
-    """Why steps of so many `rows` cannot be captured on this rank; None: they can."""
+    """Say why steps of this many `rows` cannot be captured on this rank; None if they can."""
     planned = run_dispatcher(run)
     if planned is None:
         return None
@@ -57,10 +57,10 @@ def why_eager(run: Run, chunks: Sequence[Chunk], rows: int, device: torch.device
         phase.host_sync for chunk in chunks for layer in chunk.in_order for phase in layer.phases
     ):
         return (
-            "the host waits for the sizes of each exchange (model.moe.dispatcher=static does not)"
+            "the host waits for the sizes of each all-to-all (model.moe.dispatcher=static does not)"
         )
     if isinstance(planned, PlannedStatic) and planned.may_lack_rows(rows):
-        return "rows may be missing, and would be counted by the host"
+        return "experts may lack memory for tokens, which the host must check"
     if device.type == "cuda" and run.precision.params is not Dtype.bfloat16:
         return f"the host waits for the sizes of experts in {run.precision.params.value}"
     return None

@@ -1,11 +1,11 @@
-"""A model that continues token sequences, over all ranks that hold parts of it.
+"""Autoregressive decoding with a key-value cache, over all ranks that hold parts of a model.
 
-Stages take their turns: for prompts, and for every token. Ranks of one sequence (context
-parallelism) do the same work, each with whole sequences; replicas may have other sequences, but as
-many, of the same width (`app.engine.decoding.replicas`).
+Pipeline stages run one after the other, for prompts and for every token. Context-parallel ranks
+all do the same work on whole sequences. Data-parallel replicas may have different sequences, but
+equally many and of the same width (`app.engine.decoding.replicas`).
 
-Shapes: B sequences, P tokens of the longest prompt, so many that tensor-parallel ranks divide them,
-M places of the memory, T rows of a step: B, and more for the same reason; D hidden, V vocabulary.
+Shapes: B sequences; P tokens of the longest prompt, padded to a multiple of tp; M positions of the
+cache; T rows of a step: B padded to a multiple of tp; D hidden size; V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,36 +31,37 @@ from app.plan.memory.decoding import padded
 from app.plan.plan import Plan
 
 NO_LABEL = -1
-FILLING = 0  # the token that fills up prompts and steps: any will do
+PADDING = 0  # padding token of prompts and steps; any id will do
 
 
 class Model(Protocol):
-    """What a rank has of a model: an `Engine`, or weights alone."""
+    """One rank's part of a model: an `Engine`, or weights alone."""
 
     @property
     def plan(self) -> Plan:
-        """Of what the ranks hold."""
+        """Plan of the run or of inference."""
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
-        """Those of this rank."""
+        """Chunks of this rank."""
 
     @property
     def groups(self) -> Groups:
-        """Its communicators."""
+        """Communicators of this rank."""
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device of the weights."""
 
     def all_rows(self) -> AbstractContextManager[None]:
-        """Within the block experts have memory for all their rows."""
+        """Give experts memory for all dispatched tokens within the block."""
 
 
 class Decoder:
-    """Memory for B sequences of at most M tokens, and what fills it. All ranks call its methods
-    together, those of a replica with the same tokens. With a `recorder` steps are captured where
-    they can be. Without places nothing is remembered, and only `losses` can be asked for.
+    """Key-value cache for B sequences of at most M tokens, and the forwards that fill it.
+
+    All ranks call its methods together, those of a replica with the same tokens. With a `recorder`
+    steps are captured if possible. With 0 `places` there is no cache, and only `losses` works.
     """
 
     def __init__(
@@ -80,22 +81,23 @@ class Decoder:
         self.steps: list[Callable[[Tensor], Tensor]] = [
             self._step_of(cached, recorder) for cached in self.cached
         ]
-        # of the next token of each sequence; of rows that are none: 0
+        # position of the next token of each sequence; 0 for padding rows
         self.place_T = torch.zeros(self.rows, dtype=torch.int64, device=model.device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's memory of keys and values."""
+        """Bytes of this rank's key-value cache."""
         return sum(cached.nbytes for cached in self.cached)
 
     @torch.no_grad()
     def prompts(self, prompts: Sequence[Sequence[int]], width: int = 0) -> Tensor:
-        """Begin anew with B prompts: the logits behind each, fp32 B × V, on every rank of the
-        replica. They are filled up to the longest, and to `width`.
+        """Prefill B new prompts; returns the logits after each, fp32 B × V, on all replica ranks.
+
+        Prompts are padded to the longest one, and at least to `width`.
         """
         length_B = torch.tensor([len(prompt) for prompt in prompts], device=self.model.device)
-        tokens_BP = self._filled(prompts, width)
-        assert tokens_BP.shape[1] <= self.sizes.places, "prompts fit the memory"
+        tokens_BP = self._padded_batch(prompts, width)
+        assert tokens_BP.shape[1] <= self.sizes.places, "prompts fit the cache"
         self.place_T[: self.sequences] = length_B
         x_BsD = self._prompts(tokens_BP)
         return self._logits(
@@ -104,10 +106,13 @@ class Decoder:
 
     @torch.no_grad()
     def losses(self, texts: Sequence[Sequence[int]], width: int = 0) -> Tensor:
-        """What B texts lack: nats of each token given all before it, fp32 B × P, 0 for the first
-        and behind the end; on every rank of the replica. Forgets prompts. Filled up as prompts.
+        """Return the loss in nats of each token of B texts given those before it, fp32 B × P.
+
+        It is 0 for the first token and for padding, and the same on every rank of the replica.
+        Overwrites the cache. Texts are padded as prompts are.
         """
-        tokens_BP = self._filled(texts, width)
+        tokens_BP = self._padded_batch(texts, width)
+        # the label of a position is the next token; the last token and padding have none
         labels_BP = torch.full_like(tokens_BP, NO_LABEL)
         for sequence, text in enumerate(texts):
             labels_BP[sequence, : len(text) - 1] = tokens_BP[sequence, 1 : len(text)]
@@ -116,19 +121,19 @@ class Decoder:
         nats_BP = torch.zeros(tokens_BP.shape, dtype=torch.float32, device=self.model.device)
         if pipeline.rank(pipeline.last) == self.model.groups.pp_rank:
             nats_BP[:, 1:] = self.model.chunks[-1].losses(x_BsD, labels_BP)[:, :-1]
-        all_reduce(nats_BP, self.model.groups.pp)  # zero but for the last stage
+        all_reduce(nats_BP, self.model.groups.pp)  # a broadcast: zero except on the last stage
         return nats_BP
 
-    def _filled(self, texts: Sequence[Sequence[int]], width: int) -> Tensor:
-        """B texts behind each other, filled up to P: int64 B × P."""
-        assert len(texts) == self.sequences, "memory is for this many"
+    def _padded_batch(self, texts: Sequence[Sequence[int]], width: int) -> Tensor:
+        """Return B texts padded to P tokens, int64 B × P."""
+        assert len(texts) == self.sequences, "the cache is for this many"
         assert all(texts), "each has a token"
         width = padded(max(width, *map(len, texts)), self.tp)
-        filled = [[*text, *[FILLING] * (width - len(text))] for text in texts]
-        return torch.tensor(filled, device=self.model.device)
+        rows = [[*text, *[PADDING] * (width - len(text))] for text in texts]
+        return torch.tensor(rows, device=self.model.device)
 
     def _prompts(self, tokens_BP: Tensor) -> Tensor:
-        """What comes out of the last stage, on its ranks: B × s × D, s = P / tp."""
+        """Return the last stage's hidden states, on its ranks: B × s × D, s = P / tp."""
         width = tokens_BP.shape[1]
         place_1P = torch.arange(width, device=self.model.device)[None]
         hidden = torch.Size((self.sequences, width // self.tp, self.run.model.hidden_size))
@@ -139,8 +144,8 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, tokens: Sequence[int] | Tensor) -> Tensor:
-        """One more token of each sequence: the logits behind it, fp32 B × V, on every rank."""
-        tokens_1T = torch.full((1, self.rows), FILLING, device=self.model.device)
+        """Add a token to each sequence; returns the logits after it, fp32 B × V, on every rank."""
+        tokens_1T = torch.full((1, self.rows), PADDING, device=self.model.device)
         tokens_1T[0, : self.sequences] = torch.as_tensor(tokens)
         hidden = torch.Size((1, self.rows // self.tp, self.run.model.hidden_size))
         columns_1TV = self._stages(tokens_1T, hidden, lambda nth, x: self.steps[nth](x))
@@ -151,7 +156,7 @@ class Decoder:
     def _step_of(
         self, cached: CachedChunk, recorder: Recorder | None
     ) -> Callable[[Tensor], Tensor]:
-        """The step of a chunk: behind the last stage's, logits."""
+        """Return the decoding step of a chunk, captured or eager; the last stage's gives logits."""
         if recorder is not None and self.eager is None:
             return CapturedStep(lambda x: self._step(cached, x), recorder)
 
@@ -169,8 +174,9 @@ class Decoder:
     def _stages(
         self, tokens: Tensor, hidden: torch.Size, compute: Callable[[int, Tensor], Tensor]
     ) -> Tensor:
-        """Through all stages one after the other; on ranks of the last one what comes out of it.
-        `compute`: this rank's n-th chunk.
+        """Run all stages one after the other; returns the last stage's output on its ranks.
+
+        `compute(n, x)` runs this rank's n-th chunk. `hidden` is the shape sent between stages.
         """
         groups = self.model.groups
         pipeline = self.model.plan.stages.pipeline
@@ -183,14 +189,14 @@ class Decoder:
             if owner == here:
                 x = compute(stage // pipeline.pp, x)
             if following != owner and here == owner:
-                _exchange(dist.isend, x.contiguous(), ranks[following], group=groups.pp)
+                _send_or_recv(dist.isend, x.contiguous(), ranks[following], group=groups.pp)
             elif following != owner and here == following:
                 x = torch.empty(hidden, dtype=self.dtype, device=self.model.device)
-                _exchange(dist.irecv, x, ranks[owner], group=groups.pp)
+                _send_or_recv(dist.irecv, x, ranks[owner], group=groups.pp)
         return x
 
     def _last_tokens(self, x_BsD: Tensor, length_B: Tensor) -> Tensor:
-        """This rank's share of the rows of the last tokens of prompts: 1 × t × D, t = T / tp."""
+        """Return this rank's rows of the last tokens of prompts: 1 × t × D, t = T / tp."""
         groups = self.model.groups
         x_BPD = gather_tokens(x_BsD, groups.tp)
         sequence_B = torch.arange(self.sequences, device=x_BPD.device)
@@ -199,22 +205,22 @@ class Decoder:
         return last_TD.chunk(self.tp)[groups.coords.tp[0]][None]
 
     def _logits(self, columns: Callable[[], Tensor]) -> Tensor:
-        """Logits of B tokens on every rank; `columns`: the last stage's, 1 × T × V / tp."""
+        """Return logits of B tokens on every rank; `columns`: the last stage's, 1 × T × V / tp."""
         groups = self.model.groups
         pipeline = self.model.plan.stages.pipeline
         shape = self.sequences, self.tp, self.run.model.vocab_size // self.tp
         logits = torch.zeros(shape, dtype=torch.float32, device=self.model.device)
         if pipeline.rank(pipeline.last) == groups.pp_rank:
             logits[:, groups.coords.tp[0]] = columns()[0, : self.sequences].float()
-        # every number is on one rank of these, and zero on the others
+        # an all-gather by sums: each value is non-zero on one rank only
         for group in (groups.tp, groups.pp):
             all_reduce(logits, group)
         return logits.flatten(1)
 
 
-def _exchange(
+def _send_or_recv(
     operation: Callable[..., Any], tensor: Tensor, peer: int, *, group: dist.ProcessGroup
 ) -> None:
-    # As a batch of one: NCCL makes a communicator for every two ranks, and warns of it, otherwise.
+    # A batch of one, since NCCL else creates a communicator per pair of ranks, and warns.
     for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group)]):
         work.wait()

@@ -1,4 +1,4 @@
-"""Which token comes next, by its logits: on rank 0, for all ranks.
+"""Sample the next token from its logits, on rank 0 for all ranks.
 
 Shapes: B sequences, V vocabulary.
 """
@@ -14,18 +14,16 @@ from torch import Tensor
 from app.engine.groups import Groups
 from app.errors import ConfigError
 
-NOBODY = -1  # in place of a token: nothing is drawn any more
+ENDED = -1  # sent in place of a token once sampling has ended
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn: of the `top_k` likeliest, of these the fewest that have `top_p` of the
-    probability together.
-    """
+    """Sampling parameters: temperature, top-k, and top-p (nucleus) among the top k."""
 
-    temperature: float = 1.0  # divides logits; 0: always the likeliest token
-    top_k: int | None = None  # None: all
-    top_p: float | None = None  # None: all
+    temperature: float = 1.0  # divides logits; 0 means greedy
+    top_k: int | None = None  # None keeps all
+    top_p: float | None = None  # None keeps all
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
@@ -43,10 +41,10 @@ class Sampling:
         *,
         together: int | None = None,
     ) -> Tensor:
-        """A token of each sequence, int64 [B], on the generator's device.
+        """Draw a token of each sequence, int64 [B], on the generator's device.
 
-        Of sequences `first` to first + B - 1 among so many that are drawn `together` (None: B), who
-        draws for another part of them with an equal generator draws as if it drew for all.
+        The B sequences are numbers `first` to first + B - 1 of `together` (None: B). Callers that
+        draw other parts with equally seeded generators get the tokens of one draw for all.
         """
         logits_BV = logits_BV.to(generator.device)
         if self.temperature == 0:
@@ -57,12 +55,12 @@ class Sampling:
         )
         below_BV = self.probabilities(logits_BV).double().cumsum(-1)
         wanted_B1 = shares[first : first + count, None] * below_BV[:, -1:]
-        # the first token below which there is more, so none without probability
+        # inverse CDF; `right` skips tokens of probability 0
         drawn_B1 = torch.searchsorted(below_BV, wanted_B1, right=True)
         return drawn_B1[:, 0].clamp(max=logits_BV.shape[1] - 1)
 
     def probabilities(self, logits_BV: Tensor) -> Tensor:
-        """With which it draws each token: B × V, rows add up to 1. Not of temperature 0."""
+        """Return the probability of each token, B × V; rows add up to 1. Not for temperature 0."""
         scaled_BV = logits_BV / self.temperature
         if self.top_k is not None and self.top_k < scaled_BV.shape[1]:
             least_B1 = scaled_BV.topk(self.top_k).values[:, -1:]
@@ -71,7 +69,7 @@ class Sampling:
         if self.top_p is None:
             return probs_BV
         falling_BV, token_BV = probs_BV.sort(descending=True, stable=True)
-        # a token is taken as long as those before it are not enough
+        # keep tokens until those before reach top_p
         enough_BV = falling_BV.cumsum(-1) - falling_BV >= self.top_p
         kept_BV = torch.zeros_like(probs_BV).scatter(
             1, token_BV, falling_BV.masked_fill(enough_BV, 0)
@@ -79,20 +77,20 @@ class Sampling:
         return kept_BV / kept_BV.sum(-1, keepdim=True)
 
 
-def or_nobody(tokens_B: Tensor, ended: bool) -> Tensor:
-    """Tokens, or what says in their place that all has `ended`."""
-    return torch.full_like(tokens_B, NOBODY) if ended else tokens_B
+def or_ended(tokens_B: Tensor, ended: bool) -> Tensor:
+    """Return the tokens, or ENDED in their place once sampling has `ended`."""
+    return torch.full_like(tokens_B, ENDED) if ended else tokens_B
 
 
-def unless_nobody(said_B: Tensor) -> list[int] | None:
-    """The tokens of `or_nobody`; None where all has ended."""
+def unless_ended(said_B: Tensor) -> list[int] | None:
+    """Return the tokens of `or_ended` as a list; None if it said that sampling has ended."""
     tokens: list[int] = said_B.tolist()
-    return None if NOBODY in tokens else tokens
+    return None if ENDED in tokens else tokens
 
 
 def agreed(groups: Groups, tokens_B: Tensor, ended: bool) -> list[int] | None:
-    """Rank 0's tokens on every rank; None where it says that it has `ended`."""
-    said_B = or_nobody(tokens_B, ended).cpu()
+    """Return rank 0's tokens on every rank; None if rank 0 has `ended`."""
+    said_B = or_ended(tokens_B, ended).cpu()
     if groups.host.size() > 1:
         dist.broadcast(said_B, src=0, group=groups.host)
-    return unless_nobody(said_B)
+    return unless_ended(said_B)

@@ -1,6 +1,4 @@
-"""Tokens that a model gives a meaning, by the files that came with it: which ones end generation,
-and which one stands in front of a text.
-"""
+"""Find a model's special tokens in its files: those that end generation, and the prefix token."""
 
 from __future__ import annotations
 
@@ -12,9 +10,11 @@ from app.errors import ConfigError
 
 
 def generation_ends(texts: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids that end a generated text: the end of a document, `eos_token_id` of the generation config
-    (else of config.json) in the folder `texts`, one or several, and `eos_token` of the tokenizer's
-    settings there. Raises ConfigError.
+    """Return the ids that end a generated text.
+
+    They are the end-of-document token, `eos_token_id` (one or several) of the generation config in
+    the folder `texts`, else of config.json, and `eos_token` of the tokenizer's settings there.
+    Raises ConfigError.
     """
     named = named_token(texts, "eos_token")
     told = None if named is None else tokenizer.token_id(named)
@@ -23,10 +23,11 @@ def generation_ends(texts: Path, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def prefix_token(texts: Path, tokenizer: Tokenizer) -> int:
-    """Id given in front of a text that follows nothing, as lm-evaluation-harness chooses it:
-    `bos_token` of the settings in the folder `texts`, else the end of a document, which is what
-    documents of our runs follow. Without settings a special `bos_token_id` of the model counts.
-    Raises ConfigError.
+    """Return the id put before a text without a prompt, as lm-evaluation-harness chooses it.
+
+    It is `bos_token` of the tokenizer's settings in the folder `texts`; without settings the
+    model's `bos_token_id` if that is a special token; else the end-of-document token, which
+    precedes documents in our training. Raises ConfigError.
     """
     named = named_token(texts, "bos_token")
     if named is not None:

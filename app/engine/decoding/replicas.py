@@ -1,6 +1,6 @@
-"""Data-parallel replicas share a batch: each takes a part of its sequences.
+"""Split an inference batch over data-parallel replicas, each with a part of the sequences.
 
-They go through the same forwards, as long as each other's, since experts may lie on all of them.
+All run equally many forwards of equal width, since expert parallelism may span replicas.
 
 Shapes: B sequences of a replica.
 """
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Those of a layout, as one of their ranks sees them."""
+    """Replicas of a layout, seen from one rank."""
 
     groups: Groups
-    each: int  # sequences of a replica: B
+    each: int  # sequences per replica: B
 
     @property
     def together(self) -> int:
@@ -34,17 +34,18 @@ class Replicas:
 
     @property
     def first(self) -> int:
-        """Number of this replica's first sequence among all."""
+        """Index of this replica's first sequence among all."""
         return self.each * self.groups.dp_rank
 
     def own(self, batch: Sequence[T]) -> Sequence[T]:
-        """This replica's part of what all have."""
+        """Return this replica's part of a batch."""
         assert len(batch) == self.together, "a batch is full"
         return batch[self.first : self.first + self.each]
 
     def gathered(self, own_B: Tensor) -> Tensor:
-        """What all replicas have of each sequence, on every rank's CPU: `own_B` of their first
-        ranks, in order. All ranks call it.
+        """Gather the values of all sequences, on every rank's CPU; all ranks call it.
+
+        They are `own_B` of the first rank of each replica, in order.
         """
         said_B = own_B.cpu()
         if self.groups.layout.dp == 1:

@@ -1,4 +1,4 @@
-"""How well a model knows texts: losses of tokens in windows, perplexity, multiple choice."""
+"""Score texts with a model: token losses in windows, perplexity, multiple choice."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from app.engine.run.agreement import rank_zero_says
 
 @dataclass(frozen=True, slots=True)
 class ScoredWindow:
-    """Tokens that a model is given, of which those from number `first` on count."""
+    """Window of tokens, of which those from index `first` on are scored."""
 
     tokens: tuple[int, ...]
-    first: int  # at least 1: the first token follows nothing
+    first: int  # at least 1: the first token has no context
 
     @property
     def counted(self) -> int:
-        """Tokens that count."""
+        """Number of scored tokens."""
         return len(self.tokens) - self.first
 
 
 def windows(tokens: Sequence[int], context: int, stride: int) -> Iterator[ScoredWindow]:
-    """Windows of at most `context` tokens in which each token but the first counts once: every
-    window begins `stride` tokens behind the one before, and what that has counted, it only sees.
+    """Yield windows of at most `context` tokens that score each token but the first once.
+
+    Each window begins `stride` tokens after the one before; tokens scored already are its context.
     """
     counted = 1
     for begin in range(0, len(tokens), stride):
@@ -43,19 +44,19 @@ def windows(tokens: Sequence[int], context: int, stride: int) -> Iterator[Scored
 
 
 def window_losses(
-    decoder: Decoder, told: Iterable[ScoredWindow]
+    decoder: Decoder, requested: Iterable[ScoredWindow]
 ) -> Iterator[tuple[ScoredWindow, float]]:
-    """Nats of all that counts in each window. All ranks call it; those that rank 0 is told of."""
+    """Yield rank 0's `requested` windows and their nats; all ranks call it."""
     replicas = Replicas(decoder.model.groups, decoder.sequences)
-    source = iter(told)
-    nobody = ScoredWindow((0,), 1)
+    source = iter(requested)
+    padding = ScoredWindow((0,), 1)
 
     def batch() -> list[ScoredWindow]:
         return list(islice(source, replicas.together))
 
     while found := rank_zero_says(replicas.groups, batch):
         width = max(len(window.tokens) for window in found)
-        own = replicas.own([*found, *[nobody] * (replicas.together - len(found))])
+        own = replicas.own([*found, *[padding] * (replicas.together - len(found))])
         nats_BP = decoder.losses([window.tokens for window in own], width).double().cpu()
         lost_B = torch.stack([
             nats_P[window.first : len(window.tokens)].sum()
@@ -66,7 +67,7 @@ def window_losses(
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """Of all tokens that count."""
+    """Loss over all scored tokens."""
 
     nats: float
     tokens: int
@@ -78,19 +79,20 @@ class Perplexity:
 
     @property
     def perplexity(self) -> float:
-        """Their exponential."""
+        """Exponential of the nats per token."""
         return math.exp(self.per_token)
 
 
 def perplexity(
-    decoder: Decoder, told: Iterable[ScoredWindow], progress: Callable[[int], None]
+    decoder: Decoder, requested: Iterable[ScoredWindow], progress: Callable[[int], None]
 ) -> Perplexity:
-    """Of the windows that rank 0 is told of; `progress` hears of tokens so far. All ranks call
-    it.
+    """Compute the perplexity over rank 0's `requested` windows; all ranks call it.
+
+    `progress` is called with the number of tokens scored so far.
     """
     nats: list[float] = []
     tokens = 0
-    for window, lost in window_losses(decoder, told):
+    for window, lost in window_losses(decoder, requested):
         nats.append(lost)
         tokens += window.counted
         progress(tokens)
@@ -99,16 +101,18 @@ def perplexity(
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A text and several that may follow it, of which one is right."""
+    """Multiple-choice question: a prompt and possible continuations, one of them right."""
 
     prompt: str
     choices: tuple[str, ...]
-    answer: int  # place of the right one
+    answer: int  # index of the right choice
 
     def windows(self, tokenizer: Tokenizer, prefix: int | None = None) -> list[ScoredWindow]:
-        """One per choice, whose tokens all count. Blanks at the end of the prompt belong to the
-        choices: tokenizers join them to the word behind. Without a prompt, choices follow the token
-        `prefix` (None: the end of a document), unless they begin with it.
+        """Return a window per choice, with all tokens of the choice scored.
+
+        Blanks at the end of the prompt count with the choice: tokenizers join them to the next
+        word. Without a prompt, the choice follows the token `prefix` (None: end of text), unless
+        it begins with that.
         """
         prefix = tokenizer.eod if prefix is None else prefix
         prompt = self.prompt.rstrip()
@@ -124,7 +128,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Shares of questions whose right choice has the least loss."""
+    """Shares of questions whose right choice has the lowest loss."""
 
     questions: int
     plain: float  # loss of the whole choice
@@ -133,29 +137,33 @@ class Accuracy:
 
 def accuracy(
     decoder: Decoder,
-    told: Sequence[Question],
+    questions: Sequence[Question],
     tokenizer: Tokenizer,
     progress: Callable[[int], None],
     *,
     prefix: int | None = None,
 ) -> Accuracy:
-    """Of questions; `progress` hears of choices so far. All ranks call it, with the same ones;
-    `prefix`: see `Question.windows`.
+    """Compute the accuracy over questions; all ranks call it with the same ones.
+
+    `progress` is called with the number of choices scored so far. `prefix`: see
+    `Question.windows`.
     """
-    all_windows = [window for question in told for window in question.windows(tokenizer, prefix)]
+    all_windows = [
+        window for question in questions for window in question.windows(tokenizer, prefix)
+    ]
     nats = []
     for _, lost in window_losses(decoder, all_windows):
         nats.append(lost)
         progress(len(nats))
     plain = normalised = at = 0
-    for question in told:
+    for question in questions:
         lost_C = nats[at : at + len(question.choices)]
         at += len(question.choices)
         lengths = [len(choice) for choice in question.choices]
         shares = [lost / length for lost, length in zip(lost_C, lengths, strict=True)]
         plain += _least(lost_C) == question.answer
         normalised += _least(shares) == question.answer
-    return Accuracy(len(told), plain / len(told), normalised / len(told))
+    return Accuracy(len(questions), plain / len(questions), normalised / len(questions))
 
 
 def _least(values: Sequence[float]) -> int:

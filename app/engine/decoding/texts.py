@@ -1,4 +1,4 @@
-"""What follows a batch of prompts: tokens of all of them together, and the text of each.
+"""Generate continuations of a batch of prompts: tokens for all together, and the text of each.
 
 Shapes: B sequences, V vocabulary.
 """
@@ -12,12 +12,12 @@ import torch
 
 from app.data.tokenizer import Tokenizer
 from app.engine.decoding.decoder import Decoder
-from app.engine.decoding.drawing import Sampling, or_nobody, unless_nobody
+from app.engine.decoding.drawing import Sampling, or_ended, unless_ended
 from app.engine.decoding.replicas import Replicas
 
-UNFINISHED = "�"  # what a character is read as of which not all bytes are there yet
-CHARACTER = 4  # most tokens that a character has
-CONTEXT = 32  # tokens whose text may still depend on the next one's; more than any character has
+UNFINISHED = "�"  # decoders return this for a character whose bytes are incomplete
+CHARACTER = 4  # maximum tokens of a character
+CONTEXT = 32  # tokens whose text may still change with the next one; more than CHARACTER
 
 
 def drawn_tokens(
@@ -30,8 +30,9 @@ def drawn_tokens(
     vocab: int,
     ended: Callable[[], bool],
 ) -> Iterator[list[int]]:
-    """A token of each sequence, by and by: `count` times, or until all have `ended`. All ranks call
-    it with the same prompts, B for each replica; each yields the same.
+    """Yield a token of each sequence, `count` times or until all have `ended`.
+
+    All ranks call it with the same prompts, B for each replica, and yield the same tokens.
 
     Only the first `vocab` ids are drawn: a padded embedding has more rows than the tokenizer has
     ids. Equal seeds give equal tokens on devices of one kind.
@@ -43,7 +44,7 @@ def drawn_tokens(
         drawn_B = sampling.draw(
             logits_BV[:, :vocab], generator, replicas.first, together=replicas.together
         )
-        tokens = unless_nobody(replicas.gathered(or_nobody(drawn_B, ended())))
+        tokens = unless_ended(replicas.gathered(or_ended(drawn_B, ended())))
         if tokens is None:
             return
         yield tokens
@@ -53,10 +54,10 @@ def drawn_tokens(
 
 @dataclass(slots=True)
 class Continuation:
-    """The text that follows one prompt, as far as it has come.
+    """Text generated so far after one prompt.
 
-    It is read together with the prompt: whether a token begins with a blank, or completes a
-    character, is for decoders a matter of the tokens before it.
+    It is decoded together with the end of the prompt: the tokens before decide whether a token
+    begins with a blank or completes a character.
     """
 
     tokenizer: Tokenizer
@@ -66,17 +67,17 @@ class Continuation:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     ended: bool = False  # by a stop text or a token
-    said: str = ""  # what `fresh` has given out
-    window: list[int] = field(default_factory=list)  # tokens that are read with the next one
-    given: str = ""  # text at the begin of the window that is the prompt's
-    settled_text: str = ""  # in front of the window, behind the prompt
+    said: str = ""  # returned by `fresh` so far
+    window: list[int] = field(default_factory=list)  # tokens decoded together with the next one
+    given: str = ""  # text of the prompt at the start of the window
+    settled_text: str = ""  # generated text before the window
 
     def __post_init__(self, prompt: Sequence[int]) -> None:
         self.window = _tail(self.tokenizer, prompt)
         self.given = self.tokenizer.decode(self.window)
 
     def add(self, token: int) -> None:
-        """Take the next token; nothing once the text has ended."""
+        """Append the next token; no-op once the text has ended."""
         if self.ended:
             return
         if token == self.tokenizer.eod or token in self.ends:
@@ -84,7 +85,7 @@ class Continuation:
             return
         self.tokens.append(token)
         self.window.append(token)
-        self.text = self.settled_text + behind(self.tokenizer, self.given, self.window)
+        self.text = self.settled_text + text_after(self.tokenizer, self.given, self.window)
         if len(self.window) >= 2 * CONTEXT and len(self.tokens) >= CONTEXT:
             self._settle()
         found = [at for stop in self.stop if (at := self.text.find(stop)) >= 0]
@@ -93,24 +94,26 @@ class Continuation:
             self.ended = True
 
     def fresh(self, last: bool = False) -> str:
-        """What can be shown that has not been: without what a stop text may begin with, and
-        without a character that is not complete, unless this is the `last` call.
+        """Return new text that can be shown.
+
+        Holds back a possible beginning of a stop text and an incomplete character, unless this is
+        the `last` call.
         """
         sure = self.text
         if not (last or self.ended):
             sure = self._before_stop(self.text.rstrip(UNFINISHED))
         elif sure.endswith(UNFINISHED) and not sure.startswith(self.said):
-            # bytes as tokens: with the last character incomplete, those before it read as broken
+            # With byte tokens an incomplete last character makes those before it decode as broken.
             sure = self.said + UNFINISHED
         new = sure[len(self.said) :]
         self.said += new
         return new
 
     def _settle(self) -> None:
-        """Read no more than the last tokens again: the time of a token must not grow with the text.
+        """Shrink the window to its last tokens, so that the time per token stays constant.
 
-        Not where they are read otherwise without those before them, as in the middle of a
-        character; then the next call tries again.
+        Skipped if these decode differently without those before them, as in the middle of a
+        character; the next call tries again.
         """
         last = self.tokenizer.decode(self.window[-CONTEXT:])
         if self.text.endswith(last) and not last.startswith(UNFINISHED):
@@ -119,7 +122,7 @@ class Continuation:
             self.settled_text = self.text.removesuffix(last)
 
     def _before_stop(self, text: str) -> str:
-        """A text without an end that may be the beginning of a stop text."""
+        """Return the text without an ending that may begin a stop text."""
         longest = max((len(stop) for stop in self.stop), default=0)
         for begin in range(max(0, len(text) - longest + 1), len(text)):
             if any(stop.startswith(text[begin:]) for stop in self.stop):
@@ -127,10 +130,10 @@ class Continuation:
         return text
 
 
-def behind(tokenizer: Tokenizer, given: str, ids: Sequence[int]) -> str:
-    """The text of tokens behind what the first of them were read as by themselves, `given`.
+def text_after(tokenizer: Tokenizer, given: str, ids: Sequence[int]) -> str:
+    """Return the text of `ids` after `given`, the text of the first of them alone.
 
-    Of a character of which only some bytes are there, one UNFINISHED.
+    An incomplete character at the end becomes one UNFINISHED.
     """
     text = tokenizer.decode(ids)
     if text.startswith(given):
@@ -144,13 +147,13 @@ def behind(tokenizer: Tokenizer, given: str, ids: Sequence[int]) -> str:
 
 
 def _common(one: str, other: str) -> int:
-    """Characters that two texts begin with alike."""
+    """Return the length of the common prefix of two texts."""
     pairs = zip(one, other, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _tail(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
-    """The last tokens of a prompt, as many as are read as they are in the whole of it."""
+    """Return the last tokens of a prompt, enough to decode as they do within the whole prompt."""
     whole = tokenizer.decode(prompt)
     for size in range(CONTEXT, min(CONTEXT + CHARACTER, len(prompt))):
         text = tokenizer.decode(prompt[-size:])

@@ -1,4 +1,4 @@
-"""A trained model without what trains it: weights alone, at a layout of its own."""
+"""Trained model for inference: weights alone, at a layout of its own."""
 
 from __future__ import annotations
 
@@ -38,29 +38,30 @@ from app.plan.cost.flops import parameter_count
 from app.plan.formatting import amount
 from app.plan.plan import Plan
 
-KEY = "checkpoint"  # what messages call the argument
+KEY = "checkpoint"  # name of the argument in messages
 
 
 class WeightSource(Protocol):
-    """Where the weights of a model lie."""
+    """Source of a model's weights: a checkpoint or a Hugging Face folder."""
 
     @property
     def path(self) -> Path:
-        """A folder."""
+        """Folder of the weights."""
 
     @property
     def config(self) -> dict[str, Any]:
-        """Sections of config.yaml: the model, its tokenizer, type of weights, context. Raises
-        ConfigError.
+        """Sections of config.yaml: model, tokenizer, type of weights, context.
+
+        Raises ConfigError.
         """
 
     @property
     def manifest(self) -> dict[str, Any] | None:
-        """That of a checkpoint; None: it is none of ours."""
+        """Manifest of a checkpoint; None for a Hugging Face folder."""
 
     @property
     def texts(self) -> Path:
-        """Folder of what came with the model, which need not be there."""
+        """Folder of the config and tokenizer files of the initial model, which may not exist."""
 
     def fill(self, chunks: Sequence[Chunk], groups: Groups) -> None:
         """Fill this rank's chunks; all ranks call it. Raises ConfigError, the same on all."""
@@ -68,21 +69,21 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint that is all there, and its manifest."""
+    """Complete checkpoint and its manifest."""
 
     path: Path
     manifest: dict[str, Any]
 
     @classmethod
     def at(cls, path: Path) -> Saved:
-        """That of a checkpoint, or the newest of a run. Raises ConfigError."""
+        """Open a checkpoint, or the newest of a run. Raises ConfigError."""
         found = checkpoint_at(path, KEY)
         with _about_checkpoint():
             return cls(found, read_manifest(found))
 
     @property
     def config(self) -> dict[str, Any]:
-        """That of the run that saved it; what no run has trained yet is as its config.json says."""
+        """Configuration of the run that saved it; of an imported model, from its config.json."""
         config: dict[str, Any] = self.manifest["config"]
         if IMPORTED not in self.manifest:
             return config | {"data": self._data(config["data"], self.path.parent.parent)}
@@ -90,12 +91,13 @@ class Saved:
 
     @property
     def texts(self) -> Path:
-        """Those of the model that the run started from, in the run folder."""
+        """Files of the model that the run started from, in the run folder."""
         return self.path.parent.parent / PRETRAINED
 
     def _data(self, data: dict[str, Any], run_dir: Path) -> dict[str, Any]:
-        """With the tokenizer of the training, which may have been named from another folder; one
-        that has changed is not taken in its place.
+        """Return the data section with the path of the tokenizer used in training.
+
+        The saved path may be relative to another folder. A file with changed contents is not used.
         """
         if data["tokenizer"] == BYTES:
             return data
@@ -110,7 +112,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class PretrainedFolder:
-    """A Hugging Face model in a folder, for example one that has been exported."""
+    """Hugging Face model in a folder, for example an exported one."""
 
     path: Path
 
@@ -149,12 +151,12 @@ class PretrainedFolder:
 
 
 def weights_at(path: Path) -> WeightSource:
-    """A checkpoint, the newest of a run, or a Hugging Face model's folder. Raises ConfigError."""
+    """Open a checkpoint, a run's newest, or a Hugging Face folder. Raises ConfigError."""
     return PretrainedFolder(path) if (path / CONFIG_JSON).is_file() else Saved.at(path)
 
 
 def _their_sections(folder: Path, dtype: str) -> dict[str, Any]:
-    """What a config.json and the tokenizer beside it say of texts."""
+    """Return sections of config.yaml from a config.json and the tokenizer beside it."""
     tokenizer = folder / TOKENIZER
     return {
         "data": {"tokenizer": str(tokenizer) if tokenizer.is_file() else BYTES},
@@ -165,7 +167,7 @@ def _their_sections(folder: Path, dtype: str) -> dict[str, Any]:
 
 @contextmanager
 def _about_checkpoint() -> Iterator[None]:
-    """Name what was asked for where something is wrong with a checkpoint."""
+    """Re-raise a ConfigError about a checkpoint under the name of the argument."""
     try:
         yield
     except ConfigError as error:
@@ -174,20 +176,21 @@ def _about_checkpoint() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
-    """What one rank computes with; a `Model`."""
+    """One rank's part of a trained model; implements `Model`."""
 
     plan: Plan
     chunks: tuple[Chunk, ...]
     groups: Groups
     device: torch.device
-    dispatcher: Dispatcher[Any, Any] | None  # of all MoE layers; None: there are no experts
+    dispatcher: Dispatcher[Any, Any] | None  # of all MoE layers; None without experts
 
     @classmethod
     def load(
         cls, source: WeightSource, plan: Plan, groups: Groups, device: torch.device
     ) -> TrainedModel:
-        """Its weights at the plan's layout; all ranks call it. Raises ConfigError, the same on
-        every rank.
+        """Load weights at the plan's layout; all ranks call it.
+
+        Raises ConfigError, the same on every rank.
         """
         run = plan.run
         dispatcher = build_dispatcher(run, groups.layer_groups(run.parallel.cp_comm_type), device)
@@ -197,7 +200,7 @@ class TrainedModel:
 
     @property
     def described(self) -> str:
-        """What it is, in words."""
+        """Size, type, processes and context, in words."""
         run = self.plan.run
         ranks = "1 process" if run.world_size == 1 else f"{run.world_size} processes"
         size = amount(parameter_count(run.model).total)
@@ -206,15 +209,17 @@ class TrainedModel:
         return f"{size} parameters, {dtype}, {ranks} on {self.device.type}, context {context:,}"
 
     def all_rows(self) -> AbstractContextManager[None]:
-        """Within the block experts have memory for all their rows."""
+        """Give experts memory for all dispatched tokens within the block."""
         if isinstance(self.dispatcher, StaticDispatcher):
             return self.dispatcher.all_rows()
         return nullcontext()
 
 
 def without_gradients(device: torch.device) -> AbstractContextManager[None]:
-    """Within the block nothing is noted for a backward that never comes. That takes a CPU 5 % of
-    the time of a step of few tokens, even without gradients; GPUs replay recorded steps.
+    """Disable autograd within the block.
+
+    inference_mode saves a CPU 5 % of the time of a small step compared to no_grad; a GPU replays
+    recorded steps, where it saves nothing.
     """
     if device.type == "cpu":
         return torch.inference_mode()
@@ -225,9 +230,9 @@ def without_gradients(device: torch.device) -> AbstractContextManager[None]:
 def trained_model(
     source: WeightSource, run: Run, *, rank: int, local_rank: int, store: dist.Store
 ) -> Iterator[TrainedModel]:
-    """The model on this rank, for the length of the block; the ranks of `run` meet in `store`.
+    """Load the model on this rank for the length of the block; the ranks meet in `store`.
 
-    Raises ConfigError, the same on every rank but for a device that only one lacks.
+    Raises ConfigError, the same on every rank, except for a device that only one of them lacks.
     """
     device = choose_device(run, local_rank)
     if device.type == "cuda":

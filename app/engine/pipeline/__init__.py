@@ -1,1 +1,1 @@
-"""One step on this rank: its actions, the microbatches in flight, and what ranks exchange."""
+"""One step on this rank: its actions, microbatches in flight, and P2P between stages."""

@@ -1,4 +1,4 @@
-"""From the data's microbatches to the executor's: tensors on the device, a weight for each loss.
+"""Prepare a step's microbatches for the executor: tensors on the device, and loss weights.
 
 Shapes: B sequences, S tokens per sequence, M microbatches.
 """
@@ -22,18 +22,18 @@ from app.model.context_parallel import own_tokens
 class StepInput:
     """Microbatches of one step on this rank, on the device."""
 
-    batches: tuple[Batch, ...]  # own tokens of every sequence; documents of whole sequences
-    loss_weights_M: Tensor  # fp32: factor on each microbatch's summed token losses
+    batches: tuple[Batch, ...]  # this rank's tokens of each sequence; documents of all tokens
+    loss_weights_M: Tensor  # fp32; factor on each microbatch's summed token losses
     routing_weight: float  # factor on each microbatch's router losses
-    scale: Tensor | None  # factor on all losses where backward starts; None: 1
-    valid: Tensor  # int64 scalar: tokens with a label in the whole step, all ranks
+    scale: Tensor | None  # loss scale, applied where backward starts; None disables it
+    valid: Tensor  # int64 scalar; tokens with a label in the global batch
 
 
-LoadedBatches = tuple[tuple[Batch, ...], Tensor]  # microbatches; int64 [M]: tokens with a label
+LoadedBatches = tuple[tuple[Batch, ...], Tensor]  # microbatches; tokens with a label, int64 [M]
 
 
 class Loader:
-    """Brings this rank's part of microbatches to the device; to a GPU while it still computes."""
+    """Loader of this rank's part of microbatches; copies overlap with the GPU's computation."""
 
     def __init__(self, groups: Groups, device: torch.device) -> None:
         self.groups = groups
@@ -42,7 +42,7 @@ class Loader:
         self.ahead: tuple[Sequence[Batch], LoadedBatches, torch.cuda.Event | None] | None = None
 
     def start(self, batches: Sequence[Batch]) -> None:
-        """Begin to load what `take` will be asked for next."""
+        """Start to load the batches that `take` will get next."""
         if self.side is None:
             self.ahead = batches, self._load(batches), None
             return
@@ -53,7 +53,7 @@ class Loader:
         self.ahead = batches, loaded, there
 
     def take(self, batches: Sequence[Batch]) -> LoadedBatches:
-        """The microbatches on the device, and how many tokens of each have a label."""
+        """Return the microbatches on the device, and how many tokens of each have a label."""
         if self.ahead is None or self.ahead[0] is not batches:
             self.start(batches)
         assert self.ahead is not None
@@ -61,6 +61,8 @@ class Loader:
         if there is not None:
             here = torch.cuda.current_stream()
             here.wait_event(there)
+            # The tensors come from the side stream: the allocator must not reuse their memory
+            # there while this stream still reads them.
             for tensor in (tensor for batch in loaded[0] for tensor in _tensors(batch)):
                 tensor.record_stream(here)
             loaded[1].record_stream(here)
@@ -69,6 +71,7 @@ class Loader:
     def _load(self, batches: Sequence[Batch]) -> LoadedBatches:
         seq_len = batches[0].tokens_BS.shape[1]
         own_S = own_tokens(seq_len, self.groups.layout.cp, self.groups.cp_rank)
+        # counted on the CPU over whole sequences, hence the same on all context-parallel ranks
         counts_M = torch.stack([(batch.labels_BS != IGNORED).sum() for batch in batches])
         return tuple(self._part(batch, own_S) for batch in batches), self._move(counts_M)
 
@@ -84,7 +87,7 @@ class Loader:
     def _move(self, tensor: Tensor) -> Tensor:
         if self.side is None:
             return tensor
-        # only copies from pinned memory run while the host goes on
+        # only copies from pinned memory are asynchronous to the host
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
 
@@ -100,11 +103,11 @@ def step_input(
     groups: Groups,
     scale: Tensor | None = None,
 ) -> StepInput:
-    """A step's microbatches with the divisors of their losses.
+    """Return a step's microbatches with the weights of their losses.
 
-    token: every microbatch by the valid tokens of the whole step, so that each token counts the
-    same; microbatch: each by its own valid tokens and the number of microbatches. The divisor stays
-    on the device.
+    `token` divides every microbatch's loss by the valid tokens of the global batch, so that all
+    tokens weigh the same. `microbatch` divides it by its own valid tokens and by the number of
+    microbatches. The divisor stays on the device.
     """
     batches, counts_M = loaded
     valid = counts_M.sum()

@@ -1,6 +1,6 @@
-"""Runs one step's list of actions on this rank: all forwards, backwards and exchanges happen here.
+"""Execute one step's list of actions on this rank: all forwards, backwards, P2P and reductions.
 
-What differs between schedules is the list, never this file.
+Schedules differ in the list; this file is the same for all.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from app.plan.schedule import last_backwards
 
 
 class Parameters(Protocol):
-    """What the executor asks of the optimizer."""
+    """Interface of the optimizer to the executor."""
 
     def start_gather(self, chunk: int) -> None:
-        """Make a chunk's parameters whole, or have the first use of each wait for it."""
+        """All-gather a chunk's parameters, or make the first use of each wait for that."""
 
     def add_grad(self, param: nn.Parameter, gradient: WeightGrad) -> None:
-        """Add to the gradient sum of a parameter."""
+        """Add to the main gradient of a parameter."""
 
     def expect_grads(self, chunk: int, last: bool) -> None:
-        """A backward of a chunk follows; `last`: no gradient of the step comes after it."""
+        """Announce a backward of a chunk; `last`: it is the chunk's last one in this step."""
 
     def reduce_grads(self, chunk: int) -> None:
-        """Sum a chunk's gradients over the data-parallel ranks after their last microbatch."""
+        """Reduce a chunk's gradients over data-parallel ranks, after its last microbatch."""
 
 
 ForwardBackward = Callable[[StepInput], StepTotals]
@@ -60,9 +60,9 @@ def execute(
     watchdog: Watchdog,
     step: StepInput,
 ) -> StepTotals:
-    """Run `actions` over the microbatches of `step`; without backwards, without autograd."""
+    """Run `actions` over the microbatches of `step`; autograd is off if none is a backward."""
     training = any(isinstance(action, Backward | BackwardInput) for action in actions)
-    last = last_backwards(actions)
+    last = last_backwards(actions)  # positions after which a chunk's gradients are complete
     splits = any(isinstance(action, BackwardWeight) for action in actions)
     in_flight = InFlight(stages, step, training, splits=splits)
     with torch.set_grad_enabled(training):
@@ -98,6 +98,7 @@ def execute(
 
 @contextmanager
 def _blame(actions: Sequence[Action], position: int) -> Iterator[None]:
+    """Add the list of actions, with the failing one marked, to an error raised in the block."""
     try:
         yield
     except Exception as error:

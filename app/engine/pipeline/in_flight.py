@@ -1,4 +1,4 @@
-"""The microbatches under way on this rank: their tensors between forward, exchange and backward.
+"""Microbatches in flight on this rank: their tensors between forward, P2P and backward.
 
 Shapes: B sequences, S tokens per sequence of a context-parallel rank, D hidden.
 """
@@ -23,15 +23,15 @@ from app.plan.recompute import RankRecompute
 
 @dataclass(frozen=True, slots=True)
 class RankStages:
-    """What actions work on: this rank's chunks, and what lies between them."""
+    """This rank's chunks, and the description of tensors sent between stages."""
 
     chunks: Sequence[Chunk]
-    next_here: Mapping[int, int]  # chunk -> own chunk with the stage after it; others send
-    recompute: RankRecompute  # what backward computes again
-    hidden: torch.Size  # of what moves between stages: B, S / tp, D
-    dtype: torch.dtype  # of what moves
+    next_here: Mapping[int, int]  # chunk -> own chunk of the next stage; other chunks use P2P
+    recompute: RankRecompute  # what backward recomputes
+    hidden: torch.Size  # shape between stages: B, S / tp, D
+    dtype: torch.dtype  # between stages
     device: torch.device
-    sink: MainGradSink | None = None  # takes gradients of weights at once; None: autograd does
+    sink: MainGradSink | None = None  # fuses weight GEMMs into main gradients; None uses autograd
     graphs: PartialGraphs | None = None  # captured parts of the chunks' layers in training
 
 
@@ -47,17 +47,17 @@ class StepTotals:
     dropped: Tensor | int = 0  # choices of experts beyond their capacity
 
     def add(self, chunk: int, routing: Sequence[RoutingReport], weight: float) -> None:
-        """Count a microbatch's routing in a chunk; `weight`: its share of the routers' losses."""
+        """Count a microbatch's routing in a chunk; `weight`: factor on its router losses."""
         for layer, report in enumerate(routing):
             self.aux_loss = self.aux_loss + report.aux_loss * weight
             self.z_loss = self.z_loss + report.z_loss * weight
             self.dropped = self.dropped + report.dropped
-            # added to 0, the first is copied too: graphs may overwrite the report's memory
+            # adding 0 copies the first counts: a graph's replay may overwrite the report's memory
             self.counts[chunk, layer] = report.counts_E + self.counts.get((chunk, layer), 0)
 
 
 class InFlight:
-    """Everything that an action leaves for a later one; empty when the step is over."""
+    """Tensors that an action leaves for a later one; empty at the end of the step."""
 
     def __init__(self, stages: RankStages, step: StepInput, training: bool, splits: bool) -> None:
         self.stages = stages
@@ -65,19 +65,19 @@ class InFlight:
         self.training = training
         self.splits = splits
         self.totals = StepTotals()
-        # hidden states from the stage before; leaves of autograd, to get a gradient
+        # hidden states from the stage before; autograd leaves, so that they get a gradient
         self.inputs: dict[MicrobatchChunk, Tensor] = {}
-        # hidden states for the stage after, detached
+        # hidden states to the stage after, detached
         self.outputs: dict[MicrobatchChunk, Tensor] = {}
-        # where backward starts: hidden states or the loss, and routers' losses
+        # roots of backward: hidden states or the loss, and router losses
         self.roots: dict[MicrobatchChunk, list[Tensor]] = {}
         self.output_grads: dict[MicrobatchChunk, Tensor] = {}  # from the stage after
-        self.input_grads: dict[MicrobatchChunk, Tensor] = {}  # for the stage before
-        # gradients of weights that BackwardInput leaves for BackwardWeight
+        self.input_grads: dict[MicrobatchChunk, Tensor] = {}  # to the stage before
+        # weight-gradient work that BackwardInput leaves for BackwardWeight
         self.weight_grads: dict[MicrobatchChunk, WeightGradQueue] = {}
 
     def forward(self, mb: int, chunk: int) -> None:
-        """Forward of one microbatch through one chunk."""
+        """Run the forward of a microbatch through a chunk."""
         key = (mb, chunk)
         module = self.stages.chunks[chunk]
         batch = self.step.batches[mb]
@@ -112,16 +112,18 @@ class InFlight:
             self.outputs[key] = self._to_send(chunk, output_BSD)
 
     def _to_send(self, chunk: int, value: Tensor) -> Tensor:
-        """`value`, or a copy where graphs would overwrite it while a send still reads it."""
+        """Return `value`, or a copy if a graph could overwrite it while a send still reads it."""
         graphs = self.stages.graphs if self.training else None
         return value.clone() if graphs is not None and graphs.copies_sent(chunk) else value
 
     def backward(self, mb: int, chunk: int) -> None:
-        """From the gradient of a chunk's output, or its loss, to those of input and weights."""
+        """Run the backward of a microbatch through a chunk, from its output gradient or loss."""
         key = (mb, chunk)
         module = self.stages.chunks[chunk]
         roots = self.roots.pop(key)
         scale = self.step.scale
+        # The loss starts with the loss scale as its gradient (None: 1); hidden states with the
+        # gradient from the next stage, which is scaled already. Router losses are scaled here.
         grad_out = scale if module.last else self.output_grads.pop(key)
         torch.autograd.backward(roots, [grad_out, *(scale for _ in roots[1:])])
         if module.first:
@@ -135,15 +137,15 @@ class InFlight:
             self.input_grads[key] = self._to_send(chunk, grad)
 
     def weight_gradients(self, mb: int, chunk: int, add: AddGrad) -> None:
-        """The second part of a split backward: add what the first has left to the sums."""
+        """Run the weight part of a split backward: add gradients to the main gradients."""
         self.weight_grads.pop((mb, chunk)).run(add)
 
     def tensor_of(self, op: P2POp) -> Tensor:
-        """The tensor that an operation sends, or a new one that it receives into."""
+        """Return the tensor that an operation sends, or a new one that it receives into."""
         key = op.mb, op.chunk
         if op.send:
             held = self.outputs if op.flow == "F" else self.input_grads
-            held[key] = held[key].contiguous()
+            held[key] = held[key].contiguous()  # kept until the send is done
             return held[key]
         stages = self.stages
         arriving = torch.empty(stages.hidden, dtype=stages.dtype, device=stages.device)
@@ -151,22 +153,23 @@ class InFlight:
         return arriving
 
     def complete(self, ops: Sequence[P2POp]) -> None:
-        """Operations are done: what arrived may be used, gradients that have left are dropped."""
+        """Finish operations: received tensors may be used, sent gradients are dropped."""
         for op in ops:
             key = op.mb, op.chunk
             if not op.send and op.flow == "F":
+                # only after the receive, which writes into the tensor in place
                 self.inputs[key].requires_grad_(self.training)
             elif op.send and op.flow == "B":
                 del self.input_grads[key]
 
     def free(self, mb: int, chunk: int) -> None:
-        """Give back the memory of an output that has been sent; backward needs its history only."""
+        """Free the memory of a sent output: backward needs only its `grad_fn`."""
         memory = self.outputs.pop((mb, chunk)).untyped_storage()
-        if memory.resizable():  # what a graph has written lies in memory of the graph
+        if memory.resizable():  # a graph's output lies in memory of the graph, which stays
             memory.resize_(0)
 
     def expect_empty(self) -> None:
-        """AssertionError where a tensor of the step was never used or freed."""
+        """Raise AssertionError if a tensor of the step was never used or freed."""
         left = {
             name: sorted(getattr(self, name))
             for name in (

@@ -1,10 +1,11 @@
-"""What follows when a rank's experts had no memory for all rows that routers chose
-(`model.moe.static.capacity=factor`), or none to keep them for backward (`static.paged_buffer`): the
-work is done again, and memory grows.
+"""Rerun a step whose experts lacked memory for their dispatched tokens, and grow the memory.
 
-Work that lacked rows has computed nothing that may be used: its update is left out, or its loss
-not looked at. It is done again eagerly, with as many rows as it takes; the results are those of
-memory for all rows, bit for bit.
+Memory may lack for the tokens themselves (`model.moe.static.capacity=factor`), or for saving them
+for backward (`static.paged_buffer`). The results of such a step are invalid: its update is skipped,
+or the loss of a validation ignored. The work is rerun eagerly with memory for all tokens; results
+are bit for bit those of a run that always had enough.
+
+"Rows" here are those of the experts' input matrix: one per dispatched token.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from app.plan.dispatchers.choose import run_dispatcher, tokens_per_rank, with_ro
 from app.plan.dispatchers.paged_buffer import with_paged_buffer
 from app.plan.dispatchers.static import HEADROOM, PlannedStatic
 
-IN_A_ROW = 2  # steps that lacked rows, after which it grows
+IN_A_ROW = 2  # successive steps that lacked rows, after which memory grows
 
 
 class RowShortage:
-    """Watches the rows of one rank's experts over a step or a validation."""
+    """Detector of missing expert rows on one rank, over a step or a validation."""
 
     def __init__(self, engine: Engine, dispatcher: StaticDispatcher) -> None:
         self.run = engine.plan.run
@@ -42,14 +43,14 @@ class RowShortage:
         self.dispatcher = dispatcher
         self.world = engine.groups.world
         self.device = engine.device
-        self.in_a_row = 0  # steps so far that lacked rows
-        self._needed = 0.0, 0.0  # by those: rows over the mean, pages over those there are
-        self._random: list[Tensor] = []  # states of the generators before the work
-        self._demand_2 = self._measure()  # when work was done again last
+        self.in_a_row = 0  # successive steps so far that lacked rows
+        self._needed = 0.0, 0.0  # by these steps: rows over the mean, pages over those available
+        self._random: list[Tensor] = []  # RNG states before the work
+        self._demand_2 = self._measure()  # of the last work that was rerun
 
     @classmethod
     def of(cls, engine: Engine) -> RowShortage | None:
-        """None: there is memory for all rows that experts can be asked for."""
+        """Build it for an engine; None if experts always have memory for all rows."""
         dispatcher = engine.dispatcher
         if not isinstance(dispatcher, StaticDispatcher):
             return None
@@ -57,13 +58,11 @@ class RowShortage:
         return cls(engine, dispatcher) if dispatcher.planned.may_lack_rows(tokens) else None
 
     def lacks(self) -> Tensor:
-        """Whether rows, or memory to keep them, are missing here, of the work that is being done:
-        bool, a scalar.
-        """
+        """Return a device bool scalar: this rank lacks rows, or memory to save them."""
         return self.dispatcher.lacks()[0]
 
     def begin(self) -> None:
-        """Work begins, which might have to be done again."""
+        """Start work that may have to be rerun: record RNG states."""
         self.dispatcher.clear()
         self._random = [torch.get_rng_state()]
         if self.device.type == "cuda":
@@ -71,7 +70,7 @@ class RowShortage:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Within the block the work that has begun last is done again, with all rows."""
+        """Rerun, within the block, the work started last, with memory for all rows."""
         self._demand_2 = self._measure()
         self.dispatcher.clear()
         cpu, *cuda = self._random
@@ -82,10 +81,10 @@ class RowShortage:
             yield
 
     def grows(self, lacked: bool) -> bool:
-        """Note a step, and whether it lacked rows on any rank. True: rows of all ranks' experts are
-        more from now on, and what was captured has to be captured anew.
+        """Count a step, which `lacked` rows on some rank or not; return whether memory grew.
 
-        Raises Diverged where the run is to end.
+        Memory then grew on all ranks, and CUDA graphs must be captured again. Raises Diverged with
+        on_overflow=stop.
         """
         if not lacked:
             self.in_a_row = 0
@@ -107,7 +106,7 @@ class RowShortage:
         if not fits(more.run, self.device):
             self._tell(
                 f"{what}, and there is no memory for {more.wanted} times: steps that need more are "
-                "taken again as before"
+                "rerun as before"
             )
             return False
         self._grow(more.run)
@@ -120,15 +119,16 @@ class RowShortage:
         self.run = run
         self.dispatcher.planned = planned
         if self.dispatcher.paged_buffer is not None:
-            self.dispatcher.paged_buffer = None  # its memory may serve the next one
+            self.dispatcher.paged_buffer = None  # freed first, so that the new one can reuse it
             engine = self.engine
             self.dispatcher.paged_buffer = build_paged_buffer(
                 engine.plan, run, engine.groups.pp_rank, device=self.device
             )
 
     def _demand(self) -> tuple[float, float]:
-        """Of the work that was done again last, on the rank that needed most: rows over the mean,
-        and pages over those there are.
+        """Return the largest demand of any rank in the last rerun work.
+
+        It is (rows over the mean, pages over those available).
         """
         if self.world.size() > 1:
             dist.all_reduce(self._demand_2, dist.ReduceOp.MAX, self.world)
@@ -136,7 +136,7 @@ class RowShortage:
         return rows, pages
 
     def _measure(self) -> Tensor:
-        """What `_demand` tells, of this rank: fp64 [2]."""
+        """Measure the demand of this rank as in `_demand`: fp64 [2]."""
         dispatcher = self.dispatcher
         tokens = tokens_per_rank(self.run)
         held = dispatcher.planned.rows(tokens).computed
@@ -149,7 +149,7 @@ class RowShortage:
         return torch.cat((rows, pages))
 
     def _enough(self) -> _More:
-        """Memory that would have been enough, and some more."""
+        """Return a run with memory for the demand so far, plus headroom."""
         static = self.dispatcher.planned.moe.static
         tokens = tokens_per_rank(self.run)
         planned = self.dispatcher.planned
@@ -168,7 +168,7 @@ class RowShortage:
             run = with_rows(run, _with_headroom(rows))
             key = "model.moe.static.factor"
             found = _More(run, key, static.factor, needed=rows, wanted=_with_headroom(rows))
-        assert found is not None, "something was lacking"
+        assert found is not None, "rows or pages were missing"
         return found
 
     def _tell(self, text: str) -> None:
@@ -178,15 +178,15 @@ class RowShortage:
 
 @dataclass(frozen=True, slots=True)
 class _More:
-    """A run with more memory, and which key says so."""
+    """Run with more memory, and the key that was raised."""
 
     run: Run
     key: str
-    now: float
-    needed: float  # over the mean
-    wanted: float  # the key's value in this run
+    now: float  # the key's value so far
+    needed: float  # relative to the mean
+    wanted: float  # the key's value in `run`
 
 
 def _with_headroom(needed: float) -> float:
-    """To two digits."""
+    """Return the need with headroom, rounded up to two decimals."""
     return math.ceil(100 * HEADROOM * needed) / 100

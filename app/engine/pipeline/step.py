@@ -1,4 +1,4 @@
-"""One optimizer step of one rank, and one validation: microbatches in, numbers out."""
+"""Run one optimizer step of a rank, or one validation: microbatches in, metrics out."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from app.choices import GraphImpl, Normalize
 from app.collectives import all_reduce
 from app.data.feed import Batch
 from app.engine.build import Engine, build_partial_graphs, select_forward_backward
+from app.engine.capture.full_iteration import FullIteration
 from app.engine.capture.partial import PartialGraphs
-from app.engine.capture.whole import WholeStep
 from app.engine.pipeline.data_feed import Loader, StepInput, step_input
 from app.engine.pipeline.executor import ForwardBackward
 from app.engine.pipeline.in_flight import StepTotals
@@ -30,15 +30,15 @@ from app.plan.recompute import recompute_policy, thriftiest
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """What forwards and backwards of a step have left on this rank, on the device."""
+    """Results of a step's forwards and backwards on this rank, on the device."""
 
     totals: StepTotals
-    norm_sq: Tensor  # fp32 scalar: of this rank's gradients
-    zeros: Tensor | float  # their zero elements, where they are counted
+    norm_sq: Tensor  # fp32 scalar; squared norm of this rank's gradients
+    zeros: Tensor | float  # number of zero gradient elements, if counted
 
 
 def run_passes(engine: Engine, forward_backward: ForwardBackward, step: StepInput) -> Passes:
-    """From cleared gradient sums to their norm: everything of a step that one graph can hold."""
+    """Clear main gradients, run all passes, and compute the norm; one graph can hold all of it."""
     optimizer = engine.optimizer
     optimizer.begin()
     optimizer.zero_grad()
@@ -53,49 +53,49 @@ def run_passes(engine: Engine, forward_backward: ForwardBackward, step: StepInpu
 
 
 def run_forwards(engine: Engine, forwards: ForwardBackward, step: StepInput) -> StepTotals:
-    """The same of a validation."""
+    """Run the forwards of a validation."""
     engine.optimizer.begin()
     return forwards(step)
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateInput:
-    """A step's microbatches, and what its update takes from the host, on the device."""
+    """Microbatches of a step and host values of its update, on the device."""
 
     step: StepInput
     rates_2: Tensor  # learning rate and weight decay (`update_rates`)
-    # fp32 scalar: 1 where this process has been asked to stop, otherwise 0; None: the host is to
-    # look when it comes to the update, so that it learns the latest
+    # fp32 scalar: 1 if this process was asked to stop, else 0. None if the host checks only at the
+    # update, later and therefore with the latest state
     stop: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class StepSums:
-    """Numbers of a step on the device, which one all-reduce turns into sums over all ranks."""
+    """Numbers of a step in one device tensor, so that one all-reduce sums them over all ranks."""
 
     names: tuple[str, ...]  # fields of `StepFacts`
     values_N: Tensor  # fp32
 
     @classmethod
     def of(cls, parts: Mapping[str, Tensor | float], like: Tensor) -> StepSums:
-        """Of this rank; `like`: any tensor on the device."""
+        """Stack this rank's numbers; `like` is any tensor on the device."""
 
         def scalar(part: Tensor | float) -> Tensor:
-            # new_full is a kernel; a tensor made from a number of the host waits for the device
+            # new_full only launches a kernel; copying a host number would wait for the device
             return part.float() if isinstance(part, Tensor) else like.new_full((), part)
 
         return cls(tuple(parts), torch.stack([scalar(part) for part in parts.values()]))
 
     def __getitem__(self, name: str) -> Tensor:
-        """One of them, a scalar."""
+        """Return one of the numbers, a scalar."""
         return self.values_N[self.names.index(name)]
 
     def with_value(self, name: str, value: Tensor) -> StepSums:
-        """These and one more, which is the same on all ranks."""
+        """Append a number that is equal on all ranks."""
         return StepSums((*self.names, name), torch.cat((self.values_N, value[None])))
 
     def read(self) -> StepFacts:
-        """On the host, which waits for them."""
+        """Copy the numbers to the host, which waits for the device."""
         return StepFacts(**dict(zip(self.names, self.values_N.tolist(), strict=True)))
 
 
@@ -104,12 +104,11 @@ TakeStep = Callable[[UpdateInput], StepOutcome]
 
 
 class TrainingStep:
-    """Forward, backward, clipping and update over the schedule's action list.
+    """Training step: forwards, backwards, clipping and update by the schedule's action list.
 
-    The host waits once, at the end; an all-to-all dispatcher adds a wait per MoE layer and
-    microbatch, and so does a step that is taken again (`RowShortage`). From step
-    `cuda_graph.warmup_steps` + 1 of this process on, what the run captures is recorded and then
-    replayed.
+    The host waits once, at the end. An all-to-all dispatcher adds a wait per MoE layer and
+    microbatch; a rerun step (`RowShortage`) adds one. From step `cuda_graph.warmup_steps` + 1 of
+    this process on, captured parts are recorded once and then replayed.
     """
 
     def __init__(self, engine: Engine, request: StopRequest | None = None) -> None:
@@ -126,7 +125,7 @@ class TrainingStep:
         self.captured = self._captured()
         self.with_all_rows = self.eager
         if self.shortage is not None:
-            # more rows need more memory: recomputing whole layers makes room for them
+            # All rows need more activation memory: full recomputation makes room for them.
             whole_layers = recompute_policy(thriftiest(self.run))
             again = select_forward_backward(engine, engine.plan.actions, policy=whole_layers)
             self.with_all_rows = partial(self._take, partial(run_passes, engine, again))
@@ -138,9 +137,9 @@ class TrainingStep:
             return self.eager
         if self.run.cuda_graph.optimizer:
             in_graph = partial(engine.optimizer.in_graph, updates=True)
-            return WholeStep(self.eager, in_graph, recorder)
+            return FullIteration(self.eager, in_graph, recorder)
         if self.run.cuda_graph.impl is GraphImpl.full_iteration:
-            passes = WholeStep(self.passes, engine.optimizer.in_graph, recorder)
+            passes = FullIteration(self.passes, engine.optimizer.in_graph, recorder)
             return partial(self._take, passes)
         self.graphs = build_partial_graphs(engine)
         forward_backward = select_forward_backward(engine, engine.plan.actions, self.graphs)
@@ -160,6 +159,7 @@ class TrainingStep:
         following: Callable[[], Sequence[Batch]] | None = None,
     ) -> tuple[StepFacts, StepTotals]:
         """Train on a step's microbatches; while the device computes, load the `following` ones."""
+        # 1. Inputs: microbatches, loss weights, learning rate; all on the device.
         loss_scale = self.engine.loss_scale
         scale = None if loss_scale is None else loss_scale.value
         step = step_input(
@@ -169,7 +169,7 @@ class TrainingStep:
             groups=self.engine.groups,
             scale=scale,
         )
-        # a replayed graph notes no actions
+        # noted for the watchdog here, since a replayed graph notes no actions
         self.engine.watchdog.step("forwards and backwards of a step")
         captures = self.taken >= self.run.cuda_graph.warmup_steps and self.engine.capturable
         if captures and self.graphs is not None:
@@ -179,17 +179,21 @@ class TrainingStep:
             update_rates(lr, weight_decay, self.engine.device),
             self._wanted() if captures and self.run.cuda_graph.optimizer else None,
         )
+        # 2. Passes and update. On a GPU this only launches work.
         if self.shortage is not None:
             self.shortage.begin()
         totals, sums = (self.captured if captures else self.eager)(given)
         self.taken += 1
+        # 3. Load the next batches while the device works.
         if following is not None:
             self.engine.watchdog.rest("reading the next batches")
-            # an error comes up again when these batches are trained on: report and save first
+            # suppressed: it recurs when these batches are due, after this step's report and save
             with suppress(Exception):
                 self.loader.start(following())
             self.engine.watchdog.note("the end of the step")
+        # 4. The one wait of the host.
         facts = sums.read()
+        # 5. Rerun the step if experts lacked memory; its update was skipped on the device.
         if self.shortage is not None:
             lacked = facts.missing > 0
             if lacked:
@@ -203,13 +207,15 @@ class TrainingStep:
         self.engine.stepped(bool(facts.skipped))
         if loss_scale is None:
             return facts, totals
-        used = loss_scale.scale
+        used = loss_scale.scale  # the gradients of this step were computed with it
         loss_scale.update(bool(facts.skipped))
         return replace(facts, norm_sq=facts.norm_sq / used**2, scale=used), totals
 
     def _take(self, run_all: Callable[[StepInput], Passes], given: UpdateInput) -> StepOutcome:
-        """Passes, and the update that follows unless it is skipped; totals, and what the host
-        learns. All that differs between steps is read on the device, as one graph may hold it.
+        """Run all passes and the update; return totals, and the numbers for the host.
+
+        All values that differ between steps are read on the device, so that a graph can hold this.
+        The update is skipped on the device if the norm is not finite.
         """
         passes = run_all(given.step)
         totals = passes.totals
@@ -227,8 +233,8 @@ class TrainingStep:
             passes.norm_sq,
         )
         all_reduce(sums.values_N, self.engine.groups.world)
-        norm = sums["norm_sq"].sqrt()
-        if self.shortage is not None:  # no update from numbers that lack rows
+        norm = sums["norm_sq"].sqrt()  # global, over all ranks; the optimizer clips by it
+        if self.shortage is not None:  # an infinite norm skips the update: some rows were missing
             norm = norm.masked_fill(sums["missing"] > 0, math.inf)
         skipped = self.engine.optimizer.step(given.rates_2, norm, given.step.scale)
         self._balance(totals, skipped)
@@ -236,27 +242,27 @@ class TrainingStep:
         return totals, sums.with_value("skipped", skipped)
 
     def _wanted(self) -> Tensor:
-        """Whether this process has been asked to stop by now."""
+        """Return 1.0 on the device if this process has been asked to stop, else 0.0."""
         return torch.full((), float(self.request.wanted), device=self.engine.device)
 
     def _balance(self, totals: StepTotals, skipped: Tensor) -> None:
-        """Move the routers' bias against the step's load, if it is on; not on a skipped step."""
+        """Update router biases against the step's expert load, unless the step was skipped."""
         moe = self.run.model.moe
         if moe is None or not moe.bias_update_rate:
             return
         for key, router in self.engine.routers():
-            counts_E = totals.counts[key].clone()
+            counts_E = totals.counts[key].clone()  # reports use the rank's own counts later
             all_reduce(counts_E, self.engine.groups.tp_cp_dp_control)
             moved_E = update_bias(router.bias_E, counts_E, moe.bias_update_rate)
             router.bias_E.copy_(torch.where(skipped > 0, router.bias_E, moved_E))
 
 
 class Validation:
-    """Mean token loss over fixed microbatches, forward only.
+    """Validation: mean token loss over fixed microbatches, forward only.
 
-    What the run captures is recorded by the first validation after training has been, but never by
-    the first one of this process: kernels without a backward, and exchanges of other sizes, have to
-    be prepared outside of a capture too.
+    With full-iteration graphs it is captured by the first validation after the training step was,
+    but never by the first of this process: that one runs eagerly to compile kernels without a
+    backward, and to set up collectives of other sizes.
     """
 
     def __init__(self, engine: Engine, num_microbatches: int) -> None:
@@ -270,10 +276,10 @@ class Validation:
         self.captured: ForwardBackward = self.eager
         self.shortage = RowShortage.of(engine)
         if self.run.cuda_graph.impl is GraphImpl.full_iteration and engine.recorder is not None:
-            self.captured = WholeStep(self.eager, engine.optimizer.in_graph, engine.recorder)
+            self.captured = FullIteration(self.eager, engine.optimizer.in_graph, engine.recorder)
 
     def __call__(self, batches: Sequence[Batch]) -> tuple[float, int]:
-        """(nats per token, tokens) over the microbatches of all ranks."""
+        """Return (nats per token, tokens) over the microbatches of all ranks."""
         loaded = self.loader.take(batches)
         step = step_input(loaded, Normalize.token, self.run.dp, groups=self.engine.groups)
         self.engine.watchdog.note("forwards of a validation")
@@ -292,10 +298,10 @@ class Validation:
         return found
 
     def _sums(self, run: ForwardBackward, step: StepInput) -> tuple[float, float]:
-        """Over all ranks: the loss, and ranks whose experts had no memory for all their rows."""
+        """Return, over all ranks, the loss and the number of ranks that lacked expert rows."""
         totals = run(step)
         missing = 0.0 if self.shortage is None else self.shortage.lacks()
-        # ranks without the last stage have the number 0.0: a tensor, for the group to sum
+        # ranks without the last stage have a float 0.0, which must be a tensor to be reduced
         sums_2 = torch.stack(
             [
                 torch.as_tensor(each, dtype=torch.float32, device=self.engine.device)

@@ -1,4 +1,4 @@
-"""Sends and receives between pipeline ranks: what an Exchange starts and a Wait ends."""
+"""P2P between pipeline ranks: started by an Exchange action, finished by a Wait."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from app.plan.actions import P2POp
 
 @dataclass(slots=True)
 class Transport:
-    """Sends and receives between pipeline ranks; all tensors have one shape, known beforehand."""
+    """P2P between pipeline ranks; all tensors have the same shape, known in advance."""
 
     group: dist.ProcessGroup
     ranks: Sequence[int]  # pipeline rank -> global rank
-    batched: bool = True  # all operations of an exchange as one; otherwise one by one
+    batched: bool = True  # all operations of an action in one batch; False: one by one
     works: dict[P2POp, dist.Work] = field(default_factory=dict)  # not yet waited for
-    # all of this step, also after their wait, which with NCCL returns before they are done
+    # all of this step; kept after their wait, which with NCCL returns before they are done
     moving: dict[P2POp, dist.Work] = field(default_factory=dict)
 
     def post(self, tensors: Mapping[P2POp, Tensor]) -> None:
-        """Start to send, or to fill, each operation's tensor, which is in use until `wait`."""
+        """Start to send or receive each operation's tensor, which is in use until `wait`."""
         kinds = {True: dist.isend, False: dist.irecv}
         p2p = [
             dist.P2POp(kinds[op.send], tensor, self.ranks[op.peer], self.group)
@@ -33,22 +33,22 @@ class Transport:
             works = dist.batch_isend_irecv(p2p)
         else:
             works = [each.op(each.tensor, each.peer, self.group) for each in p2p]
-        if len(works) == 1:  # NCCL has one for the whole batch
+        if len(works) == 1:  # NCCL returns one work for the whole batch
             works = works * len(p2p)
         self.works.update(zip(tensors, works, strict=True))
         self.moving.update(zip(tensors, works, strict=True))
 
     def wait(self, ops: Sequence[P2POp]) -> None:
-        """Until these operations are done (NCCL: the current stream waits, not the host)."""
+        """Wait until these operations are done (NCCL: the current stream waits, not the host)."""
         for op in ops:
             self.works.pop(op).wait()
             if dist.get_backend(self.group) != "nccl":
-                del self.moving[op]  # done, and it would keep its tensor
+                del self.moving[op]  # done; the work would keep its tensor alive
 
     def unfinished(self) -> list[tuple[str, int]]:
-        """What the step has begun and is not done, oldest first: words, rank at the other end.
+        """Return operations of this step not yet done, oldest first: (description, other rank).
 
-        From any thread: it walks a copy, since the main thread goes on meanwhile.
+        Thread-safe: it iterates over a copy, since the main thread keeps running.
         """
         left = [op for op, work in self.moving.copy().items() if not work.is_completed()]
         ranks = [self.ranks[op.peer] for op in left]
@@ -57,6 +57,6 @@ class Transport:
         return [(f"{op} ({way} rank {rank})", rank) for op, way, rank in named]
 
     def forget(self) -> None:
-        """End a step: drop its works. AssertionError for one that was never waited for."""
+        """Drop the works of a step. Raises AssertionError if one was never waited for."""
         assert not self.works, f"never waited for: {', '.join(map(str, self.works))}"
         self.moving.clear()

@@ -1,1 +1,1 @@
-"""What a run tells: metrics, their sinks, pictures, the live line, opening and closing words."""
+"""Reporting of a run: metrics, sinks, plots, the live line, opening and summary."""

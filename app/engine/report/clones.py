@@ -1,4 +1,4 @@
-"""At the end of a run: whether clones of hot experts would have paid (docs/echo.md)."""
+"""Estimate at the end of a run whether clones of hot experts would have paid (docs/echo.md)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from app.plan.cost.clones import CloneCosts
 from app.plan.dispatchers.choose import clones_overrides, with_clones
 from app.rules import check
 
-SPARES = 2  # that are tried
+SPARES = 2  # spare slots per rank that are tried
 
 
 def cloning_run(run: Run) -> Run | None:
-    """The run with clones of hot experts; None: it has them, or cannot."""
+    """Return the run with clones of hot experts; None if it has them already, or cannot."""
     if run.model.moe is None or run.model.moe.echo.spares:
         return None
     try:
@@ -38,9 +38,10 @@ def clones_would_pay(
     peak: float | None,
     device: torch.device,
 ) -> str | None:
-    """One sentence, the same on all ranks, by the tokens that experts of this stage's L layers had
-    lately, on GPUs of `peak` TFLOP/s; None: clones would not have paid, or are not to be had, or
-    the peak is not known.
+    """Return a sentence if clones would have shortened steps, else None; same on all ranks.
+
+    `counts_LE` are recent tokens per expert in the L layers of this stage, `peak` is the GPU's
+    TFLOP/s. None also if clones are unavailable or the peak is unknown.
     """
     cloning = cloning_run(run)
     if cloning is None or peak is None:
@@ -53,7 +54,7 @@ def clones_would_pay(
         sums_4[3] += 1
     all_reduce(sums_4, stages)
     *loads, layers = sums_4.tolist()
-    if not layers:
+    if not layers:  # nothing was counted: no log interval since the start
         return None
     before, after, clones = (load / layers for load in loads)
     saved = CloneCosts.of(cloning, peak).saved(before, after, clones)
@@ -62,17 +63,18 @@ def clones_would_pay(
     if per_step <= 0 or not available or not fits(cloning, device):
         return None
     return (
-        f"the busiest rank had {before:.2f} times the mean rows of experts; with "
+        f"the busiest rank had {before:.2f} times the mean number of dispatched tokens; with "
         f"{' '.join(clones_overrides(run, SPARES))} it would have had {after:.2f} times, and "
-        f"a step would have been {1e3 * per_step:,.3g} ms shorter by estimate (docs/echo.md)"
+        f"a step would have been an estimated {1e3 * per_step:,.3g} ms shorter (docs/echo.md)"
     )
 
 
 def _loads(counts_E: Tensor, ranks: int, echo: EchoConfig) -> Tensor:
-    """Rows of the busiest rank over the mean, without clones and with them, and most clones that
-    leave one rank or arrive there; fp64.
+    """Return (load before, load after, most clones that leave or reach one rank), fp64 [3].
+
+    Loads are dispatched tokens of the busiest rank over the mean, without and with clones.
     """
-    # who has the tokens changes nothing about loads
+    # all tokens on rank 0: loads do not depend on where tokens come from
     counts_RE = torch.zeros_like(counts_E.expand(ranks, -1))
     counts_RE[0] = counts_E
     sums_4 = counts_E.new_zeros(4)
@@ -81,8 +83,8 @@ def _loads(counts_E: Tensor, ranks: int, echo: EchoConfig) -> Tensor:
     )
     before, after, rows, _ = sums_4
     filled_S = (plan.moved_S > 0).long()
-    home_S = plan.expert_S // (len(counts_E) // ranks)
-    leave_R = filled_S.new_zeros(ranks).scatter_add_(0, home_S, filled_S)
+    owner_S = plan.expert_S // (len(counts_E) // ranks)
+    leave_R = filled_S.new_zeros(ranks).scatter_add_(0, owner_S, filled_S)
     arrive_R = filled_S.view(ranks, -1).sum(dim=1)
     mean = rows.clamp(min=1).double() / ranks
     most = torch.maximum(leave_R.max(), arrive_R.max()).double()

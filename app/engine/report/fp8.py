@@ -1,4 +1,4 @@
-"""Which entries products in FP8 lose, measured at the log interval (docs/fp8.md)."""
+"""Measure overflow and underflow of FP8 matrices at the log interval (docs/fp8.md)."""
 
 from __future__ import annotations
 
@@ -12,37 +12,36 @@ from app.collectives import all_reduce
 from app.engine.build import Engine
 from app.model.fp8.delayed import EACH
 
-KINDS = ("inputs", "weights", "grads")  # of matrices, in the order of `app.model.fp8.delayed`
-OFTEN = 0.01  # of matrices and steps: more overflows are worth a power of two of room
-FATES = {"underflow": "became zero", "clipped": "were clipped"}  # of entries
-# times the largest number: clipping takes no more from smaller entries than rounding may (E4M3)
+KINDS = ("inputs", "weights", "grads")  # kinds of matrices, as in `app.model.fp8.delayed`
+OFTEN = 0.01  # share of matrices over steps; more overflows justify one more bit of margin
+FATES = {"underflow": "became zero", "clipped": "were clipped"}  # key -> words
+# times the FP8 maximum; up to here clipping costs no more than rounding may (E4M3)
 ROUNDED = 16 / 15
 
 
 class Fp8Meter:
-    """Overflows of a run's matrices since this process began, and what it loses at the log
-    interval.
-    """
+    """Counter of FP8 overflows since process start, and of lost entries at the log interval."""
 
     def __init__(self, engine: Engine) -> None:
         self.margin = engine.plan.run.precision.fp8.margin
         self.fp8 = engine.fp8
         self.world = engine.groups.world
-        # matrices with entries beyond the largest number, where that took more than rounding
+        # matrices with entries beyond the FP8 maximum by more than rounding error
         self.overflows = 0.0
-        self.matrices = 0.0  # in all
-        self.most = 0.0  # times the largest number
-        # by kind, in steps that were looked at: not zero, of these became zero, too large
+        self.matrices = 0.0  # matrices in all
+        self.most = 0.0  # largest entry over the FP8 maximum
+        # by kind, over measured steps: non-zero entries, those made zero, those too large
         self.counts_33 = torch.zeros(EACH, 3, dtype=torch.int64)
 
     def begin(self) -> None:
-        """Before a step whose lost entries are to be counted; all ranks have to call this."""
+        """Start counting lost entries in the next step; all ranks call it."""
         if self.fp8.lost is not None:
             self.fp8.lost.wanted.fill_(1)
 
     def metrics(self) -> dict[str, float]:
-        """After such a step: of this step, and since the last call. Of all ranks, which have to
-        call this together.
+        """Return metrics over all ranks, which call this together after a counted step.
+
+        Lost entries are of this step, overflows since the last call.
         """
         return self._overflows() | self._lost()
 
@@ -54,7 +53,7 @@ class Fp8Meter:
         if self.world.size() > 1:
             dist.all_reduce(most_3, dist.ReduceOp.MAX, self.world)
         overflows_3, matrices_3 = counts_23.tolist()
-        if not any(matrices_3):  # no step yet by scales of earlier ones
+        if not any(matrices_3):  # no step has yet used scales of an earlier one
             return {}
         most = max(most_3.tolist())
         self.overflows += sum(overflows_3) if most > ROUNDED else 0.0
@@ -80,17 +79,15 @@ class Fp8Meter:
         }
 
     def _fates(self, counts_33: Tensor) -> dict[str, dict[str, float]]:
-        """Shares of entries by what becomes of them, and by kind of matrix."""
+        """Return shares of non-zero entries by fate and kind of matrix."""
         present_3, zeroed_3, beyond_3 = counts_33.T.tolist()
         found = {"underflow": _shares(zeroed_3, present_3)}
-        if self.fp8.scales is not None:  # else none is beyond what it is scaled by
+        if self.fp8.scales is not None:  # current scaling never clips: it scales by the maximum
             found["clipped"] = _shares(beyond_3, present_3)
         return found
 
     def lost_entries(self) -> str | None:
-        """What was lost in all steps that were looked at, of all entries that are not zero; None:
-        none was looked at.
-        """
+        """Say what share of non-zero entries was lost over all measured steps; None without any."""
         if not self.counts_33.any():
             return None
         said = (
@@ -101,7 +98,7 @@ class Fp8Meter:
         return f"Entries of matrices in FP8 that {'; '.join(said)}"
 
     def advice(self) -> str | None:
-        """What to change in the next run; None: nothing, by what has been measured."""
+        """Say what to change in the next run; None if overflows are rare."""
         if self.overflows <= OFTEN * self.matrices:
             return None
         share = self.overflows / self.matrices
@@ -113,6 +110,6 @@ class Fp8Meter:
 
 
 def _shares(some_3: Sequence[float], all_3: Sequence[float]) -> dict[str, float]:
-    """By kind of matrix, of those that there are any of."""
+    """Return shares by kind of matrix, without kinds that have no entries."""
     kinds = zip(KINDS, some_3, all_3, strict=True)
     return {kind: some / every for kind, some, every in kinds if every}

@@ -1,6 +1,4 @@
-"""A run outlives whoever reads it: a pipe whose reader has ended, a terminal that is gone, a disk
-that is full behind its log, an encoding that lacks a character.
-"""
+"""Keep a run alive when stdout or stderr fails: closed pipe or terminal, full disk, encoding."""
 
 from __future__ import annotations
 
@@ -13,11 +11,11 @@ from typing import Any, TextIO, cast
 
 from app.errors import say
 
-RAISING = ("strict", "surrogateescape")  # what streams do about characters, unless they are told
+RAISING = ("strict", "surrogateescape")  # Python's default error handlers of streams
 
 
 class LastingStream:
-    """stdout or stderr, whose lines are dropped from the first on that cannot be written."""
+    """Wrapper of stdout or stderr that drops all output after the first failed write."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream = stream
@@ -27,7 +25,7 @@ class LastingStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """As the stream does, or not at all."""
+        """Write to the stream, or drop the text after a failure."""
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -35,27 +33,28 @@ class LastingStream:
             return len(text)
 
     def flush(self) -> None:
-        """As above."""
+        """Flush the stream, or do nothing after a failure."""
         try:
             self._stream.flush()
         except OSError as error:
             self._lose(error)
 
     def _lose(self, error: OSError) -> None:
-        """Let everything that is still to be written vanish, that of libraries too."""
+        """Redirect the file descriptor to /dev/null, so that output of libraries is dropped too."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
         with suppress(OSError):
             self._stream.flush()
         other = sys.stdout if self._name == "stderr" else sys.stderr
-        lost = f"{self._name} cannot be written: {error.strerror}; the run goes on without it"
+        lost = f"{self._name} cannot be written: {error.strerror}; the run continues without it"
         say(f"train.py: {lost}", other)
 
 
 def print_every_character() -> None:
-    """Have stdout and stderr print what their encoding lacks as an escape, like \\u25b6, instead of
-    raising UnicodeEncodeError; one that is closed from the start swallows everything.
+    """Make stdout and stderr print characters outside their encoding as escapes, like \\u25b6.
+
+    They would raise UnicodeEncodeError otherwise. A stream closed from the start becomes /dev/null.
     """
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
@@ -66,8 +65,9 @@ def print_every_character() -> None:
 
 
 def _nowhere(number: int) -> TextIO:
-    """Open /dev/null, also as the file of this number: the next one opened would get what
-    libraries print.
+    """Open /dev/null, and also as file descriptor `number` if that is closed.
+
+    Otherwise the next opened file would get that number, and with it what libraries print.
     """
     stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, stays open
     try:
@@ -79,8 +79,8 @@ def _nowhere(number: int) -> TextIO:
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Within the block nothing ends because stdout or stderr cannot be written."""
-    print_every_character()  # submitit's jobs begin here
+    """Ignore failures to write to stdout or stderr within the block."""
+    print_every_character()  # here for jobs of submitit, which do not pass through train.py's main
     before = sys.stdout, sys.stderr
     sys.stdout = cast(TextIO, LastingStream(sys.stdout, "stdout"))
     sys.stderr = cast(TextIO, LastingStream(sys.stderr, "stderr"))

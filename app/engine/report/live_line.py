@@ -1,7 +1,7 @@
-"""The line of a terminal that shows how far a run has come: a bar and what is known, redrawn.
+"""Live progress line on a terminal: a bar and a text, redrawn in place.
 
-rich draws the bar. Its live display would also hide the cursor until the program says otherwise,
-which one that is killed does not, run a thread, and take over stdout.
+rich draws the bar. Its own live display is not used: it runs a thread, takes over stdout, and
+hides the cursor, which a killed program never shows again.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from rich.table import Table
 
 from app.errors import CLEAR, say
 
-BAR = 22  # columns, where the text leaves as many
+BAR = 22  # columns, if the text leaves as many
 
 
 class LiveLine:
-    """The last line of a terminal."""
+    """Last line of a terminal, redrawn in place."""
 
     def __init__(self, stream: TextIO, total: int) -> None:
         self.stream = stream
@@ -27,8 +27,8 @@ class LiveLine:
         self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
 
     def draw(self, completed: int, text: str) -> None:
-        """Show how many of all are completed, and a text that is cut where the terminal ends."""
-        room = self._console.width - 1  # in the last column the cursor would wrap
+        """Draw a bar for `completed` of the total and a text, cropped to the terminal's width."""
+        room = self._console.width - 1  # a character in the last column would wrap the cursor
         line = Table.grid(padding=(0, 2, 0, 0))
         parts: list[RenderableType] = [text]
         if room >= BAR + 2 + cell_len(text):
@@ -41,9 +41,9 @@ class LiveLine:
         print(f"{CLEAR}{drawn.get().rstrip()}", end="", file=self.stream, flush=True)
 
     def keep(self, line: str) -> None:
-        """Put a line that stays above it."""
+        """Print a permanent line above the live one."""
         say(line, self.stream)
 
     def end(self) -> None:
-        """Leave it as it is, and go on below it."""
+        """Leave the line as it is and move below it."""
         print(file=self.stream)

@@ -1,7 +1,7 @@
-"""What a step reports, and how it is measured.
+"""Reports of steps, and how their metrics are measured.
 
-One small tensor crosses to the host per step; memory and expert load are read at the log interval
-only.
+One small tensor is copied to the host per step; memory and expert load are read at the log
+interval only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Everything said about one step; None where it does not apply or is not measured now."""
+    """Metrics of one step; None for those that do not apply or were not measured."""
 
     step: int  # optimizer steps so far
     loss: float  # nats per token over the step
@@ -43,7 +43,7 @@ class StepReport:
     tokens: int  # tokens trained on so far
     time: float  # when this was reported, seconds since 1970
     step_ms: float  # wall time of the step, ms; without validation and saving
-    data_wait_ms: float  # of it, until the batches of the step were there, ms; rank 0
+    data_wait_ms: float  # part of step_ms spent waiting for the step's batches, ms; rank 0
     tokens_per_s: float  # all ranks together
     tokens_per_s_per_gpu: float  # per rank
     tflops_per_gpu: float  # model TFLOP/s per rank (docs/planning.md)
@@ -53,46 +53,46 @@ class StepReport:
     memory_reserved_gib: float | None = None  # largest over ranks; held by the GPU allocator
     memory_peak_gib: float | None = None  # largest over ranks; peak of memory_allocated_gib so far
     graph_count: int | None = None  # captured CUDA graphs, largest over ranks
-    graph_capture_s: float | None = None  # seconds that capturing them took, largest over ranks
-    graph_objects_gib: float | None = None  # largest over ranks; taken by the driver for graphs
-    # largest over ranks; inputs and gradients in fixed places
+    graph_capture_s: float | None = None  # seconds of capture, largest over ranks
+    graph_objects_gib: float | None = None  # largest over ranks; driver memory of the graphs
+    # largest over ranks; static buffers of inputs and gradients
     graph_static_gib: float | None = None
-    graph_cut_gib: float | None = None  # largest over ranks; what leaves captured parts
-    # largest over ranks; the rest of the memory that graphs compute in
+    graph_cut_gib: float | None = None  # largest over ranks; outputs of captured parts
+    # largest over ranks; the rest of the graphs' memory pools
     graph_pool_gib: float | None = None
     # max/mean tokens per expert since the last line, mean over MoE layers
     moe_load_mean: float | None = None
     moe_load_worst: float | None = None  # the same, worst MoE layer
-    # share of the choices of experts since the last line that were beyond capacity
+    # share of (token, expert) choices since the last line dropped for lack of capacity
     moe_dropped: float | None = None
-    # 1 when the step was taken again, as experts had no memory for all their rows
+    # 1 if the step was rerun because experts lacked memory for dispatched tokens
     reruns: int | None = None
-    # rows of the busiest expert-parallel rank over the mean: by what routers chose, without clones
+    # dispatched tokens of the busiest expert-parallel rank over the mean, without clones
     moe_rank_load_before: float | None = None
-    moe_rank_load_after: float | None = None  # the same as the ranks computed it, with clones
-    # experts whose weights went to another rank, of all layers and microbatches
+    moe_rank_load_after: float | None = None  # the same with clones, as computed
+    # experts whose weights were sent to another rank, over all layers and microbatches
     moe_clones: int | None = None
     # share of the matrices in FP8 with entries beyond the largest number of their type, by
     # layers and steps since the last line
     fp8_overflow_inputs: float | None = None
     fp8_overflow_weights: float | None = None
     fp8_overflow_grads: float | None = None
-    fp8_overflow_worst: float | None = None  # the largest of all entries over that number
-    # share of the entries that are not zero which FP8 have made zero in this step
+    fp8_overflow_worst: float | None = None  # the largest entry over the FP8 maximum
+    # share of non-zero entries that became zero in FP8 in this step
     fp8_underflow_inputs: float | None = None
     fp8_underflow_weights: float | None = None
     fp8_underflow_grads: float | None = None
-    # share of them that were beyond the largest number of their type, and have become that
+    # share of non-zero entries that were clipped to the FP8 maximum in this step
     fp8_clipped_inputs: float | None = None
     fp8_clipped_weights: float | None = None
     fp8_clipped_grads: float | None = None
     loss_scale: float | None = None  # factor on the loss in this step
     grad_zeros: int | None = None  # zero elements of the gradient
-    # for which saving the step before has held up this one, ms
+    # time that saving the step before blocked this one, ms
     checkpoint_blocked_ms: float | None = None
 
     def metrics(self) -> dict[str, Any]:
-        """Key -> value of everything that was measured."""
+        """Return the measured metrics by key."""
         return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
 
 
@@ -112,9 +112,9 @@ class ValidationReport:
 
 @dataclass(frozen=True, slots=True)
 class RollbackReport:
-    """Going back to a checkpoint after a step whose numbers were not finite."""
+    """Rollback to a checkpoint after a non-finite step."""
 
-    step: int  # of the checkpoint: training goes on behind it
+    step: int  # of the checkpoint; training continues after it
     rollback_from: int  # the bad step
     rollbacks: int  # so far in this process
     time: float = field(default_factory=time.time)  # when this was reported, seconds since 1970
@@ -126,29 +126,29 @@ class RollbackReport:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Where the time of a step has gone, on this rank's host."""
+    """Wall times of a step on this rank's host."""
 
-    seconds: float  # in all
-    data_wait: float  # seconds until its batches were there
-    blocked: float | None  # seconds for a checkpoint, before it; None: nothing was saved
+    seconds: float  # of the step in all
+    data_wait: float  # seconds of waiting for its batches
+    blocked: float | None  # seconds blocked by a checkpoint before it; None if none was saved
 
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What the host learns about a step by its one wait."""
+    """Numbers of a step that the host reads in its one wait per step."""
 
     norm_sq: float
     loss: float
     aux_loss: float
     z_loss: float
-    zeros: float  # zero elements of the gradient, where they are counted
-    missing: float  # ranks whose experts had no memory for all their rows
-    stop: float  # ranks that have been told to stop
+    zeros: float  # zero elements of the gradient, if counted
+    missing: float  # ranks whose experts lacked memory for dispatched tokens
+    stop: float  # ranks that were told to stop
     skipped: float
     scale: float | None = None  # factor on the loss
-    # 1 when the step was taken again, with memory for all rows; None: there always is
+    # 1 if the step was rerun with memory for all tokens; None if memory cannot lack
     reruns: int | None = None
-    # sums over all ranks of what their groups count (`app.moe.clones.cloning`)
+    # sums over all ranks of their groups' clone counters (`app.moe.clones.cloning`)
     busiest_before: float = 0.0
     busiest_after: float = 0.0
     routed_rows: float = 0.0
@@ -156,7 +156,7 @@ class StepFacts:
 
 
 class Meter:
-    """Turns what a step did into its report; keeps expert counts between log intervals."""
+    """Builder of step reports; accumulates expert counts between log intervals."""
 
     def __init__(self, engine: Engine, first_step: int) -> None:
         self.run = engine.plan.run
@@ -169,7 +169,7 @@ class Meter:
         self.fp8 = Fp8Meter(engine)
         self.counts: dict[tuple[int, int], Tensor] = {}
         self.dropped: Tensor | int = 0
-        # of all ranks, by MoE layer of this stage, at the last log interval
+        # tokens per expert over all ranks, by MoE layer of this stage, at the last log interval
         self.counts_LE = torch.zeros(0, dtype=torch.int64, device=engine.device)
 
     def count(self, totals: StepTotals) -> None:
@@ -188,7 +188,7 @@ class Meter:
         weight_decay: float,
         times: StepTimes,
     ) -> StepReport:
-        """The report of a step; at the log interval all ranks measure memory and expert load."""
+        """Build the report of a step; at the log interval all ranks measure memory and loads."""
         world = self.engine.groups.layout.world_size
         seconds = times.seconds
         tflops = self.flops_per_step / seconds / world / 1e12
@@ -222,7 +222,7 @@ class Meter:
         )
 
     def begin(self, step: int) -> None:
-        """Before a step: what is only looked at in some may have to be counted in it."""
+        """Start, before a step, the counters that are read only at the log interval."""
         if self._at_interval(step):
             self.fp8.begin()
 
@@ -230,11 +230,11 @@ class Meter:
         return step % self.run.log.interval == 0 or step == self.run.train.steps
 
     def lost_entries(self) -> str | None:
-        """What FP8 have lost in steps that were looked at; None: none was."""
+        """Say what entries FP8 lost in measured steps; None without any."""
         return self.fp8.lost_entries()
 
     def advice(self) -> list[str]:
-        """For the next run, by what has been measured in this one; all ranks ask."""
+        """Return advice for the next run from measurements of this one; all ranks call it."""
         engine = self.engine
         stages = engine.groups.pp_control
         clones = clones_would_pay(
@@ -243,15 +243,16 @@ class Meter:
         return [each for each in (clones, self.fp8.advice()) if each is not None]
 
     def rank_load(self) -> float | None:
-        """Rows of the busiest expert-parallel rank over the mean, at the last log interval; None:
-        nothing was counted, or clones have evened out what routers chose.
+        """Return the dispatched tokens of the busiest EP rank over the mean, at the last interval.
+
+        None if nothing was counted, or if clones balance the load.
         """
         if self.engine.cloning is not None:
             return None
         return rank_load(self.counts_LE, self.engine.groups.layout.ep)
 
     def _clones(self, facts: StepFacts) -> dict[str, Any]:
-        """What cloning did to loads in this step, where there is any."""
+        """Return loads before and after cloning in this step; empty without clones."""
         if self.engine.cloning is None:
             return {}
         ranks = self.engine.groups.layout.ep
@@ -264,7 +265,7 @@ class Meter:
     def _memory(self) -> dict[str, Any]:
         found = memory_gib(self.engine.device)
         recorder = self.engine.recorder
-        if recorder is not None:  # on every rank alike, also on one with nothing to capture
+        if recorder is not None:  # the same on every rank, as the all-reduce below needs
             found |= GraphFacts.of(recorder).metrics()
         values = torch.tensor(list(found.values()), dtype=torch.float64, device=self.engine.device)
         if self.engine.groups.world.size() > 1:
@@ -274,10 +275,10 @@ class Meter:
         return largest | counts
 
     def _expert_load(self) -> dict[str, float]:
-        """Over the MoE layers of all pipeline ranks; ranks without such layers take part too."""
+        """Measure expert load over all pipeline ranks; those without MoE layers must join too."""
         if self.run.model.moe is None:
             return {}
-        counts = [self.counts[key] for key in sorted(self.counts)]
+        counts = [self.counts[key] for key in sorted(self.counts)]  # the same order on all ranks
         self.counts = {}
         dropped = self.dropped
         self.dropped = 0
@@ -291,6 +292,7 @@ class Meter:
             self.counts_LE = counts_LE
             pairs_2[1] = counts_LE.sum()
             ratio_L = counts_LE.max(dim=1).values / counts_LE.double().mean(dim=1)
+        # sums over stages: ratios, number of layers, choices dropped and kept
         total = torch.stack((ratio_L.sum(), ratio_L.new_full((), len(counts)), *pairs_2.double()))
         worst = ratio_L.max()
         all_reduce(total, self.engine.groups.pp_control)
@@ -304,8 +306,9 @@ class Meter:
 
 
 def rank_load(counts_LE: Tensor, ranks: int) -> float | None:
-    """Rows of the busiest of so many expert-parallel ranks over the mean, averaged over L layers
-    whose E experts had so many tokens; None: nothing was counted.
+    """Return the load of the busiest of `ranks` EP ranks over the mean, averaged over L layers.
+
+    `counts_LE` are tokens per layer and expert; None if it is empty.
     """
     if not counts_LE.numel():
         return None

@@ -1,4 +1,4 @@
-"""Whether steps are slower than planned, and which part of them most likely is."""
+"""Compare steps with the plan, and name the likely cause if they are slower."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from app.plan.cost.times import expected_load, stage_times
 from app.plan.formatting import figures
 from app.plan.plan import Plan
 
-SLOWER = 1.15  # times the planned step: what is said something about
-WINDOW = 10  # steps whose median is compared
-SETTLING = 5  # first steps of a process, behind those before capture: caches and clocks warm up
-MUCH = 0.5  # of what a step takes more: a part that explains so much of it is named
-EXCHANGES = 0.1  # of a planned step: links that carry so much are suspected
+SLOWER = 1.15  # times the planned step; slower ones are reported
+WINDOW = 10  # steps over which the median is taken
+SETTLING = 5  # steps ignored while caches and clocks warm up, after those before capture
+MUCH = 0.5  # share of the excess time that a part must explain to be named
+MUCH_COMMUNICATION = 0.1  # share of a planned step from which links are suspected
 
 
 def profile_fits(profile: HardwareProfile, device_name: str) -> bool:
-    """Whether a profile is of GPUs of this name: all of its words are in it, and the data sheets
-    have the same peak for both, which cards of lower power do not reach.
+    """Return whether a profile was measured on GPUs of this name.
+
+    All words of the profile's name must occur, and the peaks by data sheet must agree, which
+    excludes variants of lower power.
     """
     named = set(profile.gpu.upper().split()) <= set(device_name.upper().split())
     return named and peak_tflops(profile.gpu) == peak_tflops(device_name)
 
 
 def pace_line(plan: Plan, device: torch.device) -> str | None:
-    """What a person should know of planned times when a run starts; None: nothing was planned by
-    measured speeds.
-    """
+    """Describe the planned step time at the start of a run; None without a measured profile."""
     profile = measured(plan.run)
     if profile is None or device.type != "cuda":
         return None
@@ -54,14 +54,14 @@ def pace_line(plan: Plan, device: torch.device) -> str | None:
 
 
 def pace_of(engine: Engine) -> Pace | None:
-    """Of an engine on a GPU whose times are planned by measured speeds."""
+    """Build the comparison for an engine on a GPU with a measured profile, else None."""
     if engine.plan.profile is None or engine.device.type != "cuda":
         return None
     return Pace(engine.plan, torch.cuda.get_device_name(engine.device))
 
 
 class Pace:
-    """Compares the steps of a process with its plan, until it has said once that they are slow."""
+    """Comparison of a process's steps with its plan; reports slow steps once."""
 
     def __init__(self, plan: Plan, device_name: str) -> None:
         self.plan = plan
@@ -74,8 +74,10 @@ class Pace:
         self.window: deque[StepReport] = deque(maxlen=WINDOW)
 
     def sentence(self, report: StepReport, load: Callable[[], float | None]) -> str | None:
-        """What to say after a step; `load` is asked where it matters: rows of the busiest
-        expert-parallel rank over the mean, None where nobody counted.
+        """Return the sentence to print after a step, or None.
+
+        `load` returns the tokens of the busiest EP rank over the mean, or None; it is called only
+        if needed.
         """
         if self.planned is None:
             return None
@@ -99,14 +101,16 @@ class Pace:
 
 
 def likely_cause(plan: Plan, more: float, data_wait: float, load: float | None) -> str:
-    """Which part makes steps so many seconds longer than planned: of what is measured the part that
-    explains most, if it explains half; otherwise what the plan leaves to suspect.
+    """Name the part that makes steps `more` seconds longer than planned.
+
+    It is the measured part that explains most of them, if it explains at least half; otherwise the
+    most suspect part by the plan.
     """
     found = [(data_wait, f"the data: a step waits {figures(data_wait * 1e3)} ms for its batches")]
     if load is not None:
         longer = seconds_of_load(plan, load)
-        told = f"the load of experts: the busiest rank has {load:.2f} times the mean rows"
-        found.append((longer, f"{told}, planned were {expected_load(plan.run):.2f}"))
+        told = f"expert load: the busiest rank has {load:.2f} times the mean number of tokens"
+        found.append((longer, f"{told}; {expected_load(plan.run):.2f} was planned"))
     seconds, said = max(found)
     if seconds >= MUCH * more:
         return said
@@ -114,15 +118,15 @@ def likely_cause(plan: Plan, more: float, data_wait: float, load: float | None) 
     launched = plan.run.cuda_graph.impl is not GraphImpl.full_iteration
     if launched and kinds.get(LAUNCHES, 0.0) > 0:
         return "the host, which launches kernels more slowly"
-    if kinds.get(EXCHANGE, 0.0) > EXCHANGES * plan.step_seconds:
-        return "a link: exchanges are much of a step (python -m app.cli.plan what=groups)"
+    if kinds.get(EXCHANGE, 0.0) > MUCH_COMMUNICATION * plan.step_seconds:
+        return "a link: communication is much of a step (python -m app.cli.plan what=groups)"
     if launched:
         return "the host, which launches kernels"
     return "the GPU: its clocks, or another program on it"
 
 
 def seconds_of_load(plan: Plan, load: float) -> float:
-    """What a step takes more with this load than with the one that was planned."""
+    """Return the seconds that this load adds to a step over the planned load."""
     assert plan.profile is not None
     stages = plan.stages.in_order
     pipeline = plan.stages.pipeline

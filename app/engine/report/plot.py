@@ -1,4 +1,4 @@
-"""loss.png: train and validation loss, and throughput, from metrics.jsonl."""
+"""Draw loss.png from metrics.jsonl: train and validation loss, and throughput."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from app.engine.run.run_folder import read_metrics
 from app.plan.formatting import drawable, literal_text
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure  # takes its time to load
+    from matplotlib.figure import Figure  # slow to import
 
 LOSS = "loss.png"
 
 
 def plot_run(run_dir: Path, baselines: dict[str, float]) -> Path | None:
-    """Draw a run's metrics; `baselines` (name -> nats per token) are lines. None without a step."""
+    """Draw a run's metrics, with `baselines` (name -> nats per token); None without a step."""
     rows = read_metrics(run_dir)
     steps = [row for row in rows if "loss" in row]
     if not steps:

@@ -1,6 +1,6 @@
-"""Where reports go: the console and metrics.jsonl here, and what draws plots in `trackers`.
+"""Sinks of reports: console and metrics.jsonl; experiment trackers are in `trackers`.
 
-Sinks get frozen reports and never the trainer.
+Sinks receive frozen reports and never the trainer.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ class Sink(Protocol):
     """Receives every report."""
 
     def step(self, report: StepReport) -> None:
-        """After each step."""
+        """Receive the report of a step."""
 
     def validation(self, report: ValidationReport) -> None:
-        """After each validation."""
+        """Receive the report of a validation."""
 
     def rollback(self, report: RollbackReport) -> None:
-        """After the run has gone back to a checkpoint: the steps behind it come again."""
+        """Receive a rollback to a checkpoint, after which later steps are repeated."""
 
     def note(self, text: str) -> None:
-        """Something to be read once."""
+        """Receive a line for the user."""
 
     def sample(self, step: int, text: str) -> None:
-        """What the model writes when it has been trained."""
+        """Receive the text that the trained model generated."""
 
     def close(self) -> None:
-        """When the run ends."""
+        """Finish at the end of the run."""
 
 
 class JsonLines:
-    """One JSON object per report in metrics.jsonl, which `begin_metrics` has made ready.
+    """Writer of metrics.jsonl, one JSON object per report; `begin_metrics` has prepared the file.
 
-    Training goes on where a line cannot be written; it is kept, and written when that works again.
-    `gone` is called once the file has been removed or replaced: nothing more is written then.
+    Training continues if a line cannot be written; the line is kept and written when that works
+    again. Once the file has been removed or replaced, `gone` is called and writing ends.
     """
 
     def __init__(self, run_dir: Path, gone: Callable[[], None]) -> None:
         self.run_dir = run_dir
         self._gone = gone
-        self._waiting = b""  # what could not be written yet; may begin within a line
+        self._waiting = b""  # bytes not yet written; may begin within a line
         self._error: OSError | None = None  # of the last attempt
         self._is_gone = False
         self._open()
@@ -75,16 +75,16 @@ class JsonLines:
         self._write(report.metrics())
 
     def rollback(self, report: RollbackReport) -> None:
-        """Append a line to the file from which those of the steps that come again were dropped."""
+        """Append a line to the new file, in which lines of repeated steps were dropped."""
         os.close(self._file)
         self._open()
         self._write(report.metrics())
 
     def note(self, text: str) -> None:
-        """Not kept: files have numbers."""
+        """No-op: the file holds numbers only."""
 
     def sample(self, step: int, text: str) -> None:
-        """Not kept."""
+        """No-op: the file holds numbers only."""
 
     def _write(self, metrics: dict[str, Any]) -> None:
         self._waiting += line_of(metrics).encode()
@@ -104,7 +104,7 @@ class JsonLines:
         except OSError as error:
             self._error = error
             if failed_before is None:
-                text = "training goes on, and what cannot be written is kept for later"
+                text = "training continues, and unwritten lines are kept for later"
                 warn(f"{self.run_dir / METRICS}: {error.strerror}; {text}")
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class JsonLines:
         os.close(self._file)
 
     def check(self) -> None:
-        """Raise ConfigError where lines are missing at the end."""
+        """Raise ConfigError if the file lacks lines at the end of the run."""
         if self._is_gone:
             rule = f"{METRICS} was removed or replaced while this run was writing it"
             raise ConfigError("run_dir", self.run_dir, rule)
@@ -124,7 +124,7 @@ class JsonLines:
 
 
 class Console:
-    """A bar and a live line on a terminal; on anything else a line per log interval."""
+    """Console output: a live line on a terminal, elsewhere a line per log interval."""
 
     def __init__(self, run: Run, from_step: int, stream: TextIO | None = None) -> None:
         self.total = run.train.steps
@@ -138,7 +138,7 @@ class Console:
         self._drawn = 0.0
 
     def step(self, report: StepReport) -> None:
-        """Draw the line anew, or print it at the log interval."""
+        """Redraw the live line, or print a line at the log interval."""
         self.recent.append(report.step_ms)
         self.memory = report.memory_peak_gib or self.memory
         text = self._text(report)
@@ -157,7 +157,7 @@ class Console:
             f"step {report.step}/{self.total}  loss {report.loss:.3f}{val}  {rate} tokens/s  "
             f"{self.memory:.1f} GiB  {_clock(left)} "
             f"left{'  (update skipped)' if report.skipped else ''}"
-            f"{'  (taken again)' if report.reruns else ''}"
+            f"{'  (rerun)' if report.reruns else ''}"
         )
 
     def _tokens_per_s(self, report: StepReport) -> float:
@@ -182,7 +182,7 @@ class Console:
         self._keep(text)
 
     def sample(self, step: int, text: str) -> None:
-        """Told when all is done, beside the result."""
+        """No-op: `sum_up` prints it beside the result."""
 
     def _keep(self, line: str) -> None:
         if self.live is None:

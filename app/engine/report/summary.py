@@ -1,4 +1,4 @@
-"""What a person reads before and after training: the plan, the sample, the result and its files."""
+"""Print the opening (plan, device, folder) and the summary (sample, result, files) of a run."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from app.model.attention.chosen import attention_line
 from app.plan.summary import memory_line, summary_lines
 from app.version import VERSION, Version
 
-FILES = ("config.yaml", "plan.json", "metrics.jsonl", LOSS)  # that every run writes
-BASELINE_TOKENS = 20_000_000  # most training tokens that the n-gram models count
-BASELINE_VOCAB = 1024  # larger vocabularies make an n-gram table that says little
+FILES = ("config.yaml", "plan.json", "metrics.jsonl", LOSS)  # written by every run
+BASELINE_TOKENS = 20_000_000  # maximum of training tokens counted by the n-gram models
+BASELINE_VOCAB = 1024  # n-gram tables of larger vocabularies are too sparse to compare with
 
 
 def print_opening(
     engine: Engine, run_dir: Path, start: Start, *, version: Version, settings: str | None
 ) -> None:
-    """Print the plan of the run, its device, its folder, what it continues, and whose `settings`
-    it has, where they are another run's.
+    """Print the run's plan, device, folder, the checkpoint it resumes, and known slow paths.
+
+    `settings` names the run whose settings it took, if any.
     """
     run = engine.plan.run
     cpu = f"CPU, threads per process: {torch.get_num_threads()}"
@@ -67,7 +68,7 @@ def print_opening(
 
 
 def _continued(run: Run, start: Start, version: Version) -> Iterator[tuple[str, str]]:
-    """What a run goes on from, and what has changed since."""
+    """Yield lines on the checkpoint that a run resumes, and on changes since it was saved."""
     if start.checkpoint and start.manifest:
         yield "resumed", f"{start.checkpoint}, after step {start.manifest['step']}"
         if run.resume != str(start.checkpoint) and (fault := fault_of_latest(start.checkpoint)):
@@ -97,8 +98,10 @@ def sum_up(
     lost: str | None,
     advice: Sequence[str],
 ) -> None:
-    """Draw loss.png; on the console the sample, the loss beside that of n-grams, what FP8
-    `lost`, `advice` for the next run, the files.
+    """Draw loss.png, and print the sample, the loss beside that of n-grams, and the files.
+
+    Also prints what FP8 `lost`, and `advice` for the next run. Prints nothing with
+    log.console=false.
     """
     with telling("counting n-grams and drawing loss.png", aloud=run.log.console), writing(run_dir):
         baselines = ngram_baselines(run, data)
@@ -123,7 +126,8 @@ def sum_up(
 
 
 def _draw(run_dir: Path, baselines: dict[str, float]) -> None:
-    """Draw loss.png. A run that has trained to its end does not fail by its picture, but says so.
+    """Draw loss.png; a failure of matplotlib only warns, since training is complete.
+
     Raises OSError.
     """
     try:
@@ -135,7 +139,7 @@ def _draw(run_dir: Path, baselines: dict[str, float]) -> None:
 
 
 def ngram_baselines(run: Run, data: Data) -> dict[str, float]:
-    """Loss of bigram and trigram counted on the training split, on the tokens that are validated.
+    """Return validation losses of a bigram and a trigram model counted on the training split.
 
     Empty for streams and large vocabularies.
     """

@@ -1,4 +1,4 @@
-"""Progress of what takes long while nothing else is printed."""
+"""Print the progress of slow work during which nothing else is printed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TextIO
 
 from app.errors import say
 
-FIRST_S = 1.0  # seconds of silence after which something is said
-EVERY_S = 10.0  # seconds between its lines
+FIRST_S = 1.0  # seconds until the first line
+EVERY_S = 10.0  # seconds between further lines
 
 
 @contextmanager
@@ -23,10 +23,9 @@ def telling(
     aloud: bool = True,
     stream: TextIO | None = None,
 ) -> Iterator[None]:
-    """Say of a block that takes long what it does, `progress()`, and its end; on stdout, or on
-    another stream.
+    """Print, for a slow block, what it does, its `progress()`, and its end; to stdout or `stream`.
 
-    Nothing is said of a block that takes less than FIRST_S, or where it is not to be `aloud`.
+    Prints nothing for a block that takes less than FIRST_S, or without `aloud`.
     """
     if not aloud:
         yield

@@ -1,4 +1,4 @@
-"""Weights & Biases and TensorBoard: metrics in panels, a sample, and what tells runs apart."""
+"""Experiment trackers, Weights & Biases and TensorBoard: metrics in panels, sample, tags."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from app.plan.plan import Plan
 from app.plan.summary import degree_sizes
 from app.version import VERSION, Version
 
-ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # of a Weights & Biases run
-FLUSH_S = 10  # seconds after which TensorBoard can show what was recorded
+ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # id of a Weights & Biases run
+FLUSH_S = 10  # seconds after which TensorBoard can show recorded values
 TENSORBOARD = "tensorboard"  # folder in the run folder
-# Panel -> the metrics in it; `step` is the axis of all.
+# Panel -> its metrics; `step` is the axis of all.
 PANELS = {
     "train": ("loss", "aux_loss", "z_loss", "lr", "weight_decay", "grad_norm", "grad_zeros",
               "skipped", "loss_scale", "tokens", "rollback_from", "rollbacks"),
@@ -47,12 +47,12 @@ AnyReport = StepReport | ValidationReport | RollbackReport
 
 
 def in_panels(report: AnyReport) -> dict[str, Any]:
-    """What a report has measured, under the names that boards know it by: "train/loss"."""
+    """Return a report's metrics under their names in trackers, as "train/loss"."""
     return {NAMES[key]: value for key, value in report.metrics().items() if key != "step"}
 
 
 def tags(plan: Plan) -> tuple[str, str, str]:
-    """What tells runs apart: layout=dp2-pp4, schedule=1f1b, graphs=none."""
+    """Return tags that distinguish runs: layout=dp2-pp4, schedule=1f1b, graphs=none."""
     graph = plan.run.cuda_graph
     partial = graph.of_parts
     parts = "+".join(part.value for part in graph.scope) or "layer"
@@ -62,7 +62,7 @@ def tags(plan: Plan) -> tuple[str, str, str]:
 
 
 class Tracker(Sink, ABC):
-    """A sink with panels, which gets steps at the log interval; training goes on where it fails."""
+    """Sink with panels that records at the log interval; its failure does not stop training."""
 
     def __init__(self, name: str, plan: Plan) -> None:
         self._name = name
@@ -80,14 +80,14 @@ class Tracker(Sink, ABC):
         self._attempt(lambda: self.record(report.step, in_panels(report)))
 
     def rollback(self, report: RollbackReport) -> None:
-        """Record that steps come again."""
+        """Record a rollback, after which steps are repeated."""
         self._attempt(lambda: self.go_back(report))
 
     def note(self, text: str) -> None:
-        """Nothing: notes are for who watches the run."""
+        """No-op: notes are for the console."""
 
     def sample(self, step: int, text: str) -> None:
-        """Record what the model writes."""
+        """Record the generated text."""
         self._attempt(lambda: self.record_text(step, text))
 
     def close(self) -> None:
@@ -96,23 +96,23 @@ class Tracker(Sink, ABC):
 
     @abstractmethod
     def record(self, step: int, values: Mapping[str, float]) -> None:
-        """Take named values of a step."""
+        """Record named values of a step."""
 
     @abstractmethod
     def record_text(self, step: int, text: str) -> None:
-        """Take the text that the model wrote after `step`."""
+        """Record the text that the model generated after `step`."""
 
     @abstractmethod
     def go_back(self, report: RollbackReport) -> None:
-        """Take it that the steps after a checkpoint come again."""
+        """Handle a rollback: steps after the checkpoint are recorded again."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Let go of the run."""
+        """Close the run."""
 
     @abstractmethod
     def give_up(self) -> None:
-        """Clean up after a failure: nothing else is called then."""
+        """Clean up after a failure; no other method is called afterwards."""
 
     def _attempt(self, tell: Callable[[], None]) -> None:
         if self._lost:
@@ -121,20 +121,20 @@ class Tracker(Sink, ABC):
             tell()
         except Exception as error:
             self._lost = True
-            warn(f"{self._name} has stopped recording ({error!r}); metrics.jsonl goes on")
+            warn(f"{self._name} has stopped recording ({error!r}); metrics.jsonl continues")
             with suppress(Exception):
                 self.give_up()
 
 
 class Wandb(Tracker):
-    """A Weights & Biases run in the run folder; a resumed run goes on under the same id.
+    """Weights & Biases run in the run folder; a resumed run keeps its id.
 
-    Its service is a process of its own: SLURM ends it together with the ranks, which still have a
-    step to save.
+    Its service is a separate process. SLURM ends it together with the ranks, which still save a
+    step after that.
     """
 
     def __init__(self, plan: Plan, run_dir: Path, version: Version) -> None:
-        import wandb  # half a second, and only where it is wanted
+        import wandb  # takes half a second, hence only on use
 
         super().__init__("Weights & Biases", plan)
         self._wandb = wandb
@@ -154,11 +154,11 @@ class Wandb(Tracker):
             resume="allow" if online else None,
             settings=wandb.Settings(silent=True, console="off"),
         )
-        # first: whatever fails behind it, a resumed run finds it
+        # before anything else can fail, so that a resumed run finds it
         id_file.write_text(self._run.id, encoding="utf-8")
-        # A resumed run may log a step again, which W&B's own counter refuses.
+        # A resumed run may log a step twice, which W&B's own step counter refuses.
         self._run.define_metric("*", step_metric="step")
-        files = self._run.dir  # a copy there can be synchronised wherever the run folder goes
+        files = self._run.dir  # a copy here can be synchronised even if the run folder moves
         self._run.save(shutil.copy(run_dir / PLAN, files), base_path=files, policy="now")
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
@@ -166,12 +166,12 @@ class Wandb(Tracker):
         self._run.log({"step": step, **values})
 
     def record_text(self, step: int, text: str) -> None:
-        """As a page, which keeps lines as they are."""
+        """Log the text as HTML, which keeps line breaks."""
         page = f'<pre style="white-space: pre-wrap">{escape(text)}</pre>'
         self._run.log({"step": step, "sample": self._wandb.Html(page)})
 
     def go_back(self, report: RollbackReport) -> None:
-        """A row: the steps that come again are added."""
+        """Log a row; repeated steps are appended after it."""
         self.record(report.step, in_panels(report))
 
     def finish(self) -> None:
@@ -179,12 +179,12 @@ class Wandb(Tracker):
         self._run.finish()
 
     def give_up(self) -> None:
-        """Or its library fails once more when this process ends."""
+        """Stop its service, which would otherwise fail again when this process ends."""
         self._wandb.teardown()
 
 
 def recorded_id(file: Path) -> str | None:
-    """Id of the W&B run that goes on, None for a new one. Says so where the file holds no id."""
+    """Return the id of the W&B run to continue; None for a new one, with a warning if invalid."""
     if not file.exists():
         return None
     text = file.read_bytes().decode(errors="replace")
@@ -195,10 +195,7 @@ def recorded_id(file: Path) -> str | None:
 
 
 def _logged_in(login: Callable[..., bool]) -> bool:
-    """Whether the stored credentials work.
-
-    Says so when they do not, since the run is then recorded offline.
-    """
+    """Return whether the stored credentials work; if not, print that recording is offline."""
     known = login(prompt=False)
     if not known:
         what = "log.wandb_mode=online, but nobody is logged in (`wandb login`)"
@@ -207,10 +204,10 @@ def _logged_in(login: Callable[..., bool]) -> bool:
 
 
 class TensorBoard(Tracker):
-    """Events in the run folder, where those of steps that come again are hidden."""
+    """TensorBoard events in the run folder; those of repeated steps are hidden."""
 
     def __init__(self, plan: Plan, run_dir: Path, from_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # looks for the package when imported
+        from torch.utils.tensorboard import SummaryWriter  # fails at import without tensorboard
 
         super().__init__("TensorBoard", plan)
         self._make = SummaryWriter
@@ -218,27 +215,27 @@ class TensorBoard(Tracker):
         self._open(from_step)
 
     def _open(self, from_step: int) -> None:
-        hidden = from_step + 1 if from_step else 0  # from this step on, of what is there
+        hidden = from_step + 1 if from_step else 0  # earlier events from this step on are hidden
         self._writer = self._make(self._folder, purge_step=hidden, flush_secs=FLUSH_S)
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
-        """A point in each of its plots."""
+        """Add a point to each plot."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def record_text(self, step: int, text: str) -> None:
-        """As code, since TensorBoard reads Markdown."""
+        """Add the text as a code block, since TensorBoard renders Markdown."""
         code = "\n".join(f"    {line}" for line in text.splitlines())
         self._writer.add_text("sample", code, step)
 
     def go_back(self, report: RollbackReport) -> None:
-        """Begin a file that hides what comes again."""
+        """Start a new event file that hides the repeated steps."""
         self._writer.close()
         self._open(report.step)
         self.record(report.step, in_panels(report))
 
     def finish(self) -> None:
-        """Write what is left."""
+        """Write remaining events."""
         self._writer.close()
 
     def give_up(self) -> None:

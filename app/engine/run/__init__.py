@@ -1,1 +1,1 @@
-"""A run from its start to its end: folder, attempts, signals, what ranks agree on."""
+"""Life of a run from start to end: folder, restarts, signals, agreement of ranks."""

@@ -1,4 +1,4 @@
-"""Which names of hosts stand for the host that asks."""
+"""Recognise host names that mean the local host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def loopback_address(host: str) -> str | None:
-    """The address of a host's name that stands for the one that asks; None: it is any host's."""
+    """Return the loopback address that a host name means; None for any other host."""
     if host == "localhost":
         return LOOPBACK
     with suppress(ValueError):

@@ -1,4 +1,4 @@
-"""What one rank finds out and the others go by: all go on, or end with the same line."""
+"""Share results and errors between ranks: all continue, or all raise the same error."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ T = TypeVar("T")
 
 
 def rank_zero_says(groups: Groups, decide: Callable[[], T]) -> T:
-    """What `decide()` returns on rank 0, on every rank; its ConfigError likewise."""
-    said: list[Any] = [None]  # what is pickled has no type
+    """Return rank 0's `decide()` on every rank; its ConfigError is raised on every rank."""
+    said: list[Any] = [None]  # Any: broadcast_object_list is untyped
     if groups.rank == 0:
         try:
             said = [decide()]
@@ -30,7 +30,7 @@ def rank_zero_says(groups: Groups, decide: Callable[[], T]) -> T:
 
 
 def all_succeed(groups: Groups, work: Callable[[], T]) -> T:
-    """What `work()` returns on this rank; a ConfigError of one rank is raised on all."""
+    """Return this rank's `work()`; a ConfigError of one rank is raised on all."""
     errors: list[ConfigError | None] = [None] * groups.host.size()
     mine = None
     results: list[T] = []  # one, unless there is an error
@@ -39,7 +39,7 @@ def all_succeed(groups: Groups, work: Callable[[], T]) -> T:
     except ConfigError as error:
         mine = error
     dist.all_gather_object(errors, mine, group=groups.host)
-    for found in errors:
+    for found in errors:  # all ranks raise the same one: that of the lowest rank
         if found is not None:
             raise found
     return results[0]

@@ -1,4 +1,4 @@
-"""Going on after a restart: processes of one launch that start again find their run folder."""
+"""Continue after a restart: restarted processes of one launch find their run folder."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from app.engine.run.meeting import TIMEOUT, join_store, meet
 from app.engine.run.run_folder import CONFIG
 from app.errors import OwnError, writing
 
-PREFIX = "graphfold"  # of our keys in a store that others use too
-FOLDER = "run_dir"  # key of the run folder
-WORD = ".attempt"  # a file in it, which says the same as the store: nobody else can make one there
-POLL_S = 0.01  # seconds between looks for ranks that have come
+PREFIX = "graphfold"  # of our keys in a store shared with torchrun
+FOLDER = "run_dir"  # key of the run folder in the store
+WORD = ".attempt"  # file in the run folder with the same secret word as the store
+POLL_S = 0.01  # seconds between checks for ranks that arrived
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One of the times that a launch starts its ranks.
+    """One start of a launch's ranks, the first or a restart.
 
-    torchrun starts them again when one has died, and keeps a key-value store throughout: there the
-    run folder is noted, so that no other run's can be taken for it. SLURM starts a whole job again;
-    its run folder is the one that it was given.
+    torchrun restarts the ranks when one has died, and keeps its key-value store: the run folder is
+    recorded there, so that it cannot be confused with another run's. SLURM restarts a whole job,
+    whose run folder is the one in its command.
     """
 
-    requeues: int = 0  # times that SLURM has started this job again
-    master: tuple[str, int] | None = None  # host and port where the ranks meet; None: one rank
-    store_stays: bool = False  # torchrun keeps the store there, which outlives the ranks
-    settings: str | None = None  # whose settings the run continues with; None: it has its own
-    command: str = "python train.py"  # that starts this program by hand
+    requeues: int = 0  # times that SLURM requeued this job
+    master: tuple[str, int] | None = None  # host and port of the store; None for one rank
+    store_stays: bool = False  # True if torchrun keeps the store, which then outlives the ranks
+    settings: str | None = None  # run whose settings this one took over; None if its own
+    command: str = "python train.py"  # command line of this program, for messages
 
     def meeting_store(self, rank: int, world_size: int) -> dist.Store:
-        """The store in which the ranks of this attempt meet; all call it.
+        """Return the store in which the ranks of this attempt rendezvous; all ranks call it.
 
-        It is a part of torchrun's where there is one. What earlier attempts have left there would
-        lead ranks to processes that have died, and nodes may count their restarts differently: so
-        rank 0 names the part anew, and tells each rank that is there now under what it has just
-        drawn. Raises ConfigError where another program is at the address.
+        With torchrun it is a prefix of torchrun's store. Keys of earlier attempts would lead ranks
+        to dead processes, and nodes may count restarts differently. So rank 0 draws a new prefix,
+        and sends it to each live rank under a key that this rank has just drawn. Raises ConfigError
+        if another program has the address.
         """
         if not self.store_stays:
             return meet(rank, world_size, self.master)
@@ -50,7 +50,7 @@ class Attempt:
         return dist.PrefixStore(part, store)
 
     def note(self, folder: Path) -> None:
-        """Note the run folder for the attempts to come, with a word that only it holds."""
+        """Record the run folder for later attempts, with a secret word written into it."""
         if self.store_stays:
             word = uuid.uuid4().hex
             with writing(folder):
@@ -58,10 +58,10 @@ class Attempt:
             self._connect().set(FOLDER, f"{word} {folder}")
 
     def earlier(self, run: Run) -> Path | None:
-        """The run folder that an earlier attempt at this run took; None: there was none.
+        """Return the run folder that an earlier attempt at this run took, or None.
 
-        Raises OwnError where the folder does not hold the word that the store gives with it:
-        whoever reaches a store can write there.
+        Raises OwnError if the folder lacks the secret word recorded in the store: anyone with
+        access to the store can write to it.
         """
         if self.store_stays and (store := self._connect()).check([FOLDER]):
             return _noted_folder(store.get(FOLDER))
@@ -82,13 +82,13 @@ def _noted_folder(noted: bytes) -> Path:
     except (OSError, ValueError):
         held = None
     if not word or held != word:
-        rule = "the launch's store names this folder, in which no attempt of this launch has been"
+        rule = "the launch's store names this folder, which no attempt of this launch has used"
         raise OwnError("run_dir", folder, rule, advice="launch it again with resume=auto")
     return folder
 
 
 def _lead(store: dist.Store, world_size: int) -> str:
-    """Name a part of the store, and tell it every rank that is there until all have answered."""
+    """Draw a prefix of the store and send it to all live ranks until each has answered."""
     part = uuid.uuid4().hex
     absent = set(range(1, world_size))
     since = time.monotonic()
@@ -96,7 +96,7 @@ def _lead(store: dist.Store, world_size: int) -> str:
         if time.monotonic() - since > TIMEOUT.total_seconds():
             raise TimeoutError(f"ranks {sorted(absent)} have not come within {TIMEOUT}")
         for rank in absent:
-            if store.check([f"here/{rank}"]):  # may be of an earlier attempt: then nobody answers
+            if store.check([f"here/{rank}"]):  # one of an earlier attempt gets no answer
                 store.set(store.get(f"here/{rank}").decode(), part)
         absent = {rank for rank in absent if not store.check([f"{part}/{rank}"])}
         time.sleep(POLL_S)
@@ -104,9 +104,9 @@ def _lead(store: dist.Store, world_size: int) -> str:
 
 
 def _follow(store: dist.Store, rank: int) -> str:
-    """The part of the store that rank 0 has named."""
+    """Return the prefix of the store that rank 0 has drawn."""
     drawn = uuid.uuid4().hex
     store.set(f"here/{rank}", drawn)
-    part = store.get(drawn).decode()  # waits for it
+    part = store.get(drawn).decode()  # blocks until rank 0 sets it
     store.set(f"{part}/{rank}", "")
     return part

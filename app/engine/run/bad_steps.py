@@ -1,7 +1,7 @@
-"""What follows a step whose loss or gradient norm is not finite: `train.on_bad_step`.
+"""Handle steps whose loss or gradient norm is not finite, by `train.on_bad_step`.
 
-The optimizer has skipped its update, so parameters, moments, learning rate and Adam's count are
-those of the step before. All ranks judge the same sums, and so come to the same end.
+The optimizer has skipped the update, so parameters, moments, learning rate and Adam's step count
+are those of the step before. All ranks see the same all-reduced numbers, and so decide alike.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from app.config import TrainConfig
 from app.engine.report.metrics import StepReport
 from app.optim.scale import LossScale
 
-# exit code 65: the numbers are not finite, and going on as before would not change that
+# exit code 65: non-finite numbers, which a restart would only repeat
 DIVERGED = os.EX_DATAERR
 
 
 class Diverged(Exception):
-    """Training has ended by itself, as on numbers that are not finite; the text says where and what
-    is left.
-    """
+    """End of training for a reason of its own, as non-finite numbers; the text names the step."""
 
 
 def is_bad(report: StepReport, loss_scale: LossScale | None) -> bool:
-    """Whether a step's loss or gradient norm is not finite. An overflow that a smaller loss
-    scale can mend is not bad.
+    """Return whether a step's loss or gradient norm is not finite.
+
+    An overflow that a lower dynamic loss scale can fix does not count.
     """
     if not math.isfinite(report.loss):
         return True
@@ -38,14 +37,14 @@ def is_bad(report: StepReport, loss_scale: LossScale | None) -> bool:
 
 @dataclass(slots=True)
 class BadSteps:
-    """Counts them, and says what follows."""
+    """Counter of bad steps, which decides between skip, rollback and stop."""
 
     config: TrainConfig
     in_a_row: int = 0
     rollbacks: int = 0
 
     def rolls_back(self, report: StepReport, loss_scale: LossScale | None) -> bool:
-        """Note a step; True: go back to a checkpoint. Raises Diverged where the run ends."""
+        """Count a step; return True to roll back. Raises Diverged to end the run."""
         if not is_bad(report, loss_scale):
             self.in_a_row = 0
             return False

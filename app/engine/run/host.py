@@ -1,4 +1,4 @@
-"""What a run asks of its host's libraries and GPU, looked for before data and weights are read."""
+"""Check the host's libraries and GPU before data and weights are read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from app.engine.fp8 import arithmetic_maker, experts_arithmetic
 
 
 def check_host(run: Run, device: torch.device) -> None:
-    """Raises ConfigError for what this host lacks."""
+    """Raise ConfigError if this host lacks a library or GPU feature that the run needs."""
     if run.cuda_graph.impl is GraphImpl.transformer_engine:
         graphed_callables()
     fp8 = run.precision.fp8

@@ -1,4 +1,4 @@
-"""Lines of metrics.jsonl: strict JSON, which has no NaN and no Infinity, and one report each."""
+"""Lines of metrics.jsonl: one report each, in strict JSON, which has no NaN or Infinity."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import json
 from math import isfinite
 from typing import Any
 
-NOT_FINITE = "not_finite"  # of a line: key -> NaN, Infinity or -Infinity, where the line has null
-MOST = 1e100  # of numbers: matplotlib fails on ranges that a float cannot hold
-SPELLED = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}  # by Python's names
-RATE = "tokens_per_s"  # that the report of every step has, beside its loss
+NOT_FINITE = "not_finite"  # key of a line: metrics that are null there -> "NaN", "Infinity", …
+MOST = 1e100  # largest number accepted: matplotlib fails on ranges beyond float64
+SPELLED = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}  # Python's names -> JSON text
+RATE = "tokens_per_s"  # present in every step's report, with `loss`
 
 
 class BadLineError(ValueError):
-    """A line that is no report; the text says why."""
+    """Line that is not a valid report; the text says why."""
 
 
 def line_of(metrics: dict[str, Any]) -> str:
     """Return the line of a report, with its newline.
 
-    A number that is not finite becomes null, and `not_finite` tells which it was.
+    A non-finite number becomes null, and `not_finite` records which it was.
     """
     odd = {
         key: SPELLED[str(value)]
@@ -31,9 +31,9 @@ def line_of(metrics: dict[str, Any]) -> str:
 
 
 def row_of(line: str | bytes) -> dict[str, Any]:
-    """Return the report of a line, with the numbers that are not finite in their places.
+    """Return the report of a line, with non-finite numbers restored.
 
-    Lines of earlier versions, which spell these as bare words, are read too. Raises BadLineError.
+    Also reads lines of earlier versions, which have bare NaN and Infinity. Raises BadLineError.
     """
     try:
         row = json.loads(line)
@@ -53,14 +53,14 @@ def row_of(line: str | bytes) -> dict[str, Any]:
 
 
 def _restore(row: dict[str, Any], odd: object) -> None:
-    """Put numbers that are not finite back where the line has null."""
+    """Put non-finite numbers back in place of null."""
     for key, text in odd.items() if isinstance(odd, dict) else ():
         if key in row and row[key] is None and text in SPELLED.values():
             row[key] = float(text)
 
 
 def _is_number(value: object) -> bool:
-    """Whether this is a number that can be drawn, or one that is not finite, and no truth value."""
+    """Return whether this is a drawable or a non-finite number, and not a bool."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) <= MOST or (isinstance(value, float) and not isfinite(value))

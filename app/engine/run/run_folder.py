@@ -1,4 +1,4 @@
-"""Where a run writes, and what lies there.
+"""Create, lock and read the folder of a run.
 
 runs/<time>-<model>/  config.yaml  plan.json  metrics.jsonl  loss.png  ended.json  wandb/
                       checkpoints/{latest, step-00000100/, …}  tokenizer.json  tokenizer_config.json
@@ -34,45 +34,44 @@ from app.version import VERSION, Version
 
 RUNS = Path("runs")
 CONFIG = "config.yaml"
-HEADER = "# Graphfold "  # begins its first line, before the version
+HEADER = "# Graphfold "  # start of the first line of config.yaml, before the version
 PLAN = "plan.json"
 METRICS = "metrics.jsonl"
 ENDED = "ended.json"
 
 
 def choose_folder(run: Run, checkpoint: Path | None, ours: bool = False) -> Path | None:
-    """The folder of a run that starts from `checkpoint` (None: anew); None: a new one.
+    """Return the folder of a run that starts from `checkpoint` (None: anew); None for a new one.
 
-    `ours`: run.run_dir is this run's already. Writes nothing. A run goes on in the folder of its
-    checkpoint if that is the folder's newest; from an older one it branches off into a new folder,
-    so that what came later stays. Raises ConfigError.
+    A run resumes in the folder of its checkpoint if that is the newest there. From an older
+    checkpoint it branches into a new folder, so that later results stay. `ours`: run.run_dir
+    belongs to an earlier attempt at this run. Writes nothing. Raises ConfigError.
     """
-    home = None
+    saved_in = None  # run folder of the checkpoint
     if checkpoint is not None and checkpoint.parent.name == CHECKPOINTS:
-        home = checkpoint.parent.parent
-    resumes = home is not None and newest_checkpoint(home) == checkpoint
+        saved_in = checkpoint.parent.parent
+    resumes = saved_in is not None and newest_checkpoint(saved_in) == checkpoint
     if not run.run_dir:
-        return home if resumes else None
+        return saved_in if resumes else None
     wanted = Path(run.run_dir)
-    at_home = resumes and home is not None and wanted.resolve() == home.resolve()
-    if holds_run(wanted) and not (ours or run.resume == "auto" or at_home):
+    in_place = resumes and saved_in is not None and wanted.resolve() == saved_in.resolve()
+    if holds_run(wanted) and not (ours or run.resume == "auto" or in_place):
         advice = "continue it with resume=auto, or choose another run_dir"
         raise ConfigError("run_dir", wanted, "holds another run", advice=advice)
     return wanted
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run has written there."""
+    """True if a run has written to the folder."""
     config = folder / CONFIG
-    # A process that was killed when it had taken the folder, but not described itself there yet,
-    # leaves an empty file.
+    # A process killed between locking the folder and writing config.yaml leaves it empty.
     empty = config.is_file() and not config.stat().st_size
     described = os.path.lexists(folder / METRICS) or (os.path.lexists(config) and not empty)
     return described or any((folder / CHECKPOINTS).glob("*"))
 
 
 def check_place(folder: Path) -> None:
-    """Raise ConfigError for a run folder that could not be made or written. Writes nothing."""
+    """Raise ConfigError if a run folder could not be created or written. Writes nothing."""
     with writing(folder):
         place = folder
         while not _exists(place):
@@ -98,7 +97,7 @@ def _refused(number: int, path: Path) -> OSError:
 
 
 def create_run_folder(run: Run, chosen: Path | None) -> Path:
-    """Make the run folder; for None a new one that no other run has. Raises ConfigError."""
+    """Create the run folder; for None a new one with an unused name. Raises ConfigError."""
     folder = chosen or RUNS / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{run.model.name}"
     with writing(folder):
         if chosen is None:
@@ -111,7 +110,7 @@ def create_run_folder(run: Run, chosen: Path | None) -> Path:
 
 
 class FolderLock:
-    """Keeps a run folder to one process, from `claim` or `take` to the end of the block."""
+    """Lock of a run folder for one process, from `claim` or `take` to the end of the block."""
 
     def __init__(self) -> None:
         self._file: TextIO | None = None
@@ -135,20 +134,21 @@ class FolderLock:
             self._file = None
 
     def claim(self, folder: Path | None) -> None:
-        """Take a folder where a run has been; elsewhere there is nothing yet to keep apart."""
+        """Lock a folder that holds a run; no-op for others, which nothing else uses yet."""
         if folder is not None and os.path.lexists(folder / CONFIG):
             self.take(folder)
 
     def take(self, folder: Path) -> None:
-        """Take a folder. Raises ConfigError when another process has it."""
+        """Lock a folder. Raises ConfigError if another process has it."""
         if self._file is not None:
             return self.check()
         with writing(folder):
             self._file = (folder / CONFIG).open("a")
             self._folder = folder
             self._identity = identity(folder)
-        # A process that prepares data for a run that was killed must not hold its folder.
+        # Forked workers that prepare data must not keep the lock after the run was killed.
         os.register_at_fork(after_in_child=self._close)
+        # flock ends with the process, so a killed run leaves no stale lock
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -160,14 +160,14 @@ class FolderLock:
             pass  # a file system without locks
 
     def check(self) -> None:
-        """Raise ConfigError when the folder that was taken is no longer there."""
+        """Raise ConfigError if the locked folder was removed or replaced."""
         if self._identity != identity(self._folder):
             rule = "was removed or replaced while this run was writing there"
             raise ConfigError("run_dir", self._folder, rule)
 
 
 def identity(path: Path | int) -> tuple[int, int] | None:
-    """Which file or folder is behind a path or a handle, None where there is none."""
+    """Return device and inode of a path or file descriptor, or None if there is no file."""
     try:
         found = os.stat(path)
     except OSError:
@@ -181,25 +181,25 @@ def describe_run(plan: Plan, folder: Path, version: Version) -> None:
     config = OmegaConf.to_yaml(OmegaConf.create(plain(dataclasses.asdict(plan.run))))
     planned = {VERSION: version.record(), **plan_json(plan)}
     with writing(folder):
-        # A comment there, so that the file is a configuration and nothing else.
+        # The version is a comment, so that the file holds nothing but the configuration.
         (folder / CONFIG).write_text(f"{HEADER}{version}\n{config}", encoding="utf-8")
         (folder / PLAN).write_text(json.dumps(planned) + "\n", encoding="utf-8")
 
 
 def note_end(folder: Path, step: int) -> None:
-    """Record that a run has done all that it was asked for. Raises ConfigError."""
+    """Record that a run is complete. Raises ConfigError."""
     with writing(folder):
         (folder / ENDED).write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
 
 
 def forget_end(folder: Path) -> None:
-    """A run begins or goes on in this folder. Raises ConfigError."""
+    """Remove the record of completion as a run starts or resumes here. Raises ConfigError."""
     with writing(folder):
         (folder / ENDED).unlink(missing_ok=True)
 
 
 def has_ended(folder: Path) -> bool:
-    """Whether the last run in this folder has done all that it was asked for."""
+    """Return whether the last run in this folder is complete."""
     return os.path.lexists(folder / ENDED)
 
 
@@ -216,14 +216,14 @@ def _new_folder(wanted: Path) -> Path:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the reports of a run, without lines that are none. Raises ConfigError."""
+    """Return the reports of a run, without invalid lines. Raises ConfigError."""
     return _metrics(run_dir)[0]
 
 
 def _metrics(run_dir: Path) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
-    """Return the reports of a run, and of each line that is none its number, from 1, and why.
+    """Return the reports of a run, and (number from 1, reason) of each invalid line.
 
-    A last line without a newline is what a killed process leaves, and does not count.
+    A last line without a newline is left by a killed process, and does not count.
     """
     rows: list[dict[str, Any]] = []
     odd: list[tuple[int, str]] = []
@@ -245,10 +245,10 @@ def _bytes_of(path: Path) -> bytes:
 
 
 def begin_metrics(run_dir: Path, from_step: int) -> None:
-    """Have metrics.jsonl hold what comes up to a step, which for 0 is nothing. Raises ConfigError.
+    """Cut metrics.jsonl down to reports up to a step, none for step 0. Raises ConfigError.
 
-    Lines that are no report are left out, and what a run that starts anew finds there is kept
-    under another name: both are said.
+    Invalid lines are dropped with a warning. A run that starts anew renames an existing file, also
+    with a warning.
     """
     path, (rows, odd) = run_dir / METRICS, _metrics(run_dir)
     with writing(run_dir):
@@ -264,7 +264,7 @@ def begin_metrics(run_dir: Path, from_step: int) -> None:
         fresh = path.with_suffix(".tmp")
         kept_rows = [row for row in rows if row["step"] <= from_step] if from_step else []
         fresh.write_text("".join(map(line_of, kept_rows)), encoding="utf-8")
-        fresh.replace(path)  # a process that dies here leaves one of the two
+        fresh.replace(path)  # atomic: a process that dies here leaves the old or the new file
 
 
 @overload
@@ -272,7 +272,7 @@ def plain(value: dict[str, Any]) -> dict[str, object]: ...
 @overload
 def plain(value: object) -> object: ...
 def plain(value: object) -> object:
-    """Dictionaries, lists, numbers and strings only: enums become what the user typed."""
+    """Return a value as dictionaries, lists, numbers and strings; enums as the user typed them."""
     match value:
         case Enum():
             return value.value
@@ -285,8 +285,9 @@ def plain(value: object) -> object:
 
 
 def from_plain(kind: Any, value: Any) -> Any:
-    """What `plain` has made of a value of this type; of a section, keys that it lacks have their
-    defaults, and keys that are no longer known are left out.
+    """Rebuild a value of type `kind` from the output of `plain`.
+
+    Keys that a section lacks get their defaults; unknown keys are ignored.
     """
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         (kind,) = (each for each in typing.get_args(kind) if each is not types.NoneType)

@@ -1,8 +1,7 @@
-"""Being told to stop: a signal ends a run after the step that it meets, with a checkpoint and exit
-code 75, or 130 for Ctrl-C.
+"""Stop a run on a signal: after the current step, with a checkpoint and exit code 75 (Ctrl-C: 130).
 
-A signal reaches the ranks it was sent to, and so may trouble of one rank's own (`ask`). They agree
-on it in the all-reduce at the end of every step, so that all of them stop after the same one.
+A signal may reach only some ranks, and a rank may ask for a stop itself (`ask`). The all-reduce at
+the end of every step shares the request, so that all ranks stop after the same step.
 """
 
 from __future__ import annotations
@@ -18,38 +17,39 @@ from typing import Any
 
 from app.shell import shell_word
 
-STOPPED = os.EX_TEMPFAIL  # exit code 75: ended early, but the same command with resume=auto goes on
-# the same for Ctrl-C, as a shell reports it: what runs several commands stops too
+STOPPED = os.EX_TEMPFAIL  # exit code 75: ended early; the command with resume=auto resumes
+# for Ctrl-C, as shells report it, so that a script of several commands stops too
 INTERRUPTED = 128 + signal.SIGINT
-# SIGUSR2 is what submitit has SLURM send.
+# submitit makes SLURM send SIGUSR2.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
-HANG_UP = signal.SIGHUP  # the terminal is gone
-# signals closer than this are one request: launchers pass on what the ranks have had from elsewhere
+HANG_UP = signal.SIGHUP  # the terminal was closed
+# signals within this time are one request: launchers forward signals that ranks already got
 REPEAT_S = 3.0
-PRESS_S = 1.0  # the same for Ctrl-C, which people press again
+PRESS_S = 1.0  # the same for Ctrl-C; a user who presses it again wants an exit at once
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """All that end a run; not the loss of the terminal where that is ignored, as under nohup."""
+    """Return the signals that stop a run; without SIGHUP if that is ignored, as under nohup."""
     ignored = signal.getsignal(HANG_UP) is signal.SIG_IGN
     return STOP_SIGNALS if ignored else (*STOP_SIGNALS, HANG_UP)
 
 
 def exit_code(number: int | None) -> int:
-    """What a run ends with that this signal has stopped; None: one that another rank had."""
+    """Return the exit code of a run stopped by this signal; None: a signal to another rank."""
     return INTERRUPTED if number == signal.SIGINT else STOPPED
 
 
 def hand_on(number: int, handler: Any) -> None:
-    """Call whoever listened to a signal before us; to Ctrl-C only this program does."""
+    """Call the previous handler of a signal, except for Ctrl-C, which only this program handles."""
     if callable(handler) and number != signal.SIGINT:
         handler(number, None)
 
 
 @contextmanager
 def ctrl_c_held_back() -> Iterator[None]:
-    """Within the block Ctrl-C waits for its end. OmegaConf looks things up in ways that lose an
-    interrupt, or take it for a key that is not there. In the main thread only.
+    """Defer Ctrl-C to the end of the block; main thread only.
+
+    OmegaConf's lookups swallow KeyboardInterrupt, or take it for a missing key.
     """
     told: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: told.append(number))
@@ -62,7 +62,7 @@ def ctrl_c_held_back() -> Iterator[None]:
 
 
 class StopRequest:
-    """Whether this rank has been told to stop."""
+    """Request to stop, by a signal to this rank or by the rank itself."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -71,9 +71,9 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take stop signals for the length of the block; outside they end the process at once.
+        """Handle stop signals within the block; outside they end the process at once.
 
-        Processes forked within the block would listen too, instead of ending when they are told to.
+        Do not fork within the block: children would inherit the handlers, and not end on a signal.
         """
         self._before = {number: signal.signal(number, self._take) for number in stop_signals()}
         try:
@@ -83,32 +83,33 @@ class StopRequest:
                 signal.signal(number, handler or signal.SIG_DFL)
 
     def ask(self) -> None:
-        """Have all ranks stop, though nobody was told to; from any thread."""
+        """Ask all ranks to stop without a signal. Thread-safe."""
         self._asked = True
 
     @property
     def wanted(self) -> bool:
-        """Whether this rank wants all of them to stop."""
+        """True if this rank wants all ranks to stop."""
         return self._asked or self.signal is not None
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if number == HANG_UP and self.signal is not None:
-            return  # a terminal that is closed afterwards asks for nothing more
+            return  # closing the terminal after a stop signal is no second request
         now = time.monotonic()
         if self.signal is None:
             self.signal = signal.Signals(number)
             self._first = now
         elif now - self._first > (PRESS_S if number == signal.SIGINT else REPEAT_S):
-            os._exit(exit_code(number))  # told again: at once
+            os._exit(exit_code(number))  # second request: exit at once
 
     def hand_on(self) -> None:
-        """Call whoever took the signal before: submitit's handler puts its job into the queue."""
+        """Call the previous handler of the signal: submitit's requeues its job."""
         if self.signal:
             hand_on(self.signal, self._before[self.signal])
 
     def farewell(self, step: int, saved: Path | None, *, command: str) -> str:
-        """Return in one line what happened, and the command that continues the run, which begins
-        with `command`.
+        """Return one line on the stop, with the command that resumes the run.
+
+        `command` is that command without overrides.
         """
         by = self.signal.name if self.signal else "a signal to another rank"
         by = "Ctrl-C" if self.signal is signal.SIGINT else by

@@ -1,4 +1,4 @@
-"""Everything that is settled before a run writes anything: device, data, where it goes on from."""
+"""Settle a run's start before it writes anything: device, folder, checkpoint, data."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ INIT_FROM = "model.init_from"
 
 
 def usable_gpus(run: Run) -> int:
-    """GPUs of this host that the run may use; 0: it computes on the CPU. Raises ConfigError for
-    train.device=cuda without one.
+    """Return the number of GPUs of this host that the run may use; 0 means CPU.
+
+    Raises ConfigError for train.device=cuda without a GPU.
     """
     found = torch.cuda.device_count() if run.train.device is not Device.cpu else 0
     if run.train.device is Device.cuda and not found:
@@ -50,7 +51,7 @@ def usable_gpus(run: Run) -> int:
 
 
 def choose_device(run: Run, local_rank: int) -> torch.device:
-    """The device of this host's n-th process. Raises ConfigError for more processes than GPUs."""
+    """Return the device of a local rank. Raises ConfigError for more processes than GPUs."""
     gpus = usable_gpus(run)
     if gpus and local_rank >= gpus:
         rule = f"process {local_rank} of a host with {gpus} GPUs"
@@ -61,22 +62,23 @@ def choose_device(run: Run, local_rank: int) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where the run writes and what it continues from."""
+    """Folder of a run, and the checkpoint that it resumes."""
 
-    run_dir: Path | None  # None: a new folder
+    run_dir: Path | None  # None for a new folder
     checkpoint: Path | None = None
     manifest: dict[str, Any] | None = None  # of the checkpoint
     changes: tuple[str, ...] = ()  # settings and data that differ from the checkpoint's, as text
-    passed_over: str | None = None  # newer checkpoint that does not fit, and why
+    passed_over: str | None = None  # newer checkpoint that does not fit, with the reason
 
 
 def find_start(
     run: Run, earlier: Path | None = None, sources: Callable[[], Sources] | None = None
 ) -> Start:
-    """Folder and checkpoint of a run; writes nothing. `earlier` is the folder of an earlier attempt
-    at this run: it goes on there, from that attempt's newest checkpoint, or without one from where
-    that attempt started. `sources` looks at the data, which is done where a checkpoint says what it
-    was trained on.
+    """Find folder and checkpoint of a run; writes nothing.
+
+    `earlier` is the folder of an earlier attempt at this run. The run then resumes there, from the
+    newest checkpoint in it, or without one from where that attempt started. `sources` reads the
+    list of data, which is needed if a checkpoint has a record of its data.
 
     Raises ConfigError for a folder that cannot be written, and for a checkpoint that is broken or
     does not fit.
@@ -98,19 +100,19 @@ def find_start(
         check_own_tokenizer(run, folder / PRETRAINED, name=str(folder))
     elif (change := changed_end(manifest, run.data.tokenizer)) is not None:
         changes = (*changes, change)
-    if earlier is None:
+    if earlier is None:  # a restart of a finished run may only have its end left to do
         _check_steps_left(run, checkpoint, manifest["step"], run_dir=run_dir)
     return Start(run_dir, checkpoint, manifest, changes=changes, passed_over=passed_over)
 
 
 def _check_steps_left(run: Run, checkpoint: Path, taken: int, run_dir: Path | None) -> None:
-    """Raise ConfigError where nothing is left to do after a checkpoint.
+    """Raise ConfigError if nothing is left to do after a checkpoint.
 
-    A run may have died between its last step and its end: then the end is left.
+    A run that died between its last step and its end still has the end to do.
     """
-    home = checkpoint.parent.parent
-    resumes = run_dir is not None and run_dir.resolve() == home.resolve()
-    lacks_end = resumes and taken == run.train.steps and not has_ended(home)
+    saved_in = checkpoint.parent.parent
+    resumes = run_dir is not None and run_dir.resolve() == saved_in.resolve()
+    lacks_end = resumes and taken == run.train.steps and not has_ended(saved_in)
     if taken >= run.train.steps and not lacks_end:
         rule = f"the checkpoint {checkpoint} has already taken {taken}"
         raise ConfigError("train.steps", run.train.steps, rule, nearest=taken + 1)
@@ -122,7 +124,7 @@ def claim_start(
     lock: FolderLock,
     sources: Callable[[], Sources] | None = None,
 ) -> Start:
-    """As `find_start`, and keeps other runs out of the folder before data and engine are loaded."""
+    """Run `find_start`, and lock the folder before data and engine are loaded."""
     start = find_start(run, earlier, sources)
     lock.claim(start.run_dir)
     return start
@@ -130,19 +132,19 @@ def claim_start(
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Everything read from the corpus."""
+    """Tokenizer and data of a run."""
 
     tokenizer: Tokenizer
     train: DataSplit
     validation: DataSplit
-    record: Record | None = None  # what checkpoints keep of it; None: this rank has not looked
+    record: Record | None = None  # data record for checkpoints; None except on local rank 0
 
 
 def check_own_tokenizer(run: Run, folder: Path, name: str) -> None:
-    """Raise ConfigError where the run's tokens are not those of the Hugging Face model that it
-    starts from, `name`, whose tokenizer is in `folder`.
+    """Raise ConfigError if the run's tokenizer does not match that of its initial model.
 
-    Tokens may have been added, up to the size of the embedding.
+    The model is `name`, its tokenizer is in `folder`. The run's tokenizer may have additional
+    tokens, up to the size of the embedding.
     """
     own, typed_in = folder / TOKENIZER, run.data.tokenizer
 
@@ -151,12 +153,12 @@ def check_own_tokenizer(run: Run, folder: Path, name: str) -> None:
 
     if not own.is_file():
         if typed_in == BYTES and (folder / SENTENCEPIECE).is_file():
-            rule = f"{name} has a tokenizer of its own, without the {TOKENIZER} that is read here"
+            rule = f"{name} has a tokenizer of its own, but no {TOKENIZER}, which is read here"
             advice = "AutoTokenizer of transformers saves one"
             raise ConfigError("data.tokenizer", typed_in, rule, advice=advice)
         return
     if typed_in == BYTES:
-        raise refusal(f"{name} has a tokenizer of its own, which its ids are of")
+        raise refusal(f"{name} was trained with a tokenizer of its own")
     if not Path(typed_in).is_file() or filecmp.cmp(typed_in, own, shallow=False):
         return
     ids = vocabulary(Path(typed_in))
@@ -169,9 +171,11 @@ def check_own_tokenizer(run: Run, folder: Path, name: str) -> None:
 
 
 def check_tokenizer(run: Run, manifest: Mapping[str, Any] | None = None) -> Tokenizer:
-    """The tokenizer, which must fit the model's vocabulary, and be the one of a Hugging Face model
-    that the run starts from, whose files are here. `manifest`: of the checkpoint that is continued
-    or used, whose documents keep their end; None: there is none. Raises ConfigError.
+    """Load the tokenizer, and check it against the model's vocabulary.
+
+    For a run with model.init_from, whose files are present, it must match the initial model's.
+    `manifest` is that of the checkpoint resumed or used, whose end-of-document token is kept; None
+    without a checkpoint. Raises ConfigError.
     """
     if (name := run.model.init_from) is not None:
         check_own_tokenizer(run, config_folder(name, INIT_FROM, asks=False), name)
@@ -189,7 +193,7 @@ def check_tokenizer(run: Run, manifest: Mapping[str, Any] | None = None) -> Toke
 
 
 def look_once(run: Run) -> Callable[[], Sources]:
-    """What looks at the data when it is first called."""
+    """Return a function that finds the data sources at its first call, and caches them."""
     return cache(lambda: find_sources(run.data))
 
 
@@ -201,10 +205,10 @@ def load_all_data(
     *,
     manifest: Mapping[str, Any] | None = None,
 ) -> Data:
-    """Tokenizer and both splits; each host's first process prepares the cache that all map.
-    `manifest`: of the checkpoint that the run continues; None: it starts anew.
+    """Load the tokenizer and both splits; the first process of each host prepares the cache.
 
-    Raises ConfigError, the same on every rank.
+    All processes of the host map that cache. `manifest` is that of the checkpoint that the run
+    resumes, if any. Raises ConfigError, the same on every rank.
     """
     leads = local_rank == 0
     look = sources or look_once(run)
@@ -225,9 +229,9 @@ def load_all_data(
 
 
 def _agreed(run: Run, groups: Groups, record: Record | None, *, folder: Path | None) -> Path | None:
-    """Where this host has its prepared corpus. Raises ConfigError when a host has other data."""
-    # Sums first, a list of files only where they differ: it may have thousands of names for each
-    # host.
+    """Return this host's prepared corpus. Raises ConfigError if hosts have different data."""
+    # Compare checksums first, and lists of files only if these differ: a list may have thousands
+    # of names per host.
     mine = (socket.gethostname(), identity(record) if record else None, folder)
     found: list[tuple[str, Any, Path | None]] = [("", None, None)] * groups.host.size()
     dist.all_gather_object(found, mine, group=groups.host)
@@ -238,17 +242,17 @@ def _agreed(run: Run, groups: Groups, record: Record | None, *, folder: Path | N
 
 
 def _check_same(run: Run, rank: int, first: Record | None, *, record: Record | None) -> None:
-    """Raise ConfigError when the data of `record` are not those of rank 0."""
+    """Raise ConfigError if the data of `record` differ from those of rank 0."""
     if first and record and (what := difference(first, record)):
         rule = f"rank {rank} on {socket.gethostname()} finds other data than rank 0: {what}"
         raise ConfigError(*differing_option(run.data, first, record), rule)
 
 
 def open_pretrained(run: Run, groups: Groups, local_rank: int) -> Pretrained:
-    """The model that a new run starts from. Rank 0 brings it from the hub, each other host's first
-    process the same commit; all read what is then on their host.
+    """Open the initial model of a new run.
 
-    Raises ConfigError, the same on every rank.
+    Rank 0 downloads it from the hub, then the first process of each other host the same commit;
+    all ranks then read the files on their host. Raises ConfigError, the same on every rank.
     """
     name = str(run.model.init_from)
     commit = rank_zero_says(groups, lambda: commit_of(model_folder(name, INIT_FROM)))
@@ -266,8 +270,9 @@ def open_pretrained(run: Run, groups: Groups, local_rank: int) -> Pretrained:
 
 
 def find_pretrained(run: Run, commit: str | None = None, asks: bool = True) -> Pretrained:
-    """The model that a run starts from, all of whose files are here; `commit` and `asks` as of
-    `model_folder`. Raises ConfigError.
+    """Open the initial model of a run, all of whose files are present.
+
+    `commit` and `asks` are those of `model_folder`. Raises ConfigError.
     """
     name = str(run.model.init_from)
     folder = model_folder(name, INIT_FROM, commit, asks=asks)
@@ -279,7 +284,7 @@ def find_pretrained(run: Run, commit: str | None = None, asks: bool = True) -> P
 
 
 def preflight(run: Run, earlier: Path | None) -> None:
-    """Find every mistake that one process can find, before it starts others. Raises ConfigError."""
+    """Find every mistake that one process can find before it starts others. Raises ConfigError."""
     sources = look_once(run)
     with FolderLock() as lock:
         start = claim_start(run, earlier, lock, sources=sources)
@@ -293,8 +298,9 @@ def check_data(
     sources: Callable[[], Sources] | None = None,
     manifest: Mapping[str, Any] | None = None,
 ) -> None:
-    """Read all data that the run needs, prepared where they are not; `manifest` as of
-    `load_all_data`. Raises ConfigError.
+    """Read all data that the run needs, and prepare them if they are not yet.
+
+    `manifest` is that of `load_all_data`. Raises ConfigError.
     """
     look = sources or look_once(run)
     tokenizer = check_tokenizer(run, manifest)

@@ -1,1 +1,1 @@
-"""Hangs are named: what ranks are in, which have not come, and for how long."""
+"""Report hangs: the operation that ranks wait in, which ranks are missing, and for how long."""

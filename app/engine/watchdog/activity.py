@@ -1,4 +1,4 @@
-"""What each thread of a rank does, as told by itself, and for how long it has told nothing new."""
+"""Thread activity: what each thread of a rank says it does, and since when."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from app.engine.watchdog.collectives import Collective
 
 @dataclass(slots=True)
 class ThreadActivity:
-    """What one thread of this rank does, as told by itself."""
+    """Activity of one thread of this rank, noted by that thread."""
 
     doing: str = ""
-    since: float = math.inf  # on the monotonic clock; inf: resting
+    since: float = math.inf  # monotonic clock; inf while resting
     began: float = 0.0  # the same by the wall clock
     moves: int = 0  # notes so far
-    meeting: int = 0  # of all ranks, outside of collectives, from 1; 0: it is in none
+    meeting: int = 0  # number, from 1, of a rendezvous of all ranks outside collectives; 0: none
 
-    # Other threads read these one by one: a new time beside old words does no harm, but an old
-    # time beside new words would.
+    # Order matters, since other threads read the fields one by one: a new time with old words is
+    # harmless, an old time with new words looks like a hang.
     def note(self, doing: str, meeting: int = 0) -> None:
-        """From now on the thread does this."""
+        """Note what the thread does from now on."""
         self.since = time.monotonic()
         self.began = time.time()
         self.doing = doing
@@ -31,26 +31,26 @@ class ThreadActivity:
         self.moves += 1
 
     def rest(self, doing: str = "") -> None:
-        """From now on it does what may take any time, until it enters a collective."""
+        """Note work that may take any time, until the thread enters a collective."""
         self.began = time.time()
         self.doing = doing
         self.since = math.inf
         self.moves += 1
 
     def rests(self, under_way: Iterable[Collective]) -> bool:
-        """Whether it does, and has entered none since: those of before go on beside it."""
+        """True if it rests and entered no collective since; earlier ones may still be under way."""
         return self.since == math.inf and all(each.since < self.began for each in under_way)
 
 
 @dataclass(slots=True)
 class Quiet:
-    """For how long a thread has come to nothing new, in looks.
+    """Number of looks of the watchdog during which a thread noted nothing new.
 
-    A process that is stopped does not look, and one on a busy host looks less often: so neither
-    counts as quiet for longer than it ran.
+    A stopped process does not look, and one on a busy host looks less often: so neither counts as
+    quiet for longer than it ran.
     """
 
-    moves: int = 0  # how often it had come to something new
+    moves: int = 0  # notes of the thread at the last look
     looks: int = 0
 
     def look(self, moves: int) -> None:

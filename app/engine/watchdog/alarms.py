@@ -1,4 +1,4 @@
-"""Warnings of hangs, long before the run ends of one, and that they are over."""
+"""Warn of hangs long before they end the run, and report when they are over."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from app.engine.watchdog.missing import CollectiveWait
 
 @dataclass(slots=True)
 class Alarms:
-    """The operations of which this rank has told that they hang."""
+    """Operations that this rank has reported as hanging."""
 
     rank: int
     timeout_s: float
@@ -20,7 +20,7 @@ class Alarms:
     _told: dict[str, float] = field(default_factory=dict)  # name -> wall clock at which it began
 
     def warn(self, wait: CollectiveWait, words: str) -> None:
-        """Print, once per wait, that it is in vain so far, and why."""
+        """Print, once per wait, that the operation hangs so far, and why."""
         if wait.name in self._told:
             return
         self._told[wait.name] = time.time() - wait.seconds
@@ -31,13 +31,13 @@ class Alarms:
         )
 
     def resolve(self, waits: Sequence[CollectiveWait]) -> None:
-        """Print of each of them that it went on, unless it is still among the `waits`."""
+        """Print that a reported operation continued, unless it is still among the `waits`."""
         now = time.time()
         for name, began in self._told.copy().items():
             same = (wait for wait in waits if wait.name == name)
             if all(now - wait.seconds > began + self.look_s for wait in same):
                 del self._told[name]
-                self._print(f"rank {self.rank}: {name} went on after {now - began:.0f} s")
+                self._print(f"rank {self.rank}: {name} continued after {now - began:.0f} s")
 
     def _print(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)

@@ -1,9 +1,8 @@
-"""The collectives that are under way on this rank, and how many there have been in every group.
+"""Read the collectives under way on this rank, and their number so far in every group.
 
-torch keeps both: its flight recorders have the newest 2,000 collectives of the process and whether
-each is done (on a GPU: whether the device has finished it, however far ahead the host is), and
-every group counts its own. So nothing has to be noted where collectives are called. What a CUDA
-graph replays is in neither.
+torch keeps both: its flight recorders hold the newest 2,000 collectives of the process and whether
+each is done (on a GPU: by the device, however far ahead the host is), and every group counts its
+own. So call sites of collectives need no notes. Both miss the replays of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ import torch.distributed as dist
 from app.plan.groups import PP
 from app.torch_versions import enqueued, flight_records
 
-PIPELINE = PP.name  # its sends and receives are the transport's to tell
+PIPELINE = PP.name  # left out here: `Transport` reports its sends and receives
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """An operation in which several ranks meet."""
+    """Operation in which several ranks take part."""
 
     group: str  # name of the group
     operation: str  # all_reduce, …
     number: int  # in the sequence of this group's collectives, from 1
-    since: float  # wall clock, seconds, at which this rank's host came to it
-    at_least: bool = False  # the recorder may have dropped an earlier one that is not done either
+    since: float  # wall clock, seconds, at which this rank's host called it
+    at_least: bool = False  # True if the recorder may have dropped an earlier unfinished one
 
     def __str__(self) -> str:
         number = f"{self.number} (or one before it)" if self.at_least else f"{self.number}"
@@ -37,19 +36,19 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What this rank's recorders say now."""
+    """State of this rank's flight recorders."""
 
     counts: dict[str, int]  # group -> collectives enqueued
-    under_way: tuple[Collective, ...] = ()  # of every group the oldest that is not done
+    under_way: tuple[Collective, ...] = ()  # oldest unfinished collective of each group
 
     def without(self, group: str) -> Recorded:
-        """What they say of the other groups."""
+        """Return the state without one group."""
         counts = {name: count for name, count in self.counts.items() if name != group}
         return Recorded(counts, tuple(each for each in self.under_way if each.group != group))
 
 
 def count_enqueued(groups: Mapping[str, dist.ProcessGroup], before: Recorded) -> dict[str, int]:
-    """Group -> collectives that this rank has enqueued there, without a look at the recorders."""
+    """Return the collectives enqueued so far by group, without reading the recorders."""
     return before.counts | {
         name: max(before.counts.get(name, 0), enqueued(group))
         for name, group in groups.items()
@@ -58,11 +57,11 @@ def count_enqueued(groups: Mapping[str, dist.ProcessGroup], before: Recorded) ->
 
 
 def read_recorders(groups: Mapping[str, dist.ProcessGroup], before: Recorded) -> Recorded:
-    """What the recorders say of these groups; `before`: what they said last."""
+    """Read the recorders' state of these groups; `before` is the last state read."""
     names = {group.group_name: name for name, group in groups.items()}
     counts = count_enqueued(groups, before)
     oldest: dict[str, Collective] = {}
-    done: set[str] = set()  # groups of which a finished one is kept
+    done: set[str] = set()  # groups with a finished collective in the recorder
     for record in _collectives():
         name = names.get(record["process_group"][0])
         finished = record["retired"] or record["state"] == "completed"
@@ -79,7 +78,7 @@ def read_recorders(groups: Mapping[str, dist.ProcessGroup], before: Recorded) ->
 
 
 def _collectives() -> Iterator[dict[str, Any]]:
-    """Records without sends and receives, of which a batch leaves entries that are never done."""
+    """Yield records except sends and receives: a batch of these leaves entries never done."""
     for record in flight_records():
         if not record["is_p2p"] and not record["profiling_name"].endswith(":coalesced"):
             yield record

@@ -1,4 +1,4 @@
-"""Whether a rank that stays in one place works there: CPU time of its threads, and compilers."""
+"""Detect whether a rank without progress is busy: CPU time of its threads, and compilers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# Modules that are on the stack of a thread only while something is compiled.
+# Modules on the stack of a thread only during compilation.
 COMPILERS = (
     "triton.compiler",
     "torch._dynamo.convert_frame",
@@ -20,15 +20,15 @@ COMPILERS = (
     "torch.utils.cpp_extension",
 )
 COMPUTING = "computing"
-SHARE = 0.02  # of one core, above which a thread counts as computing; on a busy host it gets little
-WINDOW = 4  # looks over which that share is taken
-AUTOGRAD = "pt_autograd"  # what torch calls its threads that run backwards on GPUs
+SHARE = 0.02  # of a core; more counts as computing. Low, since on a busy host threads get little
+WINDOW = 4  # looks over which the share is measured
+AUTOGRAD = "pt_autograd"  # name of torch's threads that run backwards on GPUs
 TASKS = Path("/proc/self/task")
 
 
 @dataclass(slots=True)
 class Effort:
-    """What the training thread of this process, and those of autograd, have worked lately."""
+    """Recent CPU time of the training thread and of autograd's threads."""
 
     thread: int  # identifier of the training thread
     _samples: deque[tuple[float, float]] = field(
@@ -36,7 +36,7 @@ class Effort:
     )  # wall clock and CPU time, seconds
 
     def look(self) -> str:
-        """What the rank does, "compiling" or "computing"; empty: neither, as far as can be seen."""
+        """Return "compiling", "computing", or "" if neither is visible."""
         self._samples.append((time.monotonic(), self._cpu_s()))
         if compiles():
             return "compiling"
@@ -44,7 +44,7 @@ class Effort:
         return COMPUTING if cpu - before > SHARE * (now - began) else ""
 
     def forget(self) -> None:
-        """Start anew: the rank has come to another place."""
+        """Restart the window, since the rank has made progress."""
         self._samples.clear()
 
     def _cpu_s(self) -> float:
@@ -55,17 +55,17 @@ class Effort:
 
 
 def _autograd_s() -> Iterator[float]:
-    """CPU seconds of each thread in which autograd runs backwards."""
+    """Yield the CPU seconds of each of autograd's threads."""
     tick = os.sysconf("SC_CLK_TCK")
     for task in TASKS.iterdir() if TASKS.is_dir() else ():
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the thread ended meanwhile
             if (task / "comm").read_text(encoding="utf-8").startswith(AUTOGRAD):
                 fields = (task / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
                 yield (int(fields[11]) + int(fields[12])) / tick  # in user and in system mode
 
 
 def compiles() -> bool:
-    """Whether a thread of this process is within a compiler, or waits for one that it started."""
+    """Return whether a thread of this process compiles, or waits for a compiler it started."""
     return any(
         str(place.f_globals.get("__name__", "")).startswith(COMPILERS)
         for frame in sys._current_frames().values()

@@ -1,10 +1,10 @@
-"""What the ranks of a run tell each other about themselves, through a key-value store.
+"""Heartbeats of the ranks of a run, through a key-value store.
 
-Every rank writes one short record per look, and reads those of others only when it has waited for
-several looks. At 10,000 ranks and the usual 2 s per look that is 5,000 writes of about 300
-bytes per second. Of those who wait in the same operation the first JUDGES read the records of all
-its ranks and write down what they find, which the others read: so when everybody waits, every
-record is still read JUDGES times per look only.
+Every rank writes one short record per look, and reads those of others only after it has waited for
+several looks. At 10,000 ranks and 2 s per look that is 5,000 writes of about 300 bytes per second.
+Of the ranks that wait in one operation, the first JUDGES read the records of all its ranks and
+write down their finding, which the others read. So even if all ranks wait, every record is read
+only JUDGES times per look.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ import torch.distributed as dist
 
 from app.torch_versions import another_connection
 
-PREFIX = "heartbeats"  # of our keys in a store that others use too
-JUDGES = 2  # ranks that look after all others of an operation; two, since one may die of it
+PREFIX = "heartbeats"  # of our keys in a shared store
+JUDGES = 2  # ranks that examine all ranks of an operation; two, since one may hang or die
 
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """What a thread of a rank does."""
+    """Activity of a thread of a rank, as published."""
 
     words: str
     still_s: float  # seconds without any progress
-    rests: bool  # it does what may take any time, and waits for nobody
+    rests: bool  # True if its work may take any time and waits for no other rank
     quiet: int = 0  # looks in a row without any progress
     moves: int = 0  # times that it made progress
-    busy: str = ""  # how it works without progress that could be counted; empty: not visibly
+    busy: str = ""  # "compiling" or "computing" without countable progress; empty: not visibly
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a rank tells about itself."""
+    """Heartbeat of a rank."""
 
     main: Doing
-    saving: Doing | None  # the thread that saves beside training; None: it has nothing to do
-    counts: dict[str, int]  # group -> collectives that this rank has enqueued in it
-    waits: str = ""  # the operation that it waits in, in words
-    missing: tuple[int, ...] = ()  # the first of the ranks that have not come there
-    excuse: int | None = None  # one of them, or behind them, for which it waits rightly
+    saving: Doing | None  # the thread that saves checkpoints; None if idle
+    counts: dict[str, int]  # group -> collectives enqueued there by this rank
+    waits: str = ""  # description of the operation that it waits in
+    missing: tuple[int, ...] = ()  # the first ranks that have not arrived there
+    excuse: int | None = None  # a rank still working for which, directly or not, it waits
     at: float = 0.0  # seconds, wall clock of that rank
-    beat: int = 0  # another number in every record
+    beat: int = 0  # counter, different in every record
 
     def text(self) -> str:
-        """The record as JSON, for the store."""
+        """Return the record as JSON, for the store."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def parse(cls, text: bytes) -> Record:
-        """The record that `text` made."""
+        """Parse the output of `text`."""
         values = json.loads(text)
         main = Doing(**values.pop("main"))
         saving = values.pop("saving")
@@ -64,45 +64,45 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A rank as another one sees it."""
+    """State of a rank as seen by another."""
 
-    record: Record | None  # None: it has never written one
-    silent_s: float  # seconds for which it has written no other, as far as the other one has looked
-    looks: int = 0  # how often the other one has looked meanwhile
+    record: Record | None  # None if it has never written one
+    silent_s: float  # seconds without a new record, as observed
+    looks: int = 0  # looks of the observer in that time
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is known of those for whom an operation waits."""
+    """Finding about the ranks that an operation waits for."""
 
-    missing: tuple[int, ...]  # the first ranks that have not come, or have stopped in it
-    excuse: int | None = None  # the rank for which it rightly goes on waiting; None: in vain
-    words: str = ""  # what the missing ranks do
-    hangs: str = ""  # what those do that hang, as far as can be seen; empty: none does
-    alarm: str = ""  # the same wherever one hang is found, and different for another
+    missing: tuple[int, ...]  # the first ranks that have not arrived, or stopped inside
+    excuse: int | None = None  # a rank still working that justifies the wait; None if none does
+    words: str = ""  # description of the missing ranks
+    hangs: str = ""  # description of ranks that hang; empty if none visibly does
+    alarm: str = ""  # identifier of the hang, equal on all ranks that find it
 
 
 @dataclass(slots=True)
 class Heartbeats:
-    """One rank's way to the records; only one thread may use it.
+    """One rank's access to all heartbeats; used by one thread only.
 
-    `store` should be a connection of its own: one that the training waits on answers nobody else.
+    `store` should be a separate connection: one that training waits on answers nothing else.
     """
 
     store: dist.Store
     rank: int  # global rank
     world_size: int
-    beats: int = 0  # written so far
+    beats: int = 0  # records written so far
     _known: set[int] = field(default_factory=set)  # ranks that have written a record
-    # Key -> newest beat, and when and at which beat of our own we first saw it.
+    # Key -> (newest beat, time and own beat at which we first saw it).
     _seen: dict[str, tuple[int, float, int]] = field(default_factory=dict)
-    _judged: set[str] = field(default_factory=set)  # operations that this rank looks after
-    _asked: set[str] = field(default_factory=set)  # operations for which it was settled who does
-    _claimed: set[str] = field(default_factory=set)  # alarms of which it was settled who tells
+    _judged: set[str] = field(default_factory=set)  # operations that this rank judges
+    _asked: set[str] = field(default_factory=set)  # operations whose judges are settled
+    _claimed: set[str] = field(default_factory=set)  # alarms whose reporting rank is settled
 
     @classmethod
     def over(cls, store: dist.Store, rank: int, world_size: int) -> Heartbeats:
-        """With a connection of its own to the store in which the ranks meet."""
+        """Build it with a separate connection to the store of the ranks."""
         return cls(dist.PrefixStore(PREFIX, another_connection(store)), rank, world_size)
 
     def publish(self, record: Record) -> None:
@@ -113,7 +113,7 @@ class Heartbeats:
         )
 
     def read(self, ranks: Iterable[int]) -> dict[int, Seen]:
-        """The newest records of these ranks."""
+        """Read the newest records of these ranks."""
         ranks = list(ranks)
         unknown = [rank for rank in ranks if rank not in self._known]
         if unknown and self.store.check([f"rank/{rank}" for rank in unknown]):
@@ -128,10 +128,10 @@ class Heartbeats:
     def share(
         self, operation: str, find: Callable[[], Finding], patience_s: float
     ) -> Finding | None:
-        """What a judge of an operation has found; `find` is called where this rank is one.
+        """Return a judge's finding about an operation; `find` is called if this rank is a judge.
 
-        Judges that have written nothing new for `patience_s` are joined by this rank. None: nobody
-        has found anything yet.
+        This rank becomes a judge too if the others have written nothing new for `patience_s`. None
+        if there is no finding yet.
         """
         key = f"found/{operation}"
         if operation not in self._asked:
@@ -148,7 +148,7 @@ class Heartbeats:
         return Finding(**written) if written else None
 
     def claim(self, alarm: str) -> bool:
-        """Whether this rank is the one that tells of a hang, asked for the first time."""
+        """Return whether this rank is to report an alarm: True once, on one rank."""
         if alarm in self._claimed:
             return False
         self._claimed.add(alarm)
@@ -159,7 +159,7 @@ class Heartbeats:
         return Seen(record, silent_s, self.beats - self._seen[str(rank)][2])
 
     def _unchanged_s(self, key: str, beat: int) -> float:
-        # By our own clock: those of two hosts may differ.
+        # By our own clock, since clocks of two hosts may differ.
         now = time.monotonic()
         before = self._seen.get(key)
         if before is None or before[0] != beat:

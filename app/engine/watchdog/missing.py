@@ -1,4 +1,4 @@
-"""Which ranks are missing in an operation, and whether they are worth waiting for."""
+"""Find the ranks missing in an operation, and decide whether waiting for them is justified."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from app.engine.watchdog.collectives import Collective
 from app.engine.watchdog.heartbeats import Doing, Finding, Heartbeats, Record, Seen
 from app.plan.groups import CHECKPOINT
 
-# part of a timeout in one operation after which a rank is stuck, unless it rightly waits
+# share of a timeout in one operation after which a rank is stuck, unless the wait is justified
 SAYS = 0.9
-SILENT = 0.3  # part of a timeout without a sign of life after which a rank no longer takes part
-# Looks in one operation, of 2 s each by default: a hang is told within 30 s.
-ASKS, WARNS = 4, 10  # until a rank looks at the others; until it tells of those that hang
-MUTE = 5  # looks at a rank without a sign of life after which it hangs
-SHOWN = 4  # missing ranks described, and sends and receives named, at most
+SILENT = 0.3  # share of a timeout without a heartbeat after which a rank counts as gone
+# Looks in one operation, of 2 s each by default, so that a hang is reported within 30 s.
+ASKS, WARNS = 4, 10  # until a rank examines the others; until it warns of those that hang
+MUTE = 5  # looks at a rank without a heartbeat after which it counts as hanging
+SHOWN = 4  # maximum of missing ranks described, and of sends and receives named
 ALL_THERE = "all its ranks are there"
 SAVING = CHECKPOINT.name  # the group of the thread that saves
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveWait:
-    """An operation that this rank is in."""
+    """Operation that this rank waits in."""
 
-    name: str  # in words that all ranks have for it
-    seconds: float  # for how long
-    ranks: Sequence[int] = ()  # global ranks that take part; none: it may not wait for others
-    collective: Collective | None = None  # None: it has no number
-    during: str = ""  # what this rank does meanwhile
-    under_way: str = ""  # sends and receives that are not done
+    name: str  # description, equal on all ranks
+    seconds: float  # duration of the wait
+    ranks: Sequence[int] = ()  # global ranks that take part; empty if it may wait for none
+    collective: Collective | None = None  # None if it has no number
+    during: str = ""  # activity of this rank that led to it
+    under_way: str = ""  # unfinished sends and receives
 
     @property
     def saves(self) -> bool:
-        """Whether it is one of the thread that saves."""
+        """True if the thread that saves checkpoints waits in it."""
         return self.collective is not None and self.collective.group == SAVING
 
     @property
     def key(self) -> str | None:
-        """The same on all ranks that are in it; None: it has no name that they share."""
+        """Identifier, equal on all ranks in the operation; None if it has no number."""
         each = self.collective
         return None if each is None else f"{each.group}/{min(self.ranks)}/{each.number}"
 
@@ -50,15 +50,15 @@ class CollectiveWait:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One look at the other ranks of an operation."""
+    """Examination of the other ranks of an operation."""
 
     heartbeats: Heartbeats
     wait: CollectiveWait
     timeout_s: float
-    complete: bool = False  # it hangs although no rank is missing: devices are in it, unlike hosts
+    complete: bool = False  # True: it counts as hanging even if all hosts have called it
 
     def find(self) -> Finding:
-        """Who is missing, and whether one of them is worth waiting for."""
+        """Find the missing ranks, and whether waiting for one of them is justified."""
         own = self.heartbeats.rank
         others = self.heartbeats.read(rank for rank in self.wait.ranks if rank != own)
         missing = {
@@ -66,7 +66,7 @@ class Look:
             for rank, seen in others.items()
             if not self._has_come(seen) or self._silent(seen) or self._mute(seen)
         }
-        if not missing:  # then for those that are elsewhere: devices may be behind their hosts
+        if not missing:  # all hosts have called it; look for ranks whose devices are behind
             missing = {
                 rank: seen
                 for rank, seen in others.items()
@@ -78,9 +78,10 @@ class Look:
         return Finding(tuple(islice(missing, SHOWN)), excuse, words=words, hangs=hangs, alarm=alarm)
 
     def _hang(self, missing: Mapping[int, Seen]) -> tuple[str, str]:
-        """What the ranks do that hang, and the name of that hang; both empty: none does.
+        """Describe the ranks that hang, and identify the hang; both empty if none does.
 
-        Ranks that only wait for such a rank are told of where it is missing itself.
+        Ranks that only wait for a hanging rank are not described here, but in the operation in
+        which that rank is missing.
         """
         standing = {rank: seen for rank, seen in missing.items() if self._stands(seen)}
         if standing:
@@ -94,7 +95,7 @@ class Look:
         return "", ""
 
     def _stands(self, seen: Seen) -> bool:
-        """Whether a rank neither works nor waits for others, as far as can be seen."""
+        """Return whether a rank visibly neither works nor waits for others."""
         record = seen.record
         if record is None or self._mute(seen):
             return seen.looks >= MUTE
@@ -108,7 +109,7 @@ class Look:
         return seen.looks >= MUTE
 
     def _is_circle(self, missing: Mapping[int, Seen]) -> bool:
-        """Whether all that the missing ranks wait for, and so on, wait too, and for long."""
+        """Return whether the missing ranks wait, through any number of others, in a cycle."""
         known, front = {self.heartbeats.rank, *missing}, dict(missing)
         while front:
             records = [seen.record for seen in front.values() if not self._mute(seen)]
@@ -121,7 +122,7 @@ class Look:
         return True
 
     def _all(self, missing: Mapping[int, Seen]) -> str:
-        """What these ranks do, in words, the first few of many."""
+        """Describe what these ranks do, at most SHOWN of them."""
         words = "; ".join(
             self._describe(rank, seen) for rank, seen in islice(missing.items(), SHOWN)
         )
@@ -145,7 +146,7 @@ class Look:
         return seen.silent_s > SILENT * self.timeout_s
 
     def _excuse(self, missing: Mapping[int, Seen]) -> int | None:
-        """A rank at work: of the missing, or one for which one of them says that it waits."""
+        """Find a working rank among the missing, or one for which a missing rank waits."""
         for rank, seen in missing.items():
             if self._works(seen):
                 return rank
@@ -157,7 +158,7 @@ class Look:
         return next((rank for rank, seen in behind.items() if self._works(seen)), None)
 
     def _works(self, seen: Seen) -> bool:
-        """Whether a rank shows signs of life, and rests or has not been at one place for long."""
+        """Return whether a rank sends heartbeats, and rests or made progress recently."""
         record = seen.record
         if record is None or self._silent(seen):
             return False
@@ -165,7 +166,7 @@ class Look:
         return doing.rests or doing.still_s < SAYS * self.timeout_s
 
     def _doing(self, record: Record) -> Doing:
-        """What that thread does which is to come here."""
+        """Return the activity of the thread that has to join this operation."""
         return record.saving if self.wait.saves and record.saving else record.main
 
     def _describe(self, rank: int, seen: Seen) -> str:
@@ -188,6 +189,6 @@ class Look:
 
 
 def compact(ranks: Collection[int]) -> str:
-    """Ranks in words, the first few of many."""
+    """Return ranks as text, shortened if there are many."""
     shown = ", ".join(map(str, islice(ranks, 4 * SHOWN)))
     return shown if len(ranks) <= 4 * SHOWN else f"{shown}, … ({len(ranks)} in all)"

@@ -1,14 +1,15 @@
-"""Names what a rank is stuck in, and which ranks have not come there.
+"""Watchdog: report the operation that a rank is stuck in, and the ranks missing there.
 
-Threads beside the training look at what the rank does: its action, the collectives that it has
-begun (`collectives`), its sends and receives. At every look they tell the other ranks
-(`heartbeats`). A rank that has waited in one operation for WARNS looks warns of those that neither
-come, nor work (`effort`), nor rest, nor wait for others, once, and says when it goes on (`alarms`).
-A rank that has waited in one operation for almost `timeout_s` looks at those
-that are missing there (`missing`). It goes on waiting for one that shows signs of life and rests,
-which may take any time, or has not been at the same place for long, or rightly waits for such a
-rank itself. Otherwise every waiting rank says what it waits for, and ends with EXIT_STUCK a little
-later, so that the others can say theirs.
+1. Threads beside training look, every few seconds, at what the rank does: its action, the
+   collectives it has called (`collectives`), its sends and receives.
+2. At every look they publish that to the other ranks (`heartbeats`).
+3. A rank that has waited in one operation for WARNS looks warns once of ranks that neither arrive,
+   nor compute (`effort`), nor rest, nor wait for others; and reports when it continues (`alarms`).
+4. A rank that has waited for almost `timeout_s` examines the missing ranks (`missing`). It keeps
+   waiting for a rank that sends heartbeats and rests, which may take any time, or made progress
+   recently, or itself waits for such a rank.
+5. Otherwise every waiting rank prints what it waits for, and exits with EXIT_STUCK a little later,
+   so that the others have time to print theirs.
 """
 
 from __future__ import annotations
@@ -48,26 +49,26 @@ from app.engine.watchdog.missing import (
     Look,
 )
 
-EXIT_STUCK = 124  # as `timeout` reports it
-LOOK_S, LOOKS = 2.0, 40  # seconds between looks, and at least so many of them per timeout
-READS = 20  # times per timeout that the recorders are read even while the rank makes progress
+EXIT_STUCK = 124  # exit code, as of coreutils' `timeout`
+LOOK_S, LOOKS = 2.0, 40  # seconds between looks; minimum of looks per timeout
+READS = 20  # reads of the recorders per timeout while the rank makes progress
 SILENCE = "the key-value store does not answer: rank 0 has it, or the first torchrun"
-HALF = 0.5  # part of a timeout in one operation after which a rank always looks at the others
-GRACE = 0.4  # part of a timeout from saying so to the end: at most 1.4 of one have then passed
-# What all ranks do together that is no collective, or cannot be seen.
+HALF = 0.5  # share of a timeout in one operation after which a rank always examines the others
+GRACE = 0.4  # share of a timeout from the report to the exit, at most 1.4 timeouts in all
+# Pseudo-groups: rendezvous of all ranks outside collectives, and graphs, which hide collectives.
 MEETINGS, REPLAYS = "meetings", "replays"
 
 
 @dataclass(slots=True)
 class Watchdog:
-    """What this rank does, and whether it is stuck."""
+    """Watchdog of one rank: records what it does, and reports if it is stuck."""
 
     rank: int  # global rank
     timeout_s: float  # seconds in one operation after which the rank counts as stuck
-    heartbeats: Heartbeats | None = None  # None: there are no other ranks, or they cannot be asked
-    # Sends and receives that are not done, in words, with the rank at the other end.
-    exchanges: Callable[[], Sequence[tuple[str, int]]] = tuple
-    replays: bool = False  # CUDA graphs may hold collectives, which nothing here can see
+    heartbeats: Heartbeats | None = None  # None without other ranks, or without a store
+    # Returns unfinished sends and receives: (description, rank at the other end).
+    pending_p2p: Callable[[], Sequence[tuple[str, int]]] = tuple
+    replays: bool = False  # True if CUDA graphs or kernels may hold waits invisible here
     spins: bool = False  # the host burns CPU time while it waits for its device
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)  # by name
     main: ThreadActivity = field(default_factory=ThreadActivity)
@@ -75,20 +76,20 @@ class Watchdog:
         default_factory=ThreadActivity
     )  # the thread that saves beside training
     _meetings: int = 0
-    _steps: int = 0  # that have begun: what a graph replays nobody else counts
+    _steps: int = 0  # steps begun; stands for the uncounted collectives of graph replays
     _recorded: Recorded = NOTHING
-    _changed: float = 0.0  # when the recorders last had news of the main thread; monotonic clock
-    _news: int = 0  # times that they had
-    _saving_news: int = 0  # the same of the thread that saves
+    _changed: float = 0.0  # monotonic time of the recorders' last news of the main thread
+    _news: int = 0  # times that the recorders had news of the main thread
+    _saving_news: int = 0  # the same for the thread that saves
     _main_quiet: Quiet = field(default_factory=Quiet)
     _saving_quiet: Quiet = field(default_factory=Quiet)
     _effort: Effort = field(default_factory=lambda: Effort(threading.get_ident()))
-    _works: str = ""  # how the main thread does while it is quiet; empty: not visibly
+    _works: str = ""  # work of the main thread while it is quiet; empty: none visible
     _findings: Mapping[str, Finding] = field(default_factory=dict)  # by name of the operation
     _alarms: Alarms = field(init=False)
-    _said: bool = False  # that this rank is stuck
-    _unanswered: int = 0  # looks since the store last answered
-    _awake: float = -math.inf  # since when the process runs, if all of it was stopped before
+    _said: bool = False  # True once this rank has reported itself stuck
+    _unanswered: int = 0  # looks since the store's last answer
+    _awake: float = -math.inf  # when the process continued, if it was stopped as a whole
 
     def __post_init__(self) -> None:
         self._alarms = Alarms(self.rank, self.timeout_s, self.look_s)
@@ -100,30 +101,30 @@ class Watchdog:
 
     @property
     def doing(self) -> str:
-        """What the main thread does, in the words of its last note."""
+        """Last note of the main thread."""
         return self.main.doing
 
     def note(self, doing: str) -> None:
-        """From now on the rank does this."""
+        """Note what the rank does from now on."""
         self.main.note(doing)
 
     def step(self, doing: str) -> None:
-        """From now on the rank does this, of a further step."""
+        """Note the same at the beginning of a step, and count the step."""
         self._steps += 1
         self.main.note(doing)
 
     def rest(self, doing: str = "") -> None:
-        """From now on the rank does what may take any time, until it enters a collective."""
+        """Note work that may take any time, until the rank enters a collective."""
         self.main.rest(doing)
 
     def meet(self, doing: str) -> None:
-        """From now on the rank does this, as all others do, outside of collectives."""
+        """Note a rendezvous of all ranks outside collectives."""
         self._meetings += 1
         self.main.note(doing, self._meetings)
 
     def follow(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
         """Watch the collectives of these groups too."""
-        # Another thread walks the old mapping.
+        # A new mapping, since another thread may iterate over the old one.
         self.groups = {
             **self.groups,
             **{name: group for name, group in groups.items() if group.size() > 1},
@@ -131,11 +132,11 @@ class Watchdog:
 
     @contextmanager
     def running(self, end: Callable[[int], object] = os._exit) -> Iterator[None]:
-        """Look at the rank from other threads; `end` is called with EXIT_STUCK when it is stuck."""
+        """Watch the rank from other threads; `end(EXIT_STUCK)` is called if it is stuck."""
         over = threading.Event()
         self._effort = Effort(threading.get_ident())
-        # Three, since two may block: the recorders where another thread holds CUDA's lock, and the
-        # store with the process that keeps it.
+        # Three threads, since two may block: reading the recorders while another thread holds
+        # CUDA's lock, and the store if the process that keeps it hangs.
         loops: list[Callable[[threading.Event], None]] = [partial(self._watch, end=end)]
         if self.heartbeats is not None:
             loops += [self._read, self._beat]
@@ -148,7 +149,7 @@ class Watchdog:
             yield
             self._alarms.resolve(())
         except Exception:
-            if self._said:  # what fails now has followed from it: others have ended
+            if self._said:  # a consequence of the hang, as other ranks have exited
                 end(EXIT_STUCK)
             raise
         finally:
@@ -157,10 +158,11 @@ class Watchdog:
                 thread.join(timeout=1.0)
 
     def _read(self, over: threading.Event) -> None:
-        """Count collectives at every look, and read the recorders, which costs more, at those at
-        which a thread is quiet.
+        """Count collectives at every look; read the recorders, which costs more, only if needed.
+
+        They are read if a thread is quiet, and READS times per timeout.
         """
-        due, compares = 0.0, False  # compares: the look before has read them too
+        due, compares = 0.0, False  # compares: the recorders were read at the look before too
         while not over.wait(self.look_s):
             before = self._recorded
             counts = count_enqueued(self.groups, before)
@@ -187,8 +189,9 @@ class Watchdog:
         return self._main_quiet.looks > 0 or (saves and self._saving_quiet.looks > 0)
 
     def _beat(self, over: threading.Event) -> None:
+        """At every look: examine long waits, publish this rank's record, warn of hangs."""
         assert self.heartbeats is not None
-        with suppress(RuntimeError):  # the store has gone with its process: it does not answer
+        with suppress(RuntimeError):  # the store's process is gone: it no longer answers
             while not over.wait(self.look_s):
                 waits = self.waits()
                 long = [
@@ -204,6 +207,7 @@ class Watchdog:
                 self._warn(self.heartbeats, waits)
 
     def _warn(self, heartbeats: Heartbeats, waits: Sequence[CollectiveWait]) -> None:
+        """Warn of hangs found in long waits; one rank of all prints each of them."""
         for wait in waits:
             finding = self._findings.get(wait.name)
             if finding is None or not finding.hangs or self._quiet_looks(wait) < WARNS:
@@ -212,25 +216,26 @@ class Watchdog:
                 self._alarms.warn(wait, finding.hangs)
 
     def _warn_of_store(self, waits: Sequence[CollectiveWait]) -> None:
-        """Of a store that does not answer; nobody can settle who does, so the first ranks do."""
+        """Warn of a store that does not answer, on the first ranks, as none can be elected."""
         for wait in waits:
             first = self.rank in sorted(wait.ranks)[:JUDGES]
             if first and self._unanswered >= MUTE and self._quiet_looks(wait) >= WARNS:
                 self._alarms.warn(wait, SILENCE)
 
     def _quiet_looks(self, wait: CollectiveWait) -> int:
-        """For how many looks the thread that is in this operation has come to nothing new."""
+        """Return the looks without progress of the thread that waits in this operation."""
         if wait.saves:
             return self._saving_quiet.looks
         return 0 if self.main.rests(self._under_way(self.main)) else self._main_quiet.looks
 
     def _watch(self, over: threading.Event, end: Callable[[int], object]) -> None:
+        """Report and end a stuck rank; this thread never blocks on the store or the recorders."""
         looked = time.monotonic()
         while not over.wait(self.look_s):
             before = looked
             looked = time.monotonic()
             if looked - before > SILENT * self.timeout_s:
-                self._awake = looked
+                self._awake = looked  # the whole process was stopped: waits count from here
             self._unanswered += 1
             self._look()
             waits = self.waits()
@@ -240,12 +245,13 @@ class Watchdog:
             if words := self.verdict():
                 self._said = True
                 print(words, file=sys.stderr, flush=True)
+                # time for the other ranks to print theirs before torchrun ends them
                 if not over.wait(self.timeout_s * GRACE):
                     end(EXIT_STUCK)
                 return
 
     def _look(self) -> None:
-        """Count for how long the threads of this rank are quiet, and see whether it works."""
+        """Update quiet times of this rank's threads, and whether it visibly works."""
         self._main_quiet.look(self.main.moves + self._news)
         self._saving_quiet.look(self.saving.moves + self._saving_news)
         if self._main_quiet.looks == 0:
@@ -255,7 +261,7 @@ class Watchdog:
             self._works = self._effort.look()
 
     def waits(self) -> list[CollectiveWait]:
-        """What this rank is in now, the longest first: collectives, or what its threads noted."""
+        """Return this rank's waits, longest first: collectives, or what its threads noted."""
         found = []
         for activity in (self.main, self.saving):
             own = self._under_way(activity)
@@ -277,20 +283,28 @@ class Watchdog:
         return CollectiveWait(str(each), seconds, ranks, collective=each, during=doing)
 
     def _in_saving(self) -> CollectiveWait:
-        """In a collective that the recorder has dropped, since training has had thousands."""
+        """Return the saving thread's wait in a collective that the recorder has dropped.
+
+        The recorder keeps the newest 2,000, and training may call more during a save.
+        """
         number = self._recorded.counts.get(SAVING, 0)
         seconds = time.monotonic() - self.saving.since
         return self._in_collective(
-            Collective(SAVING, "exchange", number, since=self.saving.began), seconds
+            Collective(SAVING, "collective", number, since=self.saving.began), seconds
         )
 
     def _in_action(self) -> CollectiveWait:
+        """Return the main thread's wait outside recorded collectives.
+
+        It may wait for pipeline P2P, for all ranks at a rendezvous, or within a graph's replay;
+        otherwise the ranks waited for are unknown.
+        """
         doing = self.main.doing
         seconds = self._still_s()
-        if exchanges := self.exchanges():
-            words = ", ".join(words for words, _ in exchanges[:SHOWN])
+        if pending := self.pending_p2p():
+            words = ", ".join(words for words, _ in pending[:SHOWN])
             return CollectiveWait(
-                doing, seconds, sorted({rank for _, rank in exchanges}), under_way=words
+                doing, seconds, sorted({rank for _, rank in pending}), under_way=words
             )
         everybody = range(self.heartbeats.world_size) if self.heartbeats else ()
         if self.main.meeting:
@@ -310,11 +324,12 @@ class Watchdog:
         return CollectiveWait(doing, seconds)
 
     def _still_s(self) -> float:
-        """Seconds for which the main thread has come to no other action or collective."""
+        """Return the seconds since the main thread's last new action or collective."""
         since = self.main.since if self.main.since < math.inf else 0.0
         return time.monotonic() - max(since, self._changed)
 
     def _record(self, waits: Sequence[CollectiveWait]) -> Record:
+        """Build this rank's heartbeat; of its waits it names the longest."""
         rests = self.main.rests(self._under_way(self.main))
         main = Doing(
             self.main.doing,
@@ -353,12 +368,12 @@ class Watchdog:
         )
 
     def _busy(self) -> str:
-        """How the main thread works; while it waits for a device that is in a collective, no."""
-        waits = self.spins and (self._under_way(self.main) or self.exchanges())
+        """Return how the main thread works; "" while it only spins for a device in a collective."""
+        waits = self.spins and (self._under_way(self.main) or self.pending_p2p())
         return "" if waits and self._works == COMPUTING else self._works
 
     def _ask(self, heartbeats: Heartbeats, wait: CollectiveWait) -> Finding | None:
-        """Who is missing in an operation; None: not known yet."""
+        """Return who is missing in an operation; None if not known yet."""
         unseen = wait.collective is None or wait.collective.group in (MEETINGS, REPLAYS)
         look = Look(heartbeats, wait, self.timeout_s, complete=self.spins and not unseen)
         if wait.key is None:
@@ -366,7 +381,7 @@ class Watchdog:
         return heartbeats.share(wait.key, look.find, SILENT * self.timeout_s)
 
     def verdict(self) -> str | None:
-        """What to say when the rank is stuck, otherwise None."""
+        """Return the report of a stuck rank, or None."""
         for wait in self.waits():
             if wait.seconds <= SAYS * self.timeout_s:
                 return None
@@ -378,7 +393,7 @@ class Watchdog:
         return None
 
     def _whom(self, wait: CollectiveWait) -> str | None:
-        """For whom it waits in vain, in words; None: it waits rightly."""
+        """Describe the ranks that it waits for in vain; None if the wait is justified."""
         if self.heartbeats is None or not wait.ranks:
             return ""
         if self._unanswered * self.look_s > SILENT * self.timeout_s:

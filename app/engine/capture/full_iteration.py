@@ -1,5 +1,6 @@
-"""One recording of a whole step: forwards, backwards, exchanges and reductions of all microbatches,
-and with `cuda_graph.optimizer` the update behind them.
+"""Full-iteration CUDA graph: all forwards, backwards, P2P and gradient reductions of a step.
+
+With `cuda_graph.optimizer` the graph also holds the update.
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ Found = TypeVar("Found")
 
 
 @dataclass(slots=True)
-class WholeStep(Generic[Given, Found]):
-    """`work` on a step's input, recorded when it is first called.
+class FullIteration(Generic[Given, Found]):
+    """`work` on a step's input, recorded at its first call and then replayed.
 
-    `in_graph` is entered around a recording and around every replay: what it does on the host
-    holds for both, while the work itself runs on the host only when it is recorded. What the work
-    returns lies in memory that the next call writes to again.
+    `in_graph` is entered around the recording and around every replay, for host state that both
+    need; the host runs the work itself only once. The next call overwrites what the work returned.
     """
 
     work: Callable[[Given], Found]
@@ -37,23 +37,24 @@ class WholeStep(Generic[Given, Found]):
     rebuild: Rebuild[Found] | None = None
 
     def __call__(self, step: Given) -> Found:
-        """Take in a step's input, and do the work."""
+        """Copy in a step's input and run the work."""
         with self.in_graph():
             return self._record_or_replay(step)
 
     def _record_or_replay(self, step: Given) -> Found:
+        # The recording is gone if the recorder was released, as when memory grows: record again.
         if any(known is self.recording for known in self.recorder.recordings):
             assert self.recording is not None
             self._load(step)
-            return self._whole(self.recording.replay())
+            return self._rebuilt(self.recording.replay())
         tensors, rebuild = flatten(step)
         buffers = (self.recorder.static.buffer(self.pool, nth) for nth in itertools.count())
-        places = zip(buffers, tensors, strict=False)
+        places = zip(buffers, tensors, strict=False)  # `buffers` is infinite
         self.input = rebuild([buffer(tensor).copy_(tensor) for buffer, tensor in places])
         self.recording, outputs = self.recorder.record(self._run, self.pool)
-        return self._whole(outputs)
+        return self._rebuilt(outputs)
 
-    def _whole(self, outputs: Sequence[Tensor]) -> Found:
+    def _rebuilt(self, outputs: Sequence[Tensor]) -> Found:
         assert self.rebuild is not None, "known since the recording"
         return self.rebuild(outputs)
 
