@@ -51,7 +51,7 @@ def test_it_pays_where_loads_are_uneven():
     assert (
         first == second == "the busiest rank had 1.83 times the mean rows of experts; with "
         "model.moe.dispatcher=static model.moe.echo.spares=2 it would have had 1.00 times, and a "
-        f"step would have been {1e3 * seconds:,.3g} ms shorter by estimate (docs/echo.md)"
+        f"step would have been {1e3 * seconds:,.3g} ms shorter by estimate (docs/moe.md)"
     )
 
 

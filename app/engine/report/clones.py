@@ -1,4 +1,4 @@
-"""At the end of a run: whether clones of hot experts would have paid (docs/echo.md)."""
+"""At the end of a run: whether clones of hot experts would have paid (docs/moe.md)."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def clones_would_pay(
     return (
         f"the busiest rank had {before:.2f} times the mean rows of experts; with "
         f"{' '.join(clones_overrides(run, SPARES))} it would have had {after:.2f} times, and "
-        f"a step would have been {1e3 * per_step:,.3g} ms shorter by estimate (docs/echo.md)"
+        f"a step would have been {1e3 * per_step:,.3g} ms shorter by estimate (docs/moe.md)"
     )
 
 
