@@ -3,7 +3,7 @@
     python scripts/plan_docs.py
 
 A `console` block that begins with the plan command is that and its output; a `bash` command with
-out=plan/<name> is followed by its picture, which is docs/<page>/<name>.svg.
+out=plan/<name> draws docs/<page>/<name>.svg.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from app.cli.plan import main
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, README = ROOT / "docs", ROOT / "README.md"
 TEXTS = (README, DOCS / "tutorial.md", DOCS / "planning.md")  # pages without pictures
-PAGES = {"schedules": "timeline", "parallelism": "layout"}  # page -> the picture that it shows
+PAGES = ("parallelism",)  # pages with pictures
+DRAWN = {"groups": "layout", "schedule": "timeline"}  # what= -> the picture of that name
 CONSOLE = re.compile(r"```console\n\$ (python -m app\.cli\.plan .*)\n(?:.*\n)*?```")
-PICTURE = re.compile(r"^python -m app\.cli\.plan .*out=plan/(\w+).*$", re.MULTILINE)
+PICTURE = re.compile(
+    r"^python -m app\.cli\.plan what=(?P<what>\w+) out=plan/(?P<name>\w+).*$", re.MULTILINE
+)
 
 
 def printed(line: str) -> str:
@@ -42,19 +45,20 @@ def refreshed(text: str) -> str:
     return CONSOLE.sub(lambda block: f"```console\n$ {block[1]}\n{printed(block[1])}```", text)
 
 
-def refresh(name: str, picture: str) -> None:
+def refresh(name: str) -> None:
     """Rewrite a page and its pictures."""
     page = DOCS / f"{name}.md"
     page.write_text(refreshed(page.read_text()))
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for command in PICTURE.finditer(page.read_text()):
-            said, drawn = printed(command[0]), Path(f"plan/{command[1]}/{picture}.svg")
+            what, picture = command["what"], command["name"]
+            said, drawn = printed(command[0]), Path(f"plan/{picture}/{DRAWN[what]}.svg")
             assert drawn.exists(), said
-            shutil.copy(drawn, DOCS / f"{name}/{command[1]}.svg")
+            shutil.copy(drawn, DOCS / f"{name}/{picture}.svg")
 
 
 if __name__ == "__main__":
     for text in TEXTS:
         text.write_text(refreshed(text.read_text()))
-    for name, picture in PAGES.items():
-        refresh(name, picture)
+    for name in PAGES:
+        refresh(name)
