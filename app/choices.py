@@ -71,7 +71,7 @@ class Balance(Enum):
 
 
 class ScheduleName(Enum):
-    """Order of forwards and backwards within a step; docs/schedules.md shows each."""
+    """Order of forwards and backwards within a step; docs/parallelism.md shows each."""
 
     # none without pipeline ranks, 1f1b with one stage per rank, interleaved with several
     auto = "auto"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What clones of hot experts (docs/echo.md) cost and bring on two GPUs of one host: a layer piece by
+# What clones of hot experts (docs/moe.md) cost and bring on two GPUs of one host: a layer piece by
 # piece, graphs equal to eager, then steps at forced balance, at even loads and at three skews.
 #   bash bench/echo.sh [FOLDER for results, default bench/results] [short]
 # short: only what they cost where there is nothing to clone, by piece and in steps.

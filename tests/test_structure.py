@@ -115,15 +115,12 @@ def test_the_rule_on_circles_can_fail():
         TopologicalSorter({"report": {"page"}, "page": {"report"}}).prepare()
 
 
-def test_every_folder_is_in_the_readme():
-    rooms = {path.parent.relative_to(ROOT / "app") for path in SOURCES} - {Path()}
-    drawn = (ROOT / "README.md").read_text().partition("## The house")[2].partition("```")[2]
-    named, above = set(), ""
-    for line in drawn.partition("```")[0].splitlines():
-        above = found[1] if (found := re.match(r"app/(\w+)/", line)) else above
-        inside = re.findall(r" {2,}(\w+)/ ", line) if line.startswith(" ") else []
-        named |= {above, *(f"{above}/{name}" for name in inside)}
-    assert sorted({str(room) for room in rooms} - named) == []
+def test_code_layout_names_every_folder():
+    page = (ROOT / "docs/architecture.md").read_text()
+    block = page.partition("## Code layout")[2].partition("```")[2].partition("```")[0]
+    named = re.findall(r"^(app/(?:\w+/)*) {2,}\S", block, re.MULTILINE)
+    folders = {f"{path.parent.relative_to(ROOT)}/" for path in SOURCES}
+    assert sorted(named) == sorted(folders)
 
 
 def test_planning_does_not_load_torch():

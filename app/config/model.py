@@ -45,7 +45,7 @@ class StaticConfig:
 
 @dataclass(frozen=True)
 class EchoConfig:
-    """Elastic cloning of hot experts (docs/echo.md), for dispatcher=static."""
+    """Elastic cloning of hot experts (docs/moe.md), for dispatcher=static."""
 
     spares: int = 0  # slots of a rank for experts of others; 0: off
     # which experts get clones, and where

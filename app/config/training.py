@@ -52,7 +52,7 @@ class OptimConfig:
     clip_norm: float = 1.0  # largest global gradient norm; 0: no clipping
     # sum gradients over data-parallel ranks beside the last backward of a step
     overlap_grads: bool = True
-    # add gradients of experts of two microbatches by one product (docs/optimizer.md)
+    # add gradients of experts of two microbatches by one GEMM (docs/architecture.md)
     pair_expert_grads: bool = False
     overlap_params: bool = True  # bring updated parameters together beside what follows the update
     # parameters that are summed and brought together as one; null: 40 million, or 1 million × dp

@@ -19,7 +19,7 @@ the price is 0, and the target the average rounded up:
   the target has an expert with more than 1/L of it, and s of those fill any room there is. What a
   giver lacks then is less than the room that it filled.
 
-Against the smallest possible load see docs/echo.md.
+Against the smallest possible load see docs/moe.md.
 
 Shapes: R ranks · E experts, L of each rank · S slots, s of each rank · C candidates.
 """

@@ -39,15 +39,3 @@ def test_what_is_named_exists(page: Path):
 def test_a_name_that_does_not_exist_is_found():
     assert exists("app.plan.plan.Plan.actions") and exists("app.cli.plan")
     assert not exists("app.plan.plan.Plan.nothing") and not exists("app.nowhere.plan")
-
-
-def test_how_to_add_names_what_each_part_touches():
-    _, *parts = (ROOT / "docs/how-to-add.md").read_text().split("\n## ")
-    named = {part.splitlines()[0]: {*NAME.findall(part), *PATH.findall(part)} for part in parts}
-    assert {"A dispatcher", "A schedule", "A captured scope", "A data source"} <= set(named)
-    assert all(len(names) >= 7 for names in named.values())
-
-
-def test_the_architecture_names_functions_all_along():
-    ways = (ROOT / "docs/architecture.md").read_text().split("\n## ")[1:]
-    assert len(ways) == 4 and all(len(set(NAME.findall(way))) >= 7 for way in ways)

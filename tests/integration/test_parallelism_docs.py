@@ -1,27 +1,32 @@
-"""docs/parallelism.md: its commands run, print and draw what it shows, and its figures and lists
-are those of the code.
+"""docs/parallelism.md: its commands print and draw what it shows, its numbers are those of plans
+and of bench/results.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from app.cli.plan import main
 from app.cli.plan_views.layout_picture import save_layout
-from app.errors import ConfigError
+from app.cli.plan_views.timeline_picture import title
+from app.plan.formatting import figures
 from app.plan.layout import ParallelLayout
-from app.plan.plan import Plan
+from app.plan.pipeline.timeline import simulate
+from app.plan.plan import GIB, Plan
+from app.plan.schedule import build_schedule, v_shaped
 from scripts.plan_docs import CONSOLE, PICTURE, refreshed
-from tests.processes.layouts import CHOICES
 from tests.test_config import load
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = (ROOT / "docs/parallelism.md").read_text()
-PICTURES = {match[1]: match[0] for match in PICTURE.finditer(DOCS)}
+PICTURES = {match["name"]: match for match in PICTURE.finditer(DOCS)}
+LAYOUTS = [name for name, match in PICTURES.items() if match["what"] == "groups"]
 WIDE = (
     "model=mixtral_8x7b",
     "precision=bf16",
@@ -29,10 +34,20 @@ WIDE = (
     "train.micro_batch=1",
     "train.global_batch=8",
 )
+CHUNKS = {"interleaved": 2, "zero_bubble_v": 2}
+FORMULAS = {  # with p = 4 pipeline ranks, M = 8 microbatches, v = 2 stages per rank
+    "gpipe": ("(p − 1)/(M + p − 1)", 3 / 11),
+    "1f1b": ("the same", 3 / 11),
+    "interleaved": ("(p − 1)/(vM + p − 1)", 3 / 19),
+    "zero_bubble_h1": ("(p − 1)/(3M + p − 1)", 3 / 27),
+    "zero_bubble_v": ("(p − 1)/(6M + p − 1)", 3 / 51),
+}
 
 
-def overrides(line: str) -> list[str]:
-    return [word for word in shlex.split(line)[3:] if not word.startswith(("what=", "out="))]
+def overrides(name: str) -> list[str]:
+    """Those of the command that draws a picture."""
+    words = shlex.split(PICTURES[name][0])[3:]
+    return [word for word in words if not word.startswith(("what=", "out="))]
 
 
 def drawn(svg: str) -> tuple[list[str], list[str], list[int]]:
@@ -54,48 +69,54 @@ def volumes(*more: str) -> dict[str, int]:
     return {kind.name: kind.bytes for kind in Plan(load(*more)).traffic}
 
 
-def test_every_layout_has_its_picture():
-    assert list(PICTURES) == ["tp2", "tp2pp2", "cp2", "cp4", "ep4", "ep2etp2", "tp2ep4", "folded"]
-    assert {path.stem for path in (ROOT / "docs/parallelism").iterdir()} == set(PICTURES)
-    assert all(f"![{name}](parallelism/{name}.svg)" in DOCS for name in PICTURES)
+def rows_of(heading: str, name: str) -> list[list[str]]:
+    """Cells behind the first one, of the rows of a schedule behind some text of the page."""
+    page = DOCS.partition(heading)[2]
+    pattern = rf"^\| `{name}`(?:, `parallel\.vpp=2`)? \| (.*) \|$"
+    return [row.split(" | ") for row in re.findall(pattern, page, re.MULTILINE)]
 
 
-@pytest.mark.parametrize("name", PICTURES)
-def test_the_pictures_are_of_today(tmp_path: Path, name: str):
-    """scripts/plan_docs.py draws them anew."""
-    svg = save_layout(Plan(load(*overrides(PICTURES[name]))), tmp_path)[0].read_text()
+def test_page_shows_every_picture():
+    files = {path.stem for path in (ROOT / "docs/parallelism").iterdir()}
+    assert files == set(PICTURES) == set(re.findall(r"!\[\w+\]\(parallelism/(\w+)\.svg\)", DOCS))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_pictures_are_current(tmp_path: Path, name: str):
+    """scripts/plan_docs.py redraws them."""
+    svg = save_layout(Plan(load(*overrides(name))), tmp_path)[0].read_text()
     assert drawn(svg) == drawn((ROOT / f"docs/parallelism/{name}.svg").read_text())
 
 
-def test_a_command_draws_what_is_shown(
+def test_command_draws_its_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    assert main(shlex.split(PICTURES["tp2"])[3:]) == 0
+    assert main(shlex.split(PICTURES["tp2pp2"][0])[3:]) == 0
     assert (
-        capsys.readouterr().out.endswith("plan/tp2/timeline.png\n")
-        and (tmp_path / "plan/tp2/layout.svg").exists()
+        capsys.readouterr().out.endswith("plan/tp2pp2/timeline.png\n")
+        and (tmp_path / "plan/tp2pp2/layout.svg").exists()
     )
 
 
 @pytest.mark.parametrize("block", list(CONSOLE.finditer(DOCS)), ids=lambda block: block[1])
-def test_the_page_shows_what_comes_out(block: re.Match[str]):
-    """scripts/plan_docs.py puts it in anew."""
+def test_console_blocks_show_what_is_printed(block: re.Match[str]):
+    """scripts/plan_docs.py refreshes them."""
     assert refreshed(block[0]).splitlines() == block[0].splitlines()
 
 
-def test_refused_layouts_have_a_nearest_one():
+def test_refused_layouts_name_a_nearest_one():
     said = [
         block[0].splitlines()[2]
         for block in CONSOLE.finditer(DOCS)
         if "what=groups" not in block[1]
     ]
-    assert len(said) >= 8 and all(
+    assert len(said) >= 5 and all(
         line.startswith("plan: ") and "; nearest that works: " in line for line in said
     )
 
 
-def test_the_examples_of_folding():
+def test_folding_examples():
     layout = ParallelLayout(16, tp=4, pp=2, ep=4, etp=1)
     assert (
         layout.groups("dp")[:4]
@@ -112,21 +133,15 @@ def test_the_examples_of_folding():
 
 
 def test_null_etp_is_tp():
-    with pytest.raises(ConfigError):
-        load(*(word for word in overrides(PICTURES["tp2ep4"]) if word != "parallel.etp=1"))
-    assert load(
-        *(
-            word
-            for word in overrides(PICTURES["tp2ep4"])
-            if "ep=4" not in word and "etp" not in word
-        ),
-        "parallel.ep=2",
-    )
+    words = overrides("folded")
+    unset = [word for word in words if word != "parallel.etp=1"]
+    degrees = [Plan(load(*each)).layout.sizes(True)["etp"] for each in (words, unset)]
+    assert degrees == [1, 2]
 
 
-def test_bytes_of_what_runs_where():
-    """The page's table, for Mixtral's 32 layers: hidden width 4096, 32 query and 8 key/value
-    heads of width 128, K = 2.
+def test_traffic_formulas_are_those_of_plans():
+    """For Mixtral's 32 layers: hidden width 4096, 32 query and 8 key/value heads of width 128,
+    K = 2.
     """
     degrees = ("parallel.tp=2", "parallel.cp=2", "parallel.dp=2", "parallel.ep=2", "parallel.etp=2")
     plan = Plan(load(*WIDE, *degrees))
@@ -144,7 +159,7 @@ def test_bytes_of_what_runs_where():
     assert traded == microbatches * 32 * 2 * (cp - 1) * h * 2 * (32 + 8) * 128 // 4096 // cp
 
 
-def test_trading_heads_sends_less_than_gathering_keys_when_the_page_says_so():
+def test_all_to_all_sends_less_from_cp_8_on():
     sends = {
         (cp, how): volumes(
             "model=llama3_8b",
@@ -161,25 +176,65 @@ def test_trading_heads_sends_less_than_gathering_keys_when_the_page_says_so():
     )
 
 
-def test_what_is_proved_are_the_choices_of_the_tests():
-    rows = re.findall(r"^\| (\w+) \| ([\w, ]+) \|$", DOCS.partition("## Proved")[2], re.MULTILINE)
-    table = {name: values for name, values in rows if name in CHOICES}
-    assert table == {name: ", ".join(map(str, values)) for name, values in CHOICES.items()}
+@cache
+def planned(name: str, sequences: int = 8) -> Plan:
+    """Plan of a schedule, with the model and batch of the page's commands."""
+    words = [
+        word
+        for word in overrides("1f1b")
+        if not word.startswith(("schedule=", "train.global_batch="))
+    ]
+    vpp = f"parallel.vpp={CHUNKS.get(name, 1)}"
+    return Plan(load(*words, f"schedule={name}", vpp, f"train.global_batch={sequences}"))
 
 
-def test_what_the_page_points_to_exists():
-    for path in re.findall(r"`((?:app|tests)/[\w/]+\.py)`", DOCS):
-        assert (ROOT / path).is_file(), path
-    for link in re.findall(r"\]\((?!https?:)([^)#]+)", DOCS):
-        assert (ROOT / "docs" / link).is_file(), link
-    for number in (
-        "1909.08053",
-        "2205.05198",
-        "2309.14509",
-        "2407.21783",
-        "2504.14960",
-        "1910.02054",
-        "2411.09009",
-    ):
-        assert f"https://arxiv.org/abs/{number}" in DOCS
-    assert "docs/parallelism.md" in (ROOT / "README.md").read_text()
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_schedule_tables_are_as_computed_and_planned(name: str):
+    text, share = FORMULAS[name]
+    lists = build_schedule(name, 4, 8, CHUNKS.get(name, 1))
+    assert simulate(lists, v_shape=v_shaped(name)).bubble_fraction == pytest.approx(share)
+    plan = planned(name)
+    in_flight = str(plan.timeline.peak_in_flight[0]) + (" halves" if name in CHUNKS else "")
+    gib = f"{plan.busiest.total / GIB:.0f}"
+    bubbles = [percent(planned(name, sequences).timeline.bubble_fraction) for sequences in (8, 32)]
+    formulas, plans, *_ = rows_of("## Schedules", name)
+    assert formulas[1:] == [text, percent(share)]
+    assert plans == [
+        bubbles[0], figures(plan.timeline.makespan * 1e3), in_flight, gib, bubbles[1]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in PICTURES if name not in LAYOUTS])
+def test_schedule_pictures_are_current(name: str):
+    """scripts/plan_docs.py redraws them."""
+    svg = (ROOT / f"docs/parallelism/{name}.svg").read_text()
+    assert title(planned(name)) in svg and len(svg) < 2**18
+
+
+def two(gib: float) -> str:
+    """Two digits; halves, which floats miss, go up."""
+    return f"{gib + 1e-9:.2f}"
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("pipeline", False), ("layouts", True)])
+def test_measured_tables_are_as_recorded(name: str, gpus: bool):
+    lines = (ROOT / f"bench/results/{name}.jsonl").read_text().splitlines()
+    recorded = {
+        (f"{row['step_ms']:.0f}", two(row["peak_gib"]), two(row["planned_gib"]))
+        for row in map(json.loads, lines)
+        if "peak_gib" in row
+    }
+    if gpus:
+        cells = re.findall(
+            r"^\| [^|]+ \| \d \| (\d+) \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \|$", DOCS, re.MULTILINE
+        )
+        shown = {(ms, peak, plan) for ms, plan, peak in cells}
+    else:
+        shown = set(
+            re.findall(r"^\| [^|]+ \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", DOCS, re.MULTILINE)
+        )
+    assert len(shown) >= 6 and shown - recorded == set()

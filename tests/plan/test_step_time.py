@@ -232,7 +232,7 @@ def test_a_step_is_its_pipeline_and_what_follows():
 
 
 def test_loads_of_fresh_routers():
-    """Two ranks with 64 of 128 experts each had 1.07 (docs/echo.md); never more than planned."""
+    """Two ranks with 64 of 128 experts each had 1.07 (docs/moe.md); never more than planned."""
     moe = MoEConfig(num_experts=128, top_k=8, ffn_hidden_size=64)
     two = {"parallel": ParallelConfig(dp=2, ep=2), "cuda_graph": CudaGraphConfig()}
     run = run_of(model=dataclasses.replace(MODEL, moe=moe), **two)

@@ -53,7 +53,7 @@ def test_it_pays_where_loads_are_uneven():
         == second
         == "the busiest rank had 1.83 times the mean number of dispatched tokens; with "
         "model.moe.dispatcher=static model.moe.echo.spares=2 it would have had 1.00 times, and a "
-        f"step would have been an estimated {1e3 * seconds:,.3g} ms shorter (docs/echo.md)"
+        f"step would have been an estimated {1e3 * seconds:,.3g} ms shorter (docs/moe.md)"
     )
 
 

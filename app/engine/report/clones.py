@@ -1,4 +1,4 @@
-"""Estimate at the end of a run whether clones of hot experts would have paid (docs/echo.md)."""
+"""Estimate at the end of a run whether clones of hot experts would have paid (docs/moe.md)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def clones_would_pay(
     return (
         f"the busiest rank had {before:.2f} times the mean number of dispatched tokens; with "
         f"{' '.join(clones_overrides(run, SPARES))} it would have had {after:.2f} times, and "
-        f"a step would have been an estimated {1e3 * per_step:,.3g} ms shorter (docs/echo.md)"
+        f"a step would have been an estimated {1e3 * per_step:,.3g} ms shorter (docs/moe.md)"
     )
 
 

@@ -12,7 +12,7 @@ from app.plan.model.experts import ExpertWeights
 from app.plan.trace.parts import BYTES
 
 # seconds of a layer and microbatch that planning, barriers and launches take, forward and backward,
-# where nothing is cloned: measured on two H200s (docs/echo.md)
+# where nothing is cloned: measured on two H200s (docs/moe.md)
 OVERHEAD = 113e-6
 
 

@@ -35,9 +35,9 @@ from app.plan.trace.stage import fold_stages
 from app.plan.trace.trace import ForwardTrace, Operation, Work
 
 # standard deviation of experts' loads over their mean, of routers at the start of a training: with
-# 128 experts on two ranks the busier one had 1.07 times the mean (docs/echo.md)
+# 128 experts on two ranks the busier one had 1.07 times the mean (docs/moe.md)
 SPREAD = 1.0
-CLONED_LOAD = 1.03  # of the busiest rank where hot experts have clones (docs/echo.md)
+CLONED_LOAD = 1.03  # of the busiest rank where hot experts have clones (docs/moe.md)
 # forward phases whose launches an idle GPU waits for behind a wait of the host
 BEHIND_WAIT = (PhaseName.preprocess, PhaseName.dispatch)
 

@@ -332,7 +332,7 @@ def _dispatch_parts(
     alive: int,
 ) -> Iterator[MemoryPart]:
     """What a static dispatcher holds, and what a step needs beyond others when it is taken again
-    with memory for more rows (docs/moe-dispatch.md). `alive`: bytes at the peak of other steps.
+    with memory for more rows (docs/moe.md). `alive`: bytes at the peak of other steps.
     """
     dispatcher = run_dispatcher(run, layout)
     if not isinstance(dispatcher, PlannedStatic):

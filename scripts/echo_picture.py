@@ -1,7 +1,6 @@
-"""Draw the pictures of docs/echo.md: the plans of one example, as `app.moe.echo` makes them, and
-the charts of scripts/echo_charts.py.
+"""Draw docs/echo-plan.svg: plans of ECHO for one example, as `app.moe.echo` makes them.
 
-    python scripts/echo_pictures.py
+python scripts/echo_picture.py
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from matplotlib.patches import Patch, Rectangle
 from app.choices import CloneAlgorithm
 from app.cli.plan_views.pictures import ink, save_picture, whitened
 from app.moe.echo import plan_clones
-from scripts.echo_charts import charts
 
 ROOT = Path(__file__).resolve().parent.parent
 LOADS = ((50, 100, 150, 200), (20, 40, 60, 170), (30, 20, 40, 50), (10, 25, 15, 20))
@@ -29,16 +27,10 @@ EDGE, FREE = "#666666", "#F4F4F4"
 
 
 def main() -> None:
-    """Draw them all."""
+    """Draw it."""
     with tempfile.TemporaryDirectory() as folder:
-        for name, picture in pictures().items():
-            svg = save_picture(picture, Path(folder), name)[0]
-            (ROOT / f"docs/{name}.svg").write_text(svg.read_text())
-
-
-def pictures() -> dict[str, Figure]:
-    """By the name of their file."""
-    return {"echo-plan": plan_picture(), **charts()}
+        svg = save_picture(plan_picture(), Path(folder), "echo-plan")[0]
+        (ROOT / "docs/echo-plan.svg").write_text(svg.read_text())
 
 
 def plan_picture() -> Figure:
