@@ -19,12 +19,12 @@ from torch import Tensor
 from app.choices import CloneAlgorithm
 from app.kernels.clones import plan as planner
 from app.kernels.clones import reroute as kernels
-from app.kernels.clones.exact import exact_clones
 from app.kernels.clones.slots import PRIORITIES
+from app.kernels.clones.target_search import search_clones
 from app.kernels.common import usable
 from app.kernels.expert_rows import count_choices as kernel_counts
-from app.moe.exact_clones import exact_slots
 from app.moe.permute import sort_by_expert
+from app.moe.target_search import search_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,8 @@ def plan_slots(
     _check_sizes(ranks, experts, spares_per_rank, algorithm=known)
     threshold = min(threshold, ranks)  # no rank can have more, and integers end somewhere
     if counts_RE.is_cuda and usable():
-        if known is CloneAlgorithm.exact:
-            return ClonePlan(*exact_clones(counts_RE, spares_per_rank, threshold, sums_4=sums_4))
+        if known is CloneAlgorithm.target_search:
+            return ClonePlan(*search_clones(counts_RE, spares_per_rank, threshold, sums_4=sums_4))
         packs = known is CloneAlgorithm.approx_bin_packing
         return ClonePlan(
             *planner.plan_clones(
@@ -150,12 +150,12 @@ def follow_plan(experts_TK: Tensor, plan: ClonePlan, rank: int, counts_CE: Tenso
     ends_P = torch.cat((gone_ES, stays_E[:, None]), dim=1).flatten().cumsum(0)
     row_of_TK = sort_by_expert(experts_TK, experts, drops=True).row_of_TK
     slot_TK = torch.searchsorted(ends_P, row_of_TK, right=True) % (slots + 1)
-    home_TK = experts_TK.long()
+    chosen_TK = experts_TK.long()
     local, spares = experts // ranks, slots // ranks
-    own_TK = home_TK // local * (local + spares) + home_TK % local
+    own_TK = chosen_TK // local * (local + spares) + chosen_TK % local
     clone_TK = slot_TK // spares * (local + spares) + local + slot_TK % spares
     all_TK = torch.where(slot_TK < slots, clone_TK, own_TK)
-    return all_TK.masked_fill(home_TK >= experts, ranks * (local + spares))
+    return all_TK.masked_fill(chosen_TK >= experts, ranks * (local + spares))
 
 
 def _slots(
@@ -167,11 +167,11 @@ def _slots(
     room_R = (average - load_R).clamp(min=0)
     spill_E = _spill(load_RL, average)
     limit = average + (average.float() * threshold).floor().long()
-    if algorithm is CloneAlgorithm.exact:
+    if algorithm is CloneAlgorithm.target_search:
         others = [_greedy(spill_E, room_R, spares)]
         if spares == 1:
             others.append(_packed(spill_E, room_R, average))
-        return exact_slots(load_RL, spares, limit - average, others=others)
+        return search_slots(load_RL, spares, limit - average, others=others)
     if algorithm is CloneAlgorithm.approx_bin_packing:
         expert_S, moved_S = _packed(spill_E, room_R, average)
     else:
@@ -233,16 +233,16 @@ def _packed(spill_E: Tensor, room_R: Tensor, average: Tensor) -> tuple[Tensor, T
     return expert_E[nth_R][place_R], moved_R[place_R]
 
 
-def _needed(home_S: Tensor, moved_S: Tensor, load_R: Tensor, limit: Tensor) -> Tensor:
+def _needed(owner_S: Tensor, moved_S: Tensor, load_R: Tensor, limit: Tensor) -> Tensor:
     """Which slots must be filled so that no rank has more than `limit`: bool [S]."""
     slots = torch.arange(len(moved_S), device=moved_S.device)
     before_SS = (moved_S[:, None] < moved_S) | (
         (moved_S[:, None] == moved_S) & (slots[:, None] <= slots)
     )
-    same_SS = home_S[:, None] == home_S
+    same_SS = owner_S[:, None] == owner_S
     stays_S = (moved_S[:, None] * (before_SS & same_SS)).sum(dim=0)
-    left_R = load_R.scatter_add(0, home_S, -moved_S)
-    return (left_R[home_S] + stays_S > limit) | (left_R > limit).any()
+    left_R = load_R.scatter_add(0, owner_S, -moved_S)
+    return (left_R[owner_S] + stays_S > limit) | (left_R > limit).any()
 
 
 def _sources(counts_RE: Tensor, expert_S: Tensor, moved_S: Tensor) -> Tensor:
@@ -260,9 +260,11 @@ def _sources(counts_RE: Tensor, expert_S: Tensor, moved_S: Tensor) -> Tensor:
 
 
 def _known(algorithm: CloneAlgorithm | str) -> CloneAlgorithm:
+    if isinstance(algorithm, CloneAlgorithm):
+        return algorithm
     try:
-        return CloneAlgorithm(algorithm)
-    except ValueError:
+        return CloneAlgorithm[algorithm]  # by name, which knows the alias `exact` as well
+    except KeyError:
         raise ValueError(
             f"algorithm={algorithm!r}: must be one of {', '.join(a.value for a in CloneAlgorithm)}"
         ) from None

@@ -26,7 +26,7 @@ WARPS = 4  # of a candidate
 LAST_WARPS = 2  # of the program that takes the best
 
 
-def exact_clones(
+def search_clones(
     counts_RE: Tensor, spares: int, threshold: float, sums_4: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `app.kernels.clones.plan.plan_clones`."""
@@ -111,8 +111,8 @@ def _try(
     at = rank[:, None] * experts + expert[None, :]
     there = (rank < ranks)[:, None] & (expert < experts)[None, :]
     load = tl.sum(tl.load(counts + at, mask=there, other=0), axis=0)
-    at_home = rank[:, None] == (expert // local)[None, :]
-    rank_load = tl.sum(tl.where(at_home, load[None, :], 0), axis=1)
+    at_owner = rank[:, None] == (expert // local)[None, :]
+    rank_load = tl.sum(tl.where(at_owner, load[None, :], 0), axis=1)
     total = tl.sum(load, axis=0)
     average = total // ranks
     price = (average.to(tl.float32) * threshold).to(tl.int64)
@@ -300,8 +300,8 @@ def _take_best(
     rank, expert = tl.arange(0, R)[:, None], tl.arange(0, E)
     there = (rank < ranks) & (expert < experts)[None, :]
     load = tl.sum(tl.load(counts + rank * experts + expert[None, :], mask=there, other=0), axis=0)
-    at_home = rank == (expert // (experts // ranks))[None, :]
-    rank_load = tl.sum(tl.where(at_home, load[None, :], 0), axis=1)
+    at_owner = rank == (expert // (experts // ranks))[None, :]
+    rank_load = tl.sum(tl.where(at_owner, load[None, :], 0), axis=1)
     average = tl.sum(load, axis=0) // ranks
     price = (average.to(tl.float32) * threshold).to(tl.int64)
     uneven = tl.max(rank_load, axis=0) > average + price  # else no candidate has been tried

@@ -29,10 +29,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from app.kernels.clones import exact as kernels
+from app.kernels.clones import target_search as kernels
 
 
-def exact_slots(
+def search_slots(
     load_RL: Tensor, spares: int, price: Tensor, others: list[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     """Expert and tokens of each slot, [S]; any expert where there are no tokens: the best of all
@@ -78,7 +78,7 @@ def _filled(
     ranks, local = load_RL.shape
     count, slots = len(target_C), ranks * spares
     target_C1, passes_on_C1, fits_C1 = target_C[:, None], passes_on_C[:, None], fits_C[:, None]
-    home_E = torch.arange(ranks * local, device=load_RL.device) // local
+    owner_E = torch.arange(ranks * local, device=load_RL.device) // local
     left_CE = load_RL.flatten().repeat(count, 1)
     load_CR = load_RL.sum(dim=1).repeat(count, 1)
     free_CR = torch.full_like(load_CR, spares)
@@ -90,7 +90,7 @@ def _filled(
         room_C1, over_C1 = room_CR.gather(1, host_C1), over_CR.gather(1, giver_C1)
         more_C1 = passes_on_C1 & (over_CR.sum(dim=1, keepdim=True) > over_C1)
         wanted_C1 = torch.where(more_C1, room_C1, torch.minimum(room_C1, over_C1))
-        own_CE = torch.where(home_E == giver_C1, left_CE, -1)
+        own_CE = torch.where(owner_E == giver_C1, left_CE, -1)
         order_CE = torch.where(fits_C1 & (own_CE >= wanted_C1), kernels.FIRST - own_CE, own_CE)
         expert_C1 = order_CE.argmax(dim=1, keepdim=True)
         moved_C1 = torch.minimum(wanted_C1, left_CE.gather(1, expert_C1))
