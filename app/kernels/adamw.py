@@ -1,7 +1,7 @@
 """AdamW (Loshchilov & Hutter 2019) on a flat shard in one pass over its memory: what is rounded to
 the parameters' type is written with the fp32 values that it comes from.
 
-Shapes: N elements of the shard, in which P pieces of at most CHUNK elements are updated. In
+Shapes: N elements of the shard, in which P slices of at most CHUNK elements are updated. In
 kernels: BLOCK elements at a time.
 """
 
@@ -40,15 +40,15 @@ def update_rates(lr: float, weight_decay: float, device: torch.device) -> Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class Slices:
     """What of a shard is updated, and where weights decay."""
 
     table_P3: Tensor  # int64, on the device: first element, end, whether its weights decay
     alignment: int  # elements: a common divisor of all firsts
 
     @classmethod
-    def of(cls, ranges: Iterable[tuple[int, int, bool]], device: torch.device) -> Pieces:
-        """Of ranges of elements, cut into pieces."""
+    def of(cls, ranges: Iterable[tuple[int, int, bool]], device: torch.device) -> Slices:
+        """Of ranges of elements, cut into slices."""
         rows = [
             (first, min(first + CHUNK, stop), int(decays))
             for start, stop, decays in ranges
@@ -64,7 +64,7 @@ def adamw_update(
     moments: tuple[Tensor, Tensor],
     *,
     rounded_N: Tensor | None,
-    pieces: Pieces,
+    slices: Slices,
     rates_2: Tensor,
     step: Tensor,
     divisor: Tensor,
@@ -77,13 +77,13 @@ def adamw_update(
     What differs between updates is read on the device, so that one that is captured can be
     replayed: `rates_2` are those of `update_rates`; `step`, `divisor` and `skip` are fp32 scalars,
     and `step` counts the updates before this one. Gradients are fp32, bf16 or fp16. Elements
-    outside of the pieces stay as they are.
+    outside of the slices stay as they are.
     """
-    if not len(pieces.table_P3):
+    if not len(slices.table_P3):
         return
     exp_avg_N, exp_avg_sq_N = moments
-    _adamw[(len(pieces.table_P3),)](
-        pieces.table_P3,
+    _adamw[(len(slices.table_P3),)](
+        slices.table_P3,
         main_N,
         grad_N,
         exp_avg_N,
@@ -100,7 +100,7 @@ def adamw_update(
         log1=log(settings.beta1) if settings.beta1 else -1e4,
         log2=log(settings.beta2) if settings.beta2 else -1e4,
         eps=settings.eps,
-        ALIGNMENT=pieces.alignment,
+        ALIGNMENT=slices.alignment,
         BLOCK=BLOCK,
         num_warps=WARPS,
     )

@@ -4,7 +4,7 @@ transports share the arithmetic, bit for bit.
 
 Sums (`app.kernels.peer_sums`) are fp32 in a fixed order. Rows that no choice has are neither read
 nor written. Nothing here waits for other ranks: what is read has to be there. What is written may
-be written `in_8` bits besides, as `app.kernels.fp8.quantise` would read it again.
+be written `fp8_rows` bits besides, as `app.kernels.fp8.quantise` would read it again.
 
 Shapes: P ranks with T tokens each · N = P·T tokens, in rank order · K experts per token · D width ·
 R rows here, R as the row of a choice meaning that it has none · L experts of a rank. `addresses_P`
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from app.kernels.common import jit, tl
-from app.kernels.fp8.quantise import InEight, in_eight, reciprocal, scale_for
+from app.kernels.fp8.quantise import Fp8Rows, in_fp8, reciprocal, scale_for
 from app.kernels.tiling import block_of, cdiv, row_columns, row_warps
 
 WIDE_BLOCK = 4096  # where a program has all columns, a block at a time
@@ -44,7 +44,7 @@ def pull_rows(
     width: int,
     dtype: torch.dtype,
     rank: int = 0,
-    in_8: InEight | None = None,
+    fp8_rows: Fp8Rows | None = None,
 ) -> Tensor:
     """rows[row_of[n, k]] = the row of token n: [R, D]. Each token is read once, if it has a row.
 
@@ -52,10 +52,10 @@ def pull_rows(
     """
     rows_RD = torch.empty(num_rows, width, dtype=dtype, device=row_of_NK.device)
     grid, block, warps = row_columns(len(row_of_NK), width)
-    if in_8 is not None:  # whose scales are of all columns
+    if fp8_rows is not None:  # whose scales are of all columns
         grid, block = (len(row_of_NK), 1), block_of(width)
         warps = row_warps(block, 16)
-    data_RD, factors_R = (None, None) if in_8 is None else in_8
+    data_RD, factors_R = (None, None) if fp8_rows is None else fp8_rows
     _pull[grid](
         addresses=addresses_P,
         row_of=row_of_NK,
@@ -81,7 +81,7 @@ def pull_gradients(
     row_of_NK: Tensor,
     dots_addresses_P: Tensor,
     rank: int = 0,
-    in_8: InEight | None = None,
+    fp8_rows: Fp8Rows | None = None,
 ) -> Tensor:
     """Gradients of the sums that `push_sums` writes, g of token n at its address. Of the rows:
     probs[n, k] · g[n], rounded once, [R, D]; of the probabilities: <g[n], rows[row_of[n, k]]>,
@@ -96,7 +96,7 @@ def pull_gradients(
     block = min(block_of(width), WIDE_BLOCK)
     warps = row_warps(block, 16)
     fits = warps <= 8 and top_k <= 8 and rows_RD.dtype.itemsize == 2
-    data_RD, factors_R = (None, None) if in_8 is None else in_8
+    data_RD, factors_R = (None, None) if fp8_rows is None else fp8_rows
     _pull_gradients[(len(row_of_NK),)](
         addresses=addresses_P,
         rows=rows_RD.contiguous(),
@@ -206,7 +206,7 @@ def _pull(
     if data is not None:
         wide = value.to(tl.float32)
         scale = scale_for(tl.max(tl.abs(wide), axis=0))
-        narrow = in_eight(wide, scale)
+        narrow = in_fp8(wide, scale)
         factor = reciprocal(scale)
     for k in tl.static_range(K):
         row = places[k]
@@ -278,7 +278,7 @@ def _pull_gradients(
             tl.store(grad_rows + places[k] * WIDTH + column, made, mask=valid)
             if data is not None:
                 scale = tl.sum(tl.where(place == k, scales, 0.0), axis=0)
-                narrow = in_eight(made.to(tl.float32), scale)
+                narrow = in_fp8(made.to(tl.float32), scale)
                 tl.store(data + places[k] * WIDTH + column, narrow, mask=valid)
             gemm = tl.reshape(values[k].to(tl.float32) * g, (BLOCK // SHARE, SHARE))
             sums += (gemms[k] + tl.sum(gemm, axis=1),)

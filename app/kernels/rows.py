@@ -2,7 +2,7 @@
 
 Shapes: T tokens · K experts per token · R rows · D width. In kernels: BLOCK columns of a row,
 PLACES ≥ K, a power of two. Sums are fp32, in the order of k or in that of a fixed tree, so equal
-calls give equal bits. A row that no kept choice owns is never read. Rows may be written `in_8` bits
+calls give equal bits. A row that no kept choice owns is never read. Rows may be written `fp8_rows` bits
 besides, as `app.kernels.fp8.quantise` would read them again.
 """
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from app.kernels.common import jit, tl
-from app.kernels.fp8.quantise import InEight, in_eight, reciprocal, scale_for
+from app.kernels.fp8.quantise import Fp8Rows, in_fp8, reciprocal, scale_for
 from app.kernels.tiling import ROW_PER_WARP, block_of, row_columns, row_warps
 
 TILE = 8192  # values of one program that holds all rows of a token at once
@@ -23,20 +23,20 @@ def spread_rows(
     row_of_TK: Tensor,
     kept_TK: Tensor | None,
     num_rows: int,
-    in_8: InEight | None = None,
+    fp8_rows: Fp8Rows | None = None,
 ) -> Tensor:
     """out[row_of[t, k]] = x[t]: [num_rows, D], zero where no choice owns a row.
 
-    With `kept_TK` choices that it leaves out own none; without it every row must be owned. `in_8`
+    With `kept_TK` choices that it leaves out own none; without it every row must be owned. `fp8_rows`
     is filled besides, but for rows that no choice owns.
     """
     (tokens, top_k), width = row_of_TK.shape, x_TD.shape[1]
     out_RD = (x_TD.new_empty if kept_TK is None else x_TD.new_zeros)(num_rows, width)
     grid, block, warps = row_columns(tokens, width)
-    if in_8 is not None:  # whose scales are of all columns
+    if fp8_rows is not None:  # whose scales are of all columns
         grid, block = (tokens, 1), block_of(width)
         warps = row_warps(block, 16)
-    data_RD, factors_R = (None, None) if in_8 is None else in_8
+    data_RD, factors_R = (None, None) if fp8_rows is None else fp8_rows
     _spread[grid](
         x=x_TD.contiguous(),
         row_of=row_of_TK.contiguous(),
@@ -90,12 +90,12 @@ def combine_gradients(
     probs_TK: Tensor,
     row_of_TK: Tensor,
     kept_TK: Tensor | None,
-    in_8: InEight | None = None,
+    fp8_rows: Fp8Rows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of Σ_k probs[t, k] · rows[row_of[t, k]]: of the rows [R, D], rounded once, and of
     the probabilities [T, K].
 
-    Both are zero where no kept choice owns a row; without `kept_TK` every row must be owned. `in_8`
+    Both are zero where no kept choice owns a row; without `kept_TK` every row must be owned. `fp8_rows`
     is filled with the rows' besides, but for rows that no choice owns.
     """
     (tokens, top_k), (num_rows, width) = row_of_TK.shape, rows_RD.shape
@@ -103,7 +103,7 @@ def combine_gradients(
     dots_TK = torch.empty_like(probs_TK, memory_format=torch.contiguous_format)
     places = block_of(top_k)
     block = min(block_of(width), max(ROW_PER_WARP, TILE // places))
-    data_RD, factors_R = (None, None) if in_8 is None else in_8
+    data_RD, factors_R = (None, None) if fp8_rows is None else fp8_rows
     _gradients[(tokens,)](
         grad=grad_TD.contiguous(),
         rows=rows_RD.contiguous(),
@@ -159,7 +159,7 @@ def _spread(
     if data is not None:
         wide = value.to(tl.float32)
         scale = scale_for(tl.max(tl.abs(wide), axis=0))
-        narrow = in_eight(wide, scale)
+        narrow = in_fp8(wide, scale)
         factor = reciprocal(scale)
     # (row, whether there is one) of each choice; Triton takes no annotation of a local variable
     places = ()  # type: tuple[tuple[tl.tensor, tl.tensor], ...]
@@ -242,6 +242,6 @@ def _gradients(
         made = (g[None, :] * prob[:, None]).to(grad_rows.dtype.element_ty)
         tl.store(grad_rows + place, made, mask=valid)
         if data is not None:
-            tl.store(data + place, in_eight(made.to(tl.float32), scale[:, None]), mask=valid)
+            tl.store(data + place, in_fp8(made.to(tl.float32), scale[:, None]), mask=valid)
         gemms += values * g[None, :]
     tl.store(dots + choice, tl.sum(gemms, axis=1).to(dots.dtype.element_ty), mask=k < K)

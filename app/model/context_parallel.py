@@ -1,13 +1,13 @@
 """Sequences cut over context-parallel ranks, and how attention sees all of one.
 
 A causal query late in a sequence looks at more keys than an early one. So a sequence is cut into 2P
-pieces, and rank r has pieces r and 2P - 1 - r, one after the other ("zigzag"): all ranks have the
+chunks, and rank r has chunks r and 2P - 1 - r, one after the other ("zigzag"): all ranks have the
 same work. Attention then needs keys and values of the other ranks. Either every rank gathers all of
 them (Llama 3, arXiv 2407.21783), or the ranks trade: each gets whole sequences of its share of the
 heads and gives the result back (Ulysses, arXiv 2309.14509).
 
 Shapes: P ranks, B sequences, S tokens per sequence, s = S / P of them here, C = S / 2P tokens of a
-piece, F width of what moves per token.
+chunk, F width of what moves per token.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def own_tokens(seq_len: int, ranks: int, rank: int, device: torch.device | None 
     places = torch.arange(seq_len, device=device)
     if ranks == 1:
         return places
-    pieces = places.chunk(2 * ranks)
-    return torch.cat((pieces[rank], pieces[-1 - rank]))
+    chunks = places.chunk(2 * ranks)
+    return torch.cat((chunks[rank], chunks[-1 - rank]))
 
 
 def in_sequence(parts_PBsF: Tensor) -> Tensor:
@@ -39,9 +39,9 @@ def in_sequence(parts_PBsF: Tensor) -> Tensor:
 
 def in_parts(whole_BSF: Tensor, ranks: int) -> Tensor:
     """What each rank has of a sequence: B × S × F -> P × B × s × F."""
-    pieces = whole_BSF.chunk(2 * ranks, dim=1)
+    chunks = whole_BSF.chunk(2 * ranks, dim=1)
     return torch.stack(
-        [torch.cat((pieces[rank], pieces[-1 - rank]), dim=1) for rank in range(ranks)]
+        [torch.cat((chunks[rank], chunks[-1 - rank]), dim=1) for rank in range(ranks)]
     )
 
 

@@ -24,7 +24,7 @@ from app.kernels.common import usable
 from app.kernels.rms_norm import rms_norm, rms_norm_beside
 from app.kernels.swiglu import swiglu as swiglu_kernel
 from app.model.attention.kernels import BY_TORCH, Attend
-from app.model.fp8.ready import ReadyRows, swiglu_in_8
+from app.model.fp8.ready import ReadyRows, swiglu_fp8
 from app.model.layer_groups import ALONE, LayerGroups
 from app.model.linear import ColumnParallelLinear, RowParallelLinear
 from app.model.recompute import Recomputation
@@ -264,8 +264,8 @@ def document_mask(documents_BK: Tensor, places_S: Tensor) -> Tensor:
 def rotate(x_BSNH: Tensor, context: Context) -> Tensor:
     """Apply rotary positions to every head."""
     half = x_BSNH.shape[-1] // 2
-    turned = torch.cat((-x_BSNH[..., half:], x_BSNH[..., :half]), dim=-1)
-    return (x_BSNH * context.cos_BS1H + turned * context.sin_BS1H).to(x_BSNH.dtype)
+    rotated = torch.cat((-x_BSNH[..., half:], x_BSNH[..., :half]), dim=-1)
+    return (x_BSNH * context.cos_BS1H + rotated * context.sin_BS1H).to(x_BSNH.dtype)
 
 
 class Mlp(nn.Module):
@@ -302,7 +302,7 @@ def swiglu(both: Tensor, used: Tensor | None = None, ready: ReadyRows | None = N
     """
     if usable(both):
         if ready is not None and used is not None and torch.is_grad_enabled():
-            return swiglu_in_8(both, used, ready)
+            return swiglu_fp8(both, used, ready)
         return swiglu_kernel(both, used)
     gate, up = both.chunk(2, dim=-1)
     return F.silu(gate) * up

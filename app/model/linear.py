@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from app.model.clones import LentWeight
+from app.model.clones import ReplicaWeight
 from app.model.fp8.quantised import Operand, Quantised
 from app.model.fp8.ready import ReadyRows
 from app.model.layer_groups import ALONE, LayerGroups, rank, size
@@ -55,8 +55,8 @@ from app.model.tensor_parallel import (
 )
 from app.model.weight_grads import (
     FetchedGrad,
-    GradWithLent,
-    LentGrad,
+    GradWithReplicas,
+    ReplicaGrad,
     WeightGrad,
     WeightGradSink,
 )
@@ -165,20 +165,20 @@ class GroupedLinear(LinearModule):
         ends_E: Tensor,
         sink: WeightGradSink | None = None,
         keep: Keep | None = None,
-        lent: LentWeight | None = None,
+        replicas: ReplicaWeight | None = None,
         ready: ReadyRows | None = None,
     ) -> Tensor:
         """T × I -> T × O; expert e owns rows ends[e-1] to ends[e] (int32, on the rows' device).
 
         Rows from ends[-1] on are uninitialised in the result and in the gradient. What the gradient
         of the weight is made of waits in memory that `keep` finds for it, if it has to wait. The
-        last experts may be `lent` by other ranks. Rows, and their gradient in backward, may be
+        last experts may be `replicas` by other ranks. Rows, and their gradient in backward, may be
         `ready` as the back end reads them.
         """
-        if sink is None and lent is None and self.backend.differentiable:
+        if sink is None and replicas is None and self.backend.differentiable:
             return self.backend.output(rows_TI, self.weight, ends_E)
         out_TO: Tensor = _GroupedLinear.apply(
-            rows_TI, self.weight, ends_E, self.backend, sink, keep, lent, ready
+            rows_TI, self.weight, ends_E, self.backend, sink, keep, replicas, ready
         )
         return out_TO
 
@@ -282,7 +282,7 @@ class _GroupedLinear(torch.autograd.Function):
         backend: GroupedLinearBackend,
         sink: WeightGradSink | None,
         keep: Keep | None,
-        lent: LentWeight | None,
+        replicas: ReplicaWeight | None,
         ready: ReadyRows | None,
     ) -> Tensor:
         ctx.save_for_backward(rows_TI, ends_E)
@@ -290,56 +290,58 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.weight_EIO = weight_EIO
         ctx.backend = backend
         ctx.sink = sink
-        ctx.lent = lent
+        ctx.replicas = replicas
         ctx.ready = ready
-        if lent is None:
+        if replicas is None:
             rows = rows_TI if ready is None else ready.of(rows_TI)
             return backend.output(rows, weight_EIO, ends_E)
         gemm = partial(backend.output, rows_TI)
-        return _with_lent(gemm, rows_TI, weight_EIO, ends_E=ends_E, lent=lent)
+        return _with_replicas(gemm, rows_TI, weight_EIO, ends_E=ends_E, replicas=replicas)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
         rows_TI, ends_E = ctx.saved_tensors
-        weight_EIO, sink, lent = ctx.weight_EIO, ctx.sink, ctx.lent
+        weight_EIO, sink, replicas = ctx.weight_EIO, ctx.sink, ctx.replicas
         backend: GroupedLinearBackend = ctx.backend
         grad_TO = grad_TO.contiguous()
-        gradient_of = partial(_gradient, backend, ends_E, len(weight_EIO), lent=lent)
+        gradient_of = partial(_gradient, backend, ends_E, len(weight_EIO), replicas=replicas)
         gradient = gradient_of(grad_TO, rows_TI)
         if ctx.keep is not None and sink is not None and sink.deferred:
             gradient = _kept(gradient_of, ctx.keep, grad_TO, rows_TI=rows_TI)
-        if lent is not None:  # between its exchange and that of gradients, ranks have equal work
+        if (
+            replicas is not None
+        ):  # between its exchange and that of gradients, ranks have equal work
             gemm = partial(backend.input_grad, grad_TO)
-            grad_TI = _with_lent(
-                gemm, grad_TO, weight_EIO, ends_E=ends_E, lent=lent, transposed=True
+            grad_TI = _with_replicas(
+                gemm, grad_TO, weight_EIO, ends_E=ends_E, replicas=replicas, transposed=True
             )
         if sink is not None:
             sink.push(weight_EIO, gradient)
-        if lent is None:
+        if replicas is None:
             grad = grad_TO if ctx.ready is None else ctx.ready.of(grad_TO)
             grad_TI = backend.input_grad(grad, weight_EIO, ends_E)
         weight_grad = gradient() if sink is None else None
         return grad_TI, weight_grad, None, None, None, None, None, None
 
 
-def _with_lent(
+def _with_replicas(
     gemm: Callable[[Tensor, Tensor], Tensor],
     rows: Tensor,
     weight_EIO: Tensor,
     *,
     ends_E: Tensor,
-    lent: LentWeight,
+    replicas: ReplicaWeight,
     transposed: bool = False,
 ) -> Tensor:
-    """What experts make of their rows, `product` of this rank's own and then those that are lent.
+    """What experts make of their rows, `product` of this rank's own and then those that are replicas.
 
     The exchange comes first: a rank that lends has more rows of its own, and one that borrows would
     wait until they are computed.
     """
-    lent_GIO = lent.fetch()
+    replica_GIO = replicas.fetch()
     out = gemm(weight_EIO, ends_E[: len(weight_EIO)])
-    add_groups(out, rows, lent_GIO, ends_E=ends_E, transposed=transposed)
+    add_groups(out, rows, replica_GIO, ends_E=ends_E, transposed=transposed)
     return out
 
 
@@ -350,13 +352,13 @@ def _gradient(
     grad_TO: Tensor,
     rows_TI: Tensor,
     *,
-    lent: LentWeight | None,
+    replicas: ReplicaWeight | None,
 ) -> WeightGrad:
     """Of this rank's `own` experts, the first ones, wherever their rows are."""
     gradient = backend.weight_grad(grad_TO, rows_TI, ends_E[:own])
-    if lent is None:
+    if replicas is None:
         return gradient
-    return GradWithLent(gradient, LentGrad(rows_TI, grad_TO, ends_E, first=own), lent)
+    return GradWithReplicas(gradient, ReplicaGrad(rows_TI, grad_TO, ends_E, first=own), replicas)
 
 
 def _kept(

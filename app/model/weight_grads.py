@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from app.kernels.common import moves_tiles, usable
 from app.kernels.grouped_gradient import Operands, add_grouped_gradient
 from app.kernels.partial_sums import add_summed, summed
-from app.model.clones import LentWeight
+from app.model.clones import ReplicaWeight
 from app.torch_versions import add_gemm
 
 
@@ -171,8 +171,8 @@ class PairedGrad(WeightGrad):
 
 
 @dataclass(frozen=True, slots=True)
-class LentGrad:
-    """rows[e]ᵀ · grad[e] for every expert e from `first` on, which other ranks have lent."""
+class ReplicaGrad:
+    """rows[e]ᵀ · grad[e] for every expert e from `first` on, which other ranks have replicas."""
 
     rows_TI: Tensor
     grad_TO: Tensor
@@ -198,32 +198,32 @@ class LentGrad:
 
 
 @dataclass(frozen=True, slots=True)
-class GradWithLent(WeightGrad):
+class GradWithReplicas(WeightGrad):
     """The gradient of this rank's experts, some of whose rows other ranks have."""
 
     own: WeightGrad
-    lent: LentGrad
-    weight: LentWeight
+    replicas: ReplicaGrad
+    weight: ReplicaWeight
 
     def __call__(self) -> Tensor:
-        """Compute both, exchange what is lent."""
+        """Compute both, exchange what is replicas."""
         total = self.own()
-        self._exchange(total)
+        self._return_replicas(total)
         return total
 
     def add_to(self, total: Tensor) -> None:
         """Add this rank's part, then what comes home."""
         self.own.add_to(total)
-        self._exchange(total)
+        self._return_replicas(total)
 
     def write_to(self, total: Tensor) -> None:
         """Write this rank's part, then add what comes home."""
         self.own.write_to(total)
-        self._exchange(total)
+        self._return_replicas(total)
 
-    def _exchange(self, total: Tensor) -> None:
-        self.lent.write_to(self.weight.grads())
-        self.weight.add_home(total)
+    def _return_replicas(self, total: Tensor) -> None:
+        self.replicas.write_to(self.weight.grads())
+        self.weight.return_grads(total)
 
 
 def first_row(ends_E: Tensor, expert: int) -> int:

@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from app.choices import Recompute
-from app.model.clones import LentWeight
+from app.model.clones import ReplicaWeight
 from app.model.fp8.ready import ReadyRows
 from app.model.layer_groups import ALONE, LayerGroups
 from app.model.layers import swiglu
@@ -22,10 +22,10 @@ from app.model.weight_grads import WeightGradSink
 from app.plan.model.experts import ExpertWeights
 
 
-class LentExperts(Protocol):
+class ReplicaExperts(Protocol):
     """Experts of other ranks that compute rows here, behind those of this rank's own."""
 
-    def of(self, up_LIO: Tensor, down_LIO: Tensor) -> tuple[LentWeight, LentWeight]:
+    def of(self, up_LIO: Tensor, down_LIO: Tensor) -> tuple[ReplicaWeight, ReplicaWeight]:
         """Their matrices of both kinds, where this rank's experts have these."""
 
 
@@ -48,7 +48,7 @@ class Experts(nn.Module):
         sink: WeightGradSink | None = None,
         recompute: Recomputation | None = None,
         keep: Keep | None = None,
-        lent: LentExperts | None = None,
+        replicas: ReplicaExperts | None = None,
         ready: ReadyRows | None = None,
     ) -> Tensor:
         """(silu(r·up[:, :F]) · (r·up[:, F:]))·down of every row r, with the weights of its expert.
@@ -56,19 +56,21 @@ class Experts(nn.Module):
         R × D -> R × D (SwiGLU, arXiv 2002.05202); rows and `ends_E` as in `GroupedLinear`.
         `recompute` may have backward compute the activation again. `keep` says where backward has
         rows from: those that came, those between the products, and the result for who reads that.
-        The last rows may be of experts that are `lent` by other ranks. Rows may be `ready` in eight
+        The last rows may be of experts that are `replicas` by other ranks. Rows may be `ready` in eight
         bits, where products read these.
         """
         up, down = (None, None)
-        if lent is not None:
-            up, down = lent.of(self.w_up.weight, self.w_down.weight)
+        if replicas is not None:
+            up, down = replicas.of(self.w_up.weight, self.w_down.weight)
 
         def kept(rows: Tensor) -> Tensor:
             if keep is not None and recompute is not None:
                 recompute.replace(rows, keep(rows))
             return rows
 
-        both_R2F = self.w_up.forward(kept(rows_RD), ends_E, sink, keep=keep, lent=up, ready=ready)
+        both_R2F = self.w_up.forward(
+            kept(rows_RD), ends_E, sink, keep=keep, replicas=up, ready=ready
+        )
         kept(both_R2F)
         # there may be several times as many rows as tokens, and only the device knows
         activation = partial(swiglu, used=ends_E[-1:], ready=ready)
@@ -76,4 +78,6 @@ class Experts(nn.Module):
             act_RF = recompute.checkpoint_and_discard(Recompute.experts_act, activation, both_R2F)
         else:
             act_RF = kept(activation(both_R2F))
-        return kept(self.w_down.forward(act_RF, ends_E, sink, keep=keep, lent=down, ready=ready))
+        return kept(
+            self.w_down.forward(act_RF, ends_E, sink, keep=keep, replicas=down, ready=ready)
+        )

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from app.kernels import rows as kernels
 from app.kernels.common import usable
 from app.kernels.expert_rows import counts_fast, expert_rows
-from app.kernels.fp8.quantise import InEight, empty_in_8
+from app.kernels.fp8.quantise import Fp8Rows, empty_fp8_rows
 from app.model.fp8.ready import ReadyRows
 
 
@@ -153,16 +153,16 @@ def combine_gradients(
     token_of_row_R: Tensor,
     row_of_TK: Tensor,
     kept_TK: Tensor | None,
-    in_8: InEight | None = None,
+    fp8_rows: Fp8Rows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the rows [R, D] and of the probabilities [T, K] in `combine`. Kernels fill
-    `in_8` with the rows' besides.
+    `fp8_rows` with the rows' besides.
     """
     if usable(rows_RD):
         return kernels.combine_gradients(
-            grad_TD, rows_RD, probs_TK, row_of_TK=row_of_TK, kept_TK=kept_TK, in_8=in_8
+            grad_TD, rows_RD, probs_TK, row_of_TK=row_of_TK, kept_TK=kept_TK, fp8_rows=fp8_rows
         )
-    assert in_8 is None, "kernels alone write it"
+    assert fp8_rows is None, "kernels alone write it"
     count = len(rows_RD)
     if kept_TK is None:
         probs_R = probs_TK.new_empty(count).scatter_(0, row_of_TK.flatten(), probs_TK.flatten())
@@ -191,9 +191,9 @@ class _Permute(torch.autograd.Function):
         ctx.save_for_backward(row_of_TK, kept_TK)
         if ready is not None:
             rows = len(token_of_row_R)
-            in_8 = empty_in_8((rows, x_TD.shape[1]), x_TD.device)
-            rows_RD = kernels.spread_rows(x_TD, row_of_TK, None, num_rows=rows, in_8=in_8)
-            return ready.put((rows_RD, *in_8))
+            fp8_rows = empty_fp8_rows((rows, x_TD.shape[1]), x_TD.device)
+            rows_RD = kernels.spread_rows(x_TD, row_of_TK, None, num_rows=rows, fp8_rows=fp8_rows)
+            return ready.put((rows_RD, *fp8_rows))
         if usable(x_TD):
             return kernels.spread_rows(x_TD, row_of_TK, kept_TK, num_rows=len(token_of_row_R))
         return x_TD.index_select(0, token_of_row_R)
@@ -230,7 +230,7 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         rows_RD, probs_TK, token_of_row_R, row_of_TK, kept_TK = ctx.saved_tensors
-        in_8 = None if ctx.ready is None else empty_in_8(rows_RD.shape, grad_TD.device)
+        fp8_rows = None if ctx.ready is None else empty_fp8_rows(rows_RD.shape, grad_TD.device)
         grad_RD, dots_TK = combine_gradients(
             grad_TD,
             rows_RD,
@@ -238,10 +238,10 @@ class _Combine(torch.autograd.Function):
             token_of_row_R=token_of_row_R,
             row_of_TK=row_of_TK,
             kept_TK=kept_TK,
-            in_8=in_8,
+            fp8_rows=fp8_rows,
         )
-        if in_8 is not None:
-            ctx.ready.put((grad_RD, *in_8))
+        if fp8_rows is not None:
+            ctx.ready.put((grad_RD, *fp8_rows))
         return grad_RD, dots_TK, None, None, None, None
 
 

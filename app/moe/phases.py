@@ -284,7 +284,7 @@ class MoEBody(Body, Generic[Prepared, Origin]):
                 context.sink,
                 recompute=context.recompute,
                 keep=dispatched.keep,
-                lent=dispatched.lent,
+                replicas=dispatched.replicas,
                 ready=ready,
             ),
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from app.model.fp8.ready import ReadyRows
 from app.model.recompute import Keep
-from app.moe.experts import LentExperts
+from app.moe.experts import ReplicaExperts
 
 # A dispatcher's own records, frozen dataclasses: what `preprocess` has found out for `dispatch`,
 # and what `combine` needs to know besides.
@@ -32,7 +32,7 @@ class Dispatched:
     ends_E: Tensor  # int32, on the device: the first row after each expert's
     # where backward has a tensor of as many rows from; None: they are kept as they are
     keep: Keep | None = None
-    lent: LentExperts | None = None  # experts of other ranks, of which the last rows are
+    replicas: ReplicaExperts | None = None  # experts of other ranks, of which the last rows are
 
 
 class Dispatcher(Protocol[Prepared, Origin]):

@@ -51,7 +51,7 @@ from app.kernels import (
 from app.kernels.attention import heads
 from app.kernels.common import DTYPES
 from app.kernels.fp8 import quantise, weights
-from app.kernels.fp8 import swiglu as swiglu_in_8
+from app.kernels.fp8 import swiglu as swiglu_fp8
 from app.kernels.routing import parts
 from app.model import layers, loss
 from app.model.attention import modules as attention
@@ -130,7 +130,7 @@ LAUNCHED = {
     parts: ("_split",),
     quantise: ("_by_rows",),
     weights: ("_largest", "_both"),
-    swiglu_in_8: ("_forward", "_backward"),
+    swiglu_fp8: ("_forward", "_backward"),
     pages: ("_take", "_put_back", "_copy"),
     peer_rows: ("_pull", "_pull_gradients"),
     peer_sums: ("_push", "_sum_partials", "_sum_dots"),

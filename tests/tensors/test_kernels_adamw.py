@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from app.kernels import adamw
-from app.kernels.adamw import AdamWSettings, Pieces, adamw_update, update_rates
+from app.kernels.adamw import AdamWSettings, Slices, adamw_update, update_rates
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,7 +51,7 @@ class Shard:
             self.grad,
             (self.exp_avg, self.exp_avg_sq),
             rounded_N=rounded,
-            pieces=Pieces.of(RANGES, self.main.device),
+            slices=Slices.of(RANGES, self.main.device),
             rates_2=update_rates(*rates, self.main.device),
             step=self.step,
             divisor=torch.tensor(divisor, device=DEVICE),
@@ -85,7 +85,7 @@ def by_torch(
 
 @pytest.fixture(params=[256, 4096])
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranges of several pieces, of several blocks each, and of less than one."""
+    """Ranges of several slices, of several blocks each, and of less than one."""
     monkeypatch.setattr(adamw, "BLOCK", request.param)
     monkeypatch.setattr(adamw, "CHUNK", 2 * request.param)
 
@@ -169,7 +169,7 @@ def test_nothing_to_update():
         empty,
         (empty, empty),
         rounded_N=None,
-        pieces=Pieces.of([], empty.device),
+        slices=Slices.of([], empty.device),
         rates_2=update_rates(*RATES, empty.device),
         step=one,
         divisor=one,

@@ -124,13 +124,13 @@ def test_document_mask_entry_by_entry():
 def test_rotation_turns_pairs_by_position_times_frequency():
     width, theta, positions = 12, 500.0, torch.tensor([[0, 1, 7, 300]])
     x = torch.randn(1, 4, 2, width, generator=torch.Generator().manual_seed(0))
-    turned = rotate(x, layer_context(positions, None, Rope(width, theta)))
+    rotated = rotate(x, layer_context(positions, None, Rope(width, theta)))
     frequency = theta ** -(torch.arange(width // 2, dtype=torch.float64) * 2 / width)
     angle = positions[0, :, None, None] * frequency
     exact = torch.complex(*x.double().chunk(2, dim=-1)) * torch.polar(torch.ones_like(angle), angle)
     # An angle is rounded in parts of the position.
     expect_sums(
-        {"x": turned},
+        {"x": rotated},
         {"x": torch.cat((exact.real, exact.imag), dim=-1)},
         terms=int(positions.max()),
     )
@@ -144,11 +144,11 @@ def test_scores_depend_on_relative_positions_only():
     )
     positions = torch.arange(40)[None]
     with in_fp64():
-        turned = [
+        rotated = [
             rotate(x, layer_context(positions, None, Rope(width, 100.0)))[0, :, 0]
             for x in (query, key)
         ]
-    scores = torch.einsum("qh,kh->qk", *turned)
+    scores = torch.einsum("qh,kh->qk", *rotated)
     distance = positions - positions.T
     first = torch.where(
         distance < 0, scores[-distance.clamp(max=0), 0], scores[0, distance.clamp(min=0)]

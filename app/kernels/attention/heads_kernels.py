@@ -44,7 +44,7 @@ def _store(
 
 
 @jit
-def _turned(
+def _rotated(
     left: tl.tensor, right: tl.tensor, cos: tl.tensor, sin: tl.tensor
 ) -> tuple[tl.tensor, ...]:
     return left * cos - right * sin, right * cos + left * sin
@@ -69,14 +69,14 @@ def _one_forward(
     H: tl.constexpr,
     NORMS: tl.constexpr,
 ) -> None:
-    """A query or a key: normed and turned."""
+    """A query or a key: normed and rotated."""
     left, right = _load(source, exists, H)
     if NORMS:
         inverse = _inverse_rms(left, right, eps, H=H)
         weight_left, weight_right = _load(weight_H + column, column < H // 2, H)
         left = left * inverse * weight_left
         right = right * inverse * weight_right
-    left, right = _turned(left, right, cos, sin=sin)
+    left, right = _rotated(left, right, cos, sin=sin)
     _store(target, left, right, exists=exists, H=H)
 
 
@@ -102,7 +102,7 @@ def heads_forward(
     C: tl.constexpr,
     HALF: tl.constexpr,
 ) -> None:
-    """Queries, keys and values of some tokens and groups of heads, normed and turned."""
+    """Queries, keys and values of some tokens and groups of heads, normed and rotated."""
     first, token, sequence, place, column, exists = _place(
         tokens, length, G, H=H, TAKEN=TAKEN, C=C, HALF=HALF
     )
@@ -160,7 +160,7 @@ def _one_backward(
 ) -> tuple[tl.tensor, ...]:
     """The gradient of a query or key into that of `qkv`; returns sums for the weight's: C × h."""
     left, right = _load(grad, exists, H)
-    left, right = _turned(left, right, cos, sin=-sin)
+    left, right = _rotated(left, right, cos, sin=-sin)
     if NORMS:
         x_left, x_right = _load(source, exists, H)
         inverse = _inverse_rms(x_left, x_right, eps, H=H)

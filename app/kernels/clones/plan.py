@@ -147,7 +147,7 @@ def _plan(
 
 @jit
 def _needed(
-    home: tl.tensor,
+    owner: tl.tensor,
     moved: tl.tensor,
     rank_load: tl.tensor,
     limit: tl.tensor,
@@ -156,12 +156,12 @@ def _needed(
 ) -> tl.tensor:
     """The tokens of slots that must be filled so that no rank has more than `limit`, else 0."""
     slot = tl.arange(0, S)
-    at_home = tl.arange(0, R)[:, None] == home[None, :]
-    left = rank_load - tl.sum(tl.where(at_home, moved[None, :], 0), axis=1)
+    at_owner = tl.arange(0, R)[:, None] == owner[None, :]
+    left = rank_load - tl.sum(tl.where(at_owner, moved[None, :], 0), axis=1)
     smaller = moved[:, None] < moved[None, :]
     before = smaller | ((moved[:, None] == moved[None, :]) & (slot[:, None] <= slot[None, :]))
-    before &= home[:, None] == home[None, :]
+    before &= owner[:, None] == owner[None, :]
     stays = tl.sum(tl.where(before, moved[:, None], 0), axis=0)
-    stays += tl.sum(tl.where(at_home, left[:, None], 0), axis=0)
+    stays += tl.sum(tl.where(at_owner, left[:, None], 0), axis=0)
     anywhere = tl.max((left > limit).to(tl.int32), axis=0)
     return tl.where((stays > limit) | (anywhere > 0), moved, 0)

@@ -22,12 +22,12 @@ PAIRS = 4096  # (choice, slot) pairs that are looked at together
 COUNTS = 8192  # that are added up at once
 
 
-def exchange_counts(counts_CE: Tensor, addresses_R: Tensor, arrivals: Arrivals) -> None:
+def all_gather_counts(counts_CE: Tensor, addresses_R: Tensor, arrivals: Arrivals) -> None:
     """Write the sums of the blocks' counts, int64 [E], to each of the addresses, and wait for what
     all ranks write here.
     """
     blocks, experts = counts_CE.shape
-    _exchange_counts[(len(addresses_R),)](
+    _all_gather_counts[(len(addresses_R),)](
         counts_CE,
         addresses_R,
         arrivals.own_P,
@@ -82,7 +82,7 @@ def reroute(
 
 
 @jit
-def _exchange_counts(
+def _all_gather_counts(
     counts: tl.tensor,
     addresses: tl.tensor,
     arrived: tl.tensor,

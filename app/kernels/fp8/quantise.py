@@ -17,23 +17,23 @@ from app.kernels.common import jit, tl
 from app.kernels.tiling import MULTIPROCESSORS, norm_tiling
 
 E4M3 = torch.float8_e4m3fn
-InEight = tuple[Tensor, Tensor]  # rows in FP8, R × C, and the reciprocals of their scales
+Fp8Rows = tuple[Tensor, Tensor]  # rows in FP8, R × C, and the reciprocals of their scales
 PROGRAMS = 16  # that a multiprocessor runs at once
 
 
-def empty_in_8(shape: Sequence[int], device: torch.device) -> InEight:
+def empty_fp8_rows(shape: Sequence[int], device: torch.device) -> Fp8Rows:
     """Memory for so many rows and columns."""
     data_RC = torch.empty(shape, dtype=E4M3, device=device)
     return data_RC, torch.empty(len(data_RC), dtype=torch.float32, device=device)
 
 
-def quantise_rows(x_RC: Tensor, used: Tensor | None = None) -> InEight:
+def quantise_rows(x_RC: Tensor, used: Tensor | None = None) -> Fp8Rows:
     """in FP8, R × C, and the reciprocals of the rows' scales, fp32 [R]; fp32, bf16 or fp16.
 
     `used`, of one int32 on the device, is how many of the rows count: those behind them are neither
     read nor written.
     """
-    made = empty_in_8(x_RC.shape, x_RC.device)
+    made = empty_fp8_rows(x_RC.shape, x_RC.device)
     quantise_rows_into(x_RC, *made, used)
     return made
 
@@ -81,7 +81,7 @@ def scale_for(largest: tl.tensor) -> tl.tensor:
 
 
 @jit
-def in_eight(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+def in_fp8(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """x · scale in E4M3; what is larger than its largest number becomes that, NaN stays NaN: so
     GPUs convert, which know no other way (`cvt.rn.satfinite`).
     """
@@ -109,5 +109,5 @@ def _by_rows(
         exists = (row < rows)[:, None] & (column < columns)
         x = tl.load(x_RC + place, mask=exists, other=0.0).to(tl.float32)
         scale = scale_for(tl.max(tl.abs(x), axis=1))
-        tl.store(data_RC + place, in_eight(x, scale[:, None]), mask=exists)
+        tl.store(data_RC + place, in_fp8(x, scale[:, None]), mask=exists)
         tl.store(scales_R + row, reciprocal(scale), mask=row < rows)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from app.kernels.common import jit, tl
-from app.kernels.fp8.quantise import empty_in_8, in_eight, reciprocal, scale_for
+from app.kernels.fp8.quantise import empty_fp8_rows, in_fp8, reciprocal, scale_for
 from app.kernels.tiling import MULTIPROCESSORS, block_of, cdiv
 
 InBoth = tuple[Tensor, Tensor, Tensor]  # as it is, in FP8, the factors of its rows
@@ -43,7 +43,7 @@ def swiglu_rows_gradient(grad_RF: Tensor, both_R2F: Tensor, used: Tensor) -> InB
 
 
 def _empty(like: Tensor, rows: int, columns: int) -> InBoth:
-    return like.new_empty(rows, columns), *empty_in_8((rows, columns), like.device)
+    return like.new_empty(rows, columns), *empty_fp8_rows((rows, columns), like.device)
 
 
 def _launch(kernel: Any, read: Sequence[Tensor], made: InBoth, *, used: Tensor) -> None:
@@ -116,7 +116,7 @@ def _forward(
         tl.store(scales_R + row, reciprocal(scale), mask=row < rows)
         for part in tl.static_range(PARTS):
             single, _, exists = _place(row, rows, width, COLUMNS=COLUMNS, part=part)
-            narrow = in_eight(made[part].to(tl.float32), scale[:, None])
+            narrow = in_fp8(made[part].to(tl.float32), scale[:, None])
             tl.store(data_RF + single, narrow, mask=exists)
 
 
@@ -164,7 +164,7 @@ def _backward(
         tl.store(scales_R + row, reciprocal(scale), mask=row < rows)
         for part in tl.static_range(PARTS):
             _, double, exists = _place(row, rows, width, COLUMNS=COLUMNS, part=part)
-            left = in_eight(made[part][0].to(tl.float32), scale[:, None])
-            right = in_eight(made[part][1].to(tl.float32), scale[:, None])
+            left = in_fp8(made[part][0].to(tl.float32), scale[:, None])
+            right = in_fp8(made[part][1].to(tl.float32), scale[:, None])
             tl.store(data_R2F + double, left, mask=exists)
             tl.store(data_R2F + double + width, right, mask=exists)

@@ -1,5 +1,5 @@
 """Weights of experts in both copies that products read: a scale for each row, and for each column,
-whose copy is turned around. Two launches, each of which reads the weights once: the first finds the
+whose copy is transposed around. Two launches, each of which reads the weights once: the first finds the
 largest entries, the second writes both copies.
 
 Shapes: E experts, I × O each; B blocks of rows.
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from app.kernels.common import jit, tl
-from app.kernels.fp8.quantise import InEight, in_eight, reciprocal, scale_for
+from app.kernels.fp8.quantise import Fp8Rows, in_fp8, reciprocal, scale_for
 from app.kernels.tiling import cdiv
 
 LOOKED_AT = (64, 64)  # rows and columns whose largest entries are found at once
@@ -21,7 +21,7 @@ WARPS = 4
 STAGES = 3  # tiles that are on their way while one is computed
 
 
-def quantise_weight_into(x_EIO: Tensor, by_rows: InEight, by_columns: InEight) -> None:
+def quantise_weight_into(x_EIO: Tensor, by_rows: Fp8Rows, by_columns: Fp8Rows) -> None:
     """In memory that is there: data [E, I, O] with factors [E, I], and [E, O, I] with [E, O]."""
     experts, height, width = x_EIO.shape
     (rows_EIO, rows_EI), (columns_EOI, columns_EO) = by_rows, by_columns
@@ -123,7 +123,7 @@ def _both(
         place = matrix + row[:, None] * width + column[None, :]
         x = tl.load(x_EIO + place, mask=exists, other=0.0).to(tl.float32)
         along = tl.load(scales_EI + expert * height + row, mask=row < height, other=0.0)
-        tl.store(rows_EIO + place, in_eight(x, along[:, None]), mask=exists)
-        turned = matrix + column[:, None] * height + row[None, :]
-        narrow = tl.trans(in_eight(x, down[None, :]))
-        tl.store(columns_EOI + turned, narrow, mask=tl.trans(exists))
+        tl.store(rows_EIO + place, in_fp8(x, along[:, None]), mask=exists)
+        transposed = matrix + column[:, None] * height + row[None, :]
+        narrow = tl.trans(in_fp8(x, down[None, :]))
+        tl.store(columns_EOI + transposed, narrow, mask=tl.trans(exists))

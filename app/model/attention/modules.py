@@ -80,7 +80,7 @@ class Attention(nn.Module):
         return self.wo.forward(heads, context.sink)
 
     def heads(self, x_BsD: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """What a cache is made of: q B × S × N × H, k and v B × S × G × H, positions turned."""
+        """What a cache is made of: q B × S × N × H, k and v B × S × G × H, positions rotated."""
         return self._heads(self._gemm(x_BsD, context), context)
 
     def _gemm(self, x_BsD: Tensor, context: Context) -> Tensor:
@@ -187,14 +187,16 @@ class LatentAttention(nn.Module):
         return q, self.kv_a_norm(latent_BsL, sink), gather_tokens(key_BsR, self.layer_groups.tp)
 
     def queries(self, q: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """Of each head what positions do not turn, and what they have turned: B × S × N × …"""
+        """Of each head what positions do not turn, and what they have rotated: B × S × N × …"""
         q_BSNH = q.unflatten(-1, (-1, self.mla.key_width))
-        plain, turned = q_BSNH.split((self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim), dim=-1)
-        return plain, _turn(turned, context)
+        plain, rotated = q_BSNH.split(
+            (self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim), dim=-1
+        )
+        return plain, _rotate(rotated, context)
 
     def shared_key(self, key_BSR: Tensor, context: Context) -> Tensor:
-        """The rotary key that all heads share, turned: B × S × 1 × R."""
-        return _turn(key_BSR[:, :, None], context)
+        """The rotary key that all heads share, rotated: B × S × 1 × R."""
+        return _rotate(key_BSR[:, :, None], context)
 
     def heads(
         self, q: Tensor, kv: Tensor, key_BSR: Tensor, context: Context
@@ -221,7 +223,7 @@ class LatentAttention(nn.Module):
         return out_BSNH[..., : self.mla.v_head_dim].flatten(2)
 
 
-def _turn(x_BSNR: Tensor, context: Context) -> Tensor:
+def _rotate(x_BSNR: Tensor, context: Context) -> Tensor:
     """Rotary positions for pairs of neighbours, which end up in two halves: queries and keys alike,
     so that their products are the same.
     """

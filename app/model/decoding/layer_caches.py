@@ -171,8 +171,8 @@ class LatentCache:
         following.put(self.both_B1MF, following.own(both_1TF)[:, None])
         makes_NFL = attn.kv_b.weight.unflatten(0, (-1, mla.qk_nope_head_dim + mla.v_head_dim))
         keys_NCL, values_NVL = makes_NFL.split((mla.qk_nope_head_dim, mla.v_head_dim), dim=1)
-        plain, turned = (following.own(part) for part in attn.queries(q, context))
-        q_BNF = torch.cat((torch.einsum("bnc,ncl->bnl", plain, keys_NCL), turned), dim=-1)
+        plain, rotated = (following.own(part) for part in attn.queries(q, context))
+        q_BNF = torch.cat((torch.einsum("bnc,ncl->bnl", plain, keys_NCL), rotated), dim=-1)
         latent_B1ML = self.both_B1MF[..., : mla.kv_lora_rank]
         found_BNL = following.look(q_BNF[:, None], self.both_B1MF, latent_B1ML, self.scale)[:, 0]
         out_BNV = torch.einsum("bnl,nvl->bnv", found_BNL, values_NVL)
@@ -184,7 +184,7 @@ class LatentCache:
         return self.attn.mla.key_width**-0.5 if self.attn.scale is None else self.attn.scale
 
     def _both(self, latent_BsL: Tensor, key_BPR: Tensor, context: Context) -> Tensor:
-        """The latent of all tokens, and the rotary key turned: B × P × (L + R)."""
+        """The latent of all tokens, and the rotary key rotated: B × P × (L + R)."""
         latent_BPL = gather_tokens(latent_BsL, self.attn.layer_groups.tp)
         key_BP1R = self.attn.shared_key(key_BPR, context)
         return torch.cat((latent_BPL, key_BP1R[:, :, 0]), dim=-1)

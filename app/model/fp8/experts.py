@@ -31,17 +31,17 @@ class Fp8GroupedLinear(HeldWeight):
     def output(self, rows_TI: Operand, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
         """See the protocol."""
         self.refresh()
-        rows = self._in_8(rows_TI, ends_E)
+        rows = self._quantised(rows_TI, ends_E)
         return self.arithmetic.output(rows, self.held, ends_E, dtype=weight_EIO.dtype)
 
     def input_grad(self, grad_TO: Operand, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
         """See the protocol."""
-        grad = self._in_8(grad_TO, ends_E)
+        grad = self._quantised(grad_TO, ends_E)
         return self.arithmetic.input_grad(grad, self.held, ends_E, dtype=weight_EIO.dtype)
 
     def weight_grad(self, grad_TO: Tensor, rows_TI: Tensor, ends_E: Tensor) -> WeightGrad:
         """See the protocol."""
         return GroupedLinearGrad(rows_TI, grad_TO, ends_E)
 
-    def _in_8(self, rows: Operand, ends_E: Tensor) -> Quantised:
+    def _quantised(self, rows: Operand, ends_E: Tensor) -> Quantised:
         return rows if isinstance(rows, Quantised) else self.arithmetic.rows(rows, ends_E)

@@ -23,21 +23,21 @@ class ReadyRows:
     """
 
     rows: Tensor | None = None
-    in_8: Quantised | None = None
+    fp8_rows: Quantised | None = None
 
     def put(self, made: InBoth) -> Tensor:
         """Keep them until they are asked for; returns the rows as they are."""
         self.rows, data, factors = made
-        self.in_8 = Quantised(data, factors, None, None, lead=self.rows.shape[:-1])
+        self.fp8_rows = Quantised(data, factors, None, None, lead=self.rows.shape[:-1])
         return self.rows
 
     def of(self, rows: Tensor) -> Operand:
         """What a product reads of these rows: in FP8 where that is ready."""
-        there, in_8 = self.rows, self.in_8
-        if there is None or in_8 is None or there.data_ptr() != rows.data_ptr():
+        there, fp8_rows = self.rows, self.fp8_rows
+        if there is None or fp8_rows is None or there.data_ptr() != rows.data_ptr():
             return rows
-        self.rows = self.in_8 = None
-        return in_8
+        self.rows = self.fp8_rows = None
+        return fp8_rows
 
 
 class _Swiglu(torch.autograd.Function):
@@ -53,7 +53,7 @@ class _Swiglu(torch.autograd.Function):
         return ctx.ready.put(swiglu_rows_gradient(grad_RF, *ctx.saved_tensors)), None, None
 
 
-def swiglu_in_8(both_R2F: Tensor, used: Tensor, ready: ReadyRows) -> Tensor:
+def swiglu_fp8(both_R2F: Tensor, used: Tensor, ready: ReadyRows) -> Tensor:
     """silu(gate) · up of the two halves, R × F, that leaves its result and the gradient of `both`
     ready in FP8 too.
     """

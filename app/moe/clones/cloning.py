@@ -16,7 +16,7 @@ from app.config.model import EchoConfig
 from app.moe.clones.record import Clones
 from app.moe.clones.transport import CloneTransport
 from app.moe.echo import ClonePlan, count_choices, follow_plan, plan_slots
-from app.moe.experts import LentExperts
+from app.moe.experts import ReplicaExperts
 
 UP, DOWN = 0, 1  # kinds of matrices
 # rows of the busiest rank without clones and with them, rows of all ranks, slots filled
@@ -24,8 +24,8 @@ CLONE_SUMS = ("busiest_before", "busiest_after", "routed_rows", "clones")
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
-    """One kind of matrices of a microbatch's clones (`app.model.clones.LentWeight`)."""
+class SlotWeight:
+    """One kind of matrices of a microbatch's clones (`app.model.clones.ReplicaWeight`)."""
 
     transport: CloneTransport
     kind: int
@@ -40,22 +40,22 @@ class Lent:
         """See the protocol."""
         return self.transport.grads(self.kind, self.clones)
 
-    def add_home(self, total_LIO: Tensor) -> None:
+    def return_grads(self, total_LIO: Tensor) -> None:
         """See the protocol."""
-        self.transport.add_home(self.kind, total_LIO, self.clones)
+        self.transport.return_grads(self.kind, total_LIO, self.clones)
 
 
 @dataclass(frozen=True, slots=True)
-class Borrowed:
-    """What the slots of this rank have for one microbatch (`app.moe.experts.LentExperts`)."""
+class SlotExperts:
+    """What the slots of this rank have for one microbatch (`app.moe.experts.ReplicaExperts`)."""
 
     transport: CloneTransport
     clones: Clones
 
-    def of(self, up_LIO: Tensor, down_LIO: Tensor) -> tuple[Lent, Lent]:
+    def of(self, up_LIO: Tensor, down_LIO: Tensor) -> tuple[SlotWeight, SlotWeight]:
         """See the protocol."""
         both = up_LIO, down_LIO
-        up, down = (Lent(self.transport, kind, both, self.clones) for kind in (UP, DOWN))
+        up, down = (SlotWeight(self.transport, kind, both, self.clones) for kind in (UP, DOWN))
         return up, down
 
 
@@ -99,9 +99,9 @@ class Cloning:
             self._check(experts_TK, goes_TK, plan, experts=num_experts)
         return goes_TK, Clones(plan.expert_S, plan.moved_S)
 
-    def lent(self, clones: Clones) -> LentExperts:
+    def replicas(self, clones: Clones) -> ReplicaExperts:
         """What the experts of this rank's slots compute with."""
-        return Borrowed(self.transport, clones)
+        return SlotExperts(self.transport, clones)
 
     def _check(self, experts_TK: Tensor, goes_TK: Tensor, plan: ClonePlan, *, experts: int) -> None:
         """AssertionError or its like on a GPU, where no host can say more."""

@@ -43,7 +43,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.kernels.clones.meeting import Arrivals, meet_if
-from app.kernels.clones.reroute import exchange_counts
+from app.kernels.clones.reroute import all_gather_counts
 from app.kernels.clones.weights import Slots, add_clones, push_clones
 from app.moe.clones.record import Clones
 from app.moe.peer_memory import Buffer, Layout, PeerMemory
@@ -103,7 +103,7 @@ class PeerClones:
         """
         buffer = next(self._counts)
         assert counts_CE.shape[1:] == buffer.own.shape[1:]
-        exchange_counts(counts_CE, buffer.addresses_P, self._arrivals)
+        all_gather_counts(counts_CE, buffer.addresses_P, self._arrivals)
         self._read.clear()
         return buffer.own
 
@@ -134,14 +134,14 @@ class PeerClones:
         self._unread = set(range(len(self._slots)))
 
     def grads(self, kind: int, clones: Clones) -> Tensor:
-        """[s, I, O] fp32, where this rank writes the gradients of its slots for `add_home`; what
+        """[s, I, O] fp32, where this rank writes the gradients of its slots for `return_grads`; what
         lies there is undefined. To be called for every time that it is written.
         """
         grads = self._grads[kind]
         self._make_free(grads, clones)
         return grads.own
 
-    def add_home(self, kind: int, total_LIO: Tensor, clones: Clones) -> None:
+    def return_grads(self, kind: int, total_LIO: Tensor, clones: Clones) -> None:
         """total[l] += the gradients of all ranks' slots with this rank's expert l, in order of
         slots: in fp32, rounded once to the type of the total.
         """

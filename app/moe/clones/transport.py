@@ -47,7 +47,7 @@ class CloneTransport(Protocol):
         """
         ...
 
-    def add_home(self, kind: int, total_LIO: Tensor, clones: Clones) -> None:
+    def return_grads(self, kind: int, total_LIO: Tensor, clones: Clones) -> None:
         """Add the gradients that all ranks' slots have for experts of this rank, one by one in fp32
         in order of slots, to `total`, which is rounded once.
         """
@@ -91,15 +91,15 @@ class CollectiveClones:
         parts_RsIO = weight_LIO.index_select(0, local_S).unflatten(0, (ranks, self.spares))
         arrived_SIO = all_to_all(parts_RsIO, self.group).flatten(0, 1)
         mine = slice(self.group.rank() * self.spares, (self.group.rank() + 1) * self.spares)
-        home_s = clones.expert_S[mine] // self.local
-        nth_s = torch.arange(self.spares, device=home_s.device)
-        return arrived_SIO.index_select(0, home_s * self.spares + nth_s)
+        owner_s = clones.expert_S[mine] // self.local
+        nth_s = torch.arange(self.spares, device=owner_s.device)
+        return arrived_SIO.index_select(0, owner_s * self.spares + nth_s)
 
     def grads(self, kind: int, clones: Clones) -> Tensor:
         """See the protocol."""
         return self._grads[kind]
 
-    def add_home(self, kind: int, total_LIO: Tensor, clones: Clones) -> None:
+    def return_grads(self, kind: int, total_LIO: Tensor, clones: Clones) -> None:
         """See the protocol."""
         grads_SIO = gathered(self._grads[kind], self.group)
         if usable(total_LIO):

@@ -4,7 +4,7 @@ Those ranks are a grid of ep × etp: ep shares of the experts, and etp parts of 
 each. A rank's place in their group is ep_rank · etp + etp_rank.
 
 Shapes: T tokens of this rank, D hidden, E experts of the layer, L = E / ep experts of this rank, K
-experts per token, R rows on this rank after the exchange, P = ep · etp ranks.
+experts per token, R rows on this rank after the layout, P = ep · etp ranks.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from app.collectives import all_gather
 from app.model.fp8.ready import ReadyRows
 from app.model.layer_groups import size
-from app.moe.dispatch.collectives import exchange_rows, start_to_host
+from app.moe.dispatch.collectives import all_to_all_rows, start_to_host
 from app.moe.permute import Permutation, combine, permute, reorder, sort_by_expert
 from app.moe.protocol import Dispatched
 
 
 @dataclass(frozen=True, slots=True)
 class CountedRows:
-    """The exchange, but for splits that only the device knows yet."""
+    """The layout, but for splits that only the device knows yet."""
 
     permutation: Permutation  # this rank's rows by expert of the whole layer, hence by destination
     splits_2P: Tensor  # input splits, then output splits
@@ -35,7 +35,7 @@ class CountedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class RowExchange:
+class AllToAllLayout:
     """How this rank's rows leave, how foreign rows arrive and are grouped by expert."""
 
     permutation: Permutation  # this rank's rows by expert of the whole layer, hence by destination
@@ -61,8 +61,8 @@ class AllToAllDispatcher:
 
     An expert in etp parts is etp experts to this class, one on each of the ranks that share it: a
     row goes to all of them, and what comes back is added up with the K rows of a token, in fp32. So
-    rows travel etp times, but in one exchange instead of an exchange and a gather, and back in one
-    instead of a reduction and an exchange.
+    rows travel etp times, but in one layout instead of an layout and a gather, and back in one
+    instead of a reduction and an layout.
     """
 
     def __init__(self, num_experts: int, group: dist.ProcessGroup, etp: int = 1) -> None:
@@ -73,7 +73,7 @@ class AllToAllDispatcher:
 
     def preprocess(
         self, experts_TK: Tensor, drops: bool = False, rows_per_expert: int | None = None
-    ) -> CountedRows | RowExchange:
+    ) -> CountedRows | AllToAllLayout:
         """Lay out what leaves and what arrives, as far as the device can."""
         permutation = sort_by_expert(
             self._parts_of(experts_TK), self.parts, drops, rows_per_expert=rows_per_expert
@@ -104,7 +104,7 @@ class AllToAllDispatcher:
         ends_E = here_PL.sum(0).cumsum(0).to(torch.int32)
         return CountedRows(permutation, splits_2P, here_PL, ends_E=ends_E)
 
-    def _even(self, permutation: Permutation, rows_per_expert: int) -> RowExchange:
+    def _even(self, permutation: Permutation, rows_per_expert: int) -> AllToAllLayout:
         """So many rows of every expert from every rank: nobody has to count."""
         ranks = self.group.size()
         local = self.local
@@ -114,7 +114,7 @@ class AllToAllDispatcher:
             rows_R.view(a, b, rows_per_expert).transpose(0, 1).flatten()
             for a, b in ((ranks, local), (local, ranks))
         )
-        return RowExchange(
+        return AllToAllLayout(
             permutation,
             split,
             split,
@@ -124,37 +124,37 @@ class AllToAllDispatcher:
         )
 
     def dispatch(
-        self, x_TD: Tensor, prepared: CountedRows | RowExchange, ready: ReadyRows | None = None
-    ) -> tuple[Dispatched, RowExchange]:
+        self, x_TD: Tensor, prepared: CountedRows | AllToAllLayout, ready: ReadyRows | None = None
+    ) -> tuple[Dispatched, AllToAllLayout]:
         """T × D -> R × D, expert-major; waits for the splits where the device alone knows them.
 
         Nothing is left `ready`.
         """
-        if isinstance(prepared, RowExchange):
-            rows, exchange = permute(x_TD, prepared.permutation), prepared
+        if isinstance(prepared, AllToAllLayout):
+            rows, layout = permute(x_TD, prepared.permutation), prepared
         else:
-            rows, exchange = _permute_and_wait(x_TD, prepared)
-        rows = exchange_rows(rows, exchange.input_splits, exchange.output_splits, group=self.group)
-        rows = reorder(rows, exchange.to_expert_major_R, exchange.to_rank_major_R)
-        return Dispatched(rows, exchange.ends_E), exchange
+            rows, layout = _permute_and_wait(x_TD, prepared)
+        rows = all_to_all_rows(rows, layout.input_splits, layout.output_splits, group=self.group)
+        rows = reorder(rows, layout.to_expert_major_R, layout.to_rank_major_R)
+        return Dispatched(rows, layout.ends_E), layout
 
     def combine(
         self,
         expert_out_RD: Tensor,
         probs_TK: Tensor,
-        origin: RowExchange,
+        origin: AllToAllLayout,
         ready: ReadyRows | None = None,
     ) -> Tensor:
         """R × D -> T × D."""
         rows = reorder(expert_out_RD, origin.to_rank_major_R, origin.to_expert_major_R)
-        rows = exchange_rows(rows, origin.output_splits, origin.input_splits, group=self.group)
+        rows = all_to_all_rows(rows, origin.output_splits, origin.input_splits, group=self.group)
         if self.etp > 1:  # a row came back from each part of its expert
             probs_TK = probs_TK[..., None].expand(-1, -1, self.etp).flatten(1)
         return combine(rows, probs_TK, origin.permutation)
 
 
-def _permute_and_wait(x_TD: Tensor, counted: CountedRows) -> tuple[Tensor, RowExchange]:
-    """Rows by destination, and the exchange with the splits that have come to the host."""
+def _permute_and_wait(x_TD: Tensor, counted: CountedRows) -> tuple[Tensor, AllToAllLayout]:
+    """Rows by destination, and the layout with the splits that have come to the host."""
     arrive = start_to_host(counted.splits_2P)
     permutation = counted.permutation
     if permutation.kept_TK is None:
@@ -170,9 +170,9 @@ def _permute_and_wait(x_TD: Tensor, counted: CountedRows) -> tuple[Tensor, RowEx
 
 def _uneven(
     counted: CountedRows, input_splits: Sequence[int], output_splits: Sequence[int]
-) -> RowExchange:
+) -> AllToAllLayout:
     to_expert_major_R, to_rank_major_R = expert_major(counted.counts_PL, sum(output_splits))
-    return RowExchange(
+    return AllToAllLayout(
         counted.permutation,
         tuple(input_splits),
         tuple(output_splits),

@@ -18,7 +18,7 @@ from app.collectives import all_gather, reduce_scatter
 from app.moe.permute import Permutation, combine_gradients, sum_rows
 
 
-def exchange_rows(
+def all_to_all_rows(
     rows: Tensor,
     input_splits: tuple[int, ...],
     output_splits: tuple[int, ...],
@@ -41,7 +41,7 @@ def combine_and_scatter(
     rows_RD: Tensor, probs_TK: Tensor, permutation: Permutation, group: dist.ProcessGroup
 ) -> Tensor:
     """`combine` for the tokens of all ranks; each rank ends up with the sums of its own: T × D."""
-    out_TD: Tensor = _BringHome.apply(
+    out_TD: Tensor = _CombineAndScatter.apply(
         rows_RD,
         probs_TK,
         permutation.token_of_row_R,
@@ -85,16 +85,16 @@ class _AllToAll(torch.autograd.Function):
     ) -> Tensor:
         ctx.splits = input_splits, output_splits
         ctx.group = group
-        return _exchange(rows, input_splits, output_splits, group=group)
+        return _uneven_all_to_all(rows, input_splits, output_splits, group=group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         input_splits, output_splits = ctx.splits
-        grad = _exchange(grad, output_splits, input_splits, group=ctx.group)
+        grad = _uneven_all_to_all(grad, output_splits, input_splits, group=ctx.group)
         return grad, None, None, None
 
 
-def _exchange(
+def _uneven_all_to_all(
     rows: Tensor,
     input_splits: tuple[int, ...],
     output_splits: tuple[int, ...],
@@ -131,7 +131,7 @@ class _GatherRows(torch.autograd.Function):
         return _scattered(grad_ND, ctx.group).to(grad_RD.dtype), None, None, None, None
 
 
-class _BringHome(torch.autograd.Function):
+class _CombineAndScatter(torch.autograd.Function):
     """`combine` for the tokens of all ranks; each rank ends up with the sums of its own."""
 
     @staticmethod

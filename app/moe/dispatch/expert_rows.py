@@ -19,7 +19,7 @@ from app.kernels import peer_rows as kernels
 from app.kernels import peer_sums
 from app.kernels.common import usable
 from app.kernels.expert_rows import expert_rows
-from app.kernels.fp8.quantise import InEight
+from app.kernels.fp8.quantise import Fp8Rows
 from app.moe.permute import dot_rows, pick_rows, sort_by_expert, sum_rows, widened
 
 
@@ -69,15 +69,15 @@ def place_rows(
 
 
 def spread_rows(
-    x_ND: Tensor, row_of_NK: Tensor, num_rows: int, in_8: InEight | None = None
+    x_ND: Tensor, row_of_NK: Tensor, num_rows: int, fp8_rows: Fp8Rows | None = None
 ) -> Tensor:
-    """rows[row_of[n, k]] = x[n]: [R, D]; x is contiguous. Kernels fill `in_8` besides."""
+    """rows[row_of[n, k]] = x[n]: [R, D]; x is contiguous. Kernels fill `fp8_rows` besides."""
     if usable(x_ND):
         addresses = kernels.addresses_in(x_ND)
         return kernels.pull_rows(
-            addresses, row_of_NK, num_rows, width=x_ND.shape[1], dtype=x_ND.dtype, in_8=in_8
+            addresses, row_of_NK, num_rows, width=x_ND.shape[1], dtype=x_ND.dtype, fp8_rows=fp8_rows
         )
-    assert in_8 is None, "kernels alone write it"
+    assert fp8_rows is None, "kernels alone write it"
     return x_ND.index_select(0, _choice_of_rows(row_of_NK, num_rows) // row_of_NK.shape[1])
 
 
@@ -113,11 +113,11 @@ def row_gradients(
     rows_RD: Tensor,
     probs_NK: Tensor,
     row_of_NK: Tensor,
-    in_8: InEight | None = None,
+    fp8_rows: Fp8Rows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of `partial_sums`: of the rows, rounded once, [R, D]; of the probabilities,
     [N, K] in their type, undefined for a choice without a row here. Both g and the probabilities
-    are contiguous. Kernels fill `in_8` with the rows' besides.
+    are contiguous. Kernels fill `fp8_rows` with the rows' besides.
     """
     if usable(rows_RD, probs_NK):
         dots_NK = torch.empty_like(probs_NK)
@@ -127,10 +127,10 @@ def row_gradients(
             probs_NK,
             row_of_NK=row_of_NK,
             dots_addresses_P=kernels.addresses_in(dots_NK),
-            in_8=in_8,
+            fp8_rows=fp8_rows,
         )
         return grad_RD, dots_NK
-    assert in_8 is None, "kernels alone write it"
+    assert fp8_rows is None, "kernels alone write it"
     kept_NK = row_of_NK < len(rows_RD)
     choice_R = _choice_of_rows(row_of_NK, len(rows_RD))
     grad_RD = grad_ND.index_select(0, choice_R // row_of_NK.shape[1])

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.kernels.fp8.quantise import InEight
+from app.kernels.fp8.quantise import Fp8Rows
 from app.kernels.peer_rows import pull_gradients, pull_rows, push_values
 from app.kernels.peer_sums import push_sums
 from app.moe.dispatch.expert_rows import sum_dots, sum_partials
@@ -78,7 +78,7 @@ class PeerTransport:
         return self._everyones(self._choices, experts_TK)
 
     def spread(
-        self, x_TD: Tensor, row_of_NK: Tensor, num_rows: int, in_8: InEight | None = None
+        self, x_TD: Tensor, row_of_NK: Tensor, num_rows: int, fp8_rows: Fp8Rows | None = None
     ) -> Tensor:
         """See the protocol."""
         tokens = self._offered(x_TD)
@@ -90,10 +90,10 @@ class PeerTransport:
             width=x_TD.shape[1],
             dtype=x_TD.dtype,
             rank=self.rank,
-            in_8=in_8,
+            fp8_rows=fp8_rows,
         )
 
-    def sum_home(
+    def combine(
         self, rows_RD: Tensor, probs_TK: Tensor | None, row_of_NK: Tensor, experts_TK: Tensor
     ) -> Tensor:
         """See the protocol."""
@@ -111,7 +111,7 @@ class PeerTransport:
         probs_TK: Tensor,
         row_of_NK: Tensor,
         experts_TK: Tensor,
-        in_8: InEight | None = None,
+        fp8_rows: Fp8Rows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See the protocol."""
         grads = self._offered(grad_TD)
@@ -124,7 +124,7 @@ class PeerTransport:
             row_of_NK=row_of_NK,
             dots_addresses_P=dots.addresses_P,
             rank=self.rank,
-            in_8=in_8,
+            fp8_rows=fp8_rows,
         )
         self._memory.barrier()
         return grad_RD, sum_dots(dots.own, experts_TK, self.local, etp=self.etp)

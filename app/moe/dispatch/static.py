@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from app.kernels.common import usable
-from app.kernels.fp8.quantise import empty_in_8
+from app.kernels.fp8.quantise import empty_fp8_rows
 from app.model.fp8.ready import ReadyRows
 from app.moe.clones.cloning import Cloning
 from app.moe.clones.record import Clones
@@ -152,10 +152,10 @@ class StaticDispatcher:
         keep = None
         if self.paged_buffer is not None and not self._counts_rows:
             keep = partial(PagedRows.of, self.paged_buffer, ends_E)
-        lent = None
+        replicas = None
         if self.cloning is not None and prepared.clones is not None:
-            lent = self.cloning.lent(prepared.clones)
-        return Dispatched(rows_RD, ends_E, keep, lent=lent), prepared
+            replicas = self.cloning.replicas(prepared.clones)
+        return Dispatched(rows_RD, ends_E, keep, replicas=replicas), prepared
 
     def combine(
         self,
@@ -197,9 +197,9 @@ class _Dispatch(torch.autograd.Function):
         ctx.save_for_backward(rows.row_of_NK, places.experts_TK)
         ctx.transport = transport
         if ready is not None:
-            in_8 = empty_in_8((places.num_rows, x_TD.shape[1]), x_TD.device)
-            spread_RD = transport.spread(x_TD, rows.row_of_NK, places.num_rows, in_8=in_8)
-            return ready.put((spread_RD, *in_8))
+            fp8_rows = empty_fp8_rows((places.num_rows, x_TD.shape[1]), x_TD.device)
+            spread_RD = transport.spread(x_TD, rows.row_of_NK, places.num_rows, fp8_rows=fp8_rows)
+            return ready.put((spread_RD, *fp8_rows))
         rows_RD = transport.spread(x_TD, rows.row_of_NK, places.num_rows)
         return zero_gaps(rows_RD, rows.filled_E, rows.ends_E) if gaps else rows_RD
 
@@ -207,7 +207,7 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None, None]:
         row_of_NK, experts_TK = ctx.saved_tensors
-        return ctx.transport.sum_home(grad_RD, None, row_of_NK, experts_TK), None, None, None, None
+        return ctx.transport.combine(grad_RD, None, row_of_NK, experts_TK), None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -226,16 +226,18 @@ class _Combine(torch.autograd.Function):
         ctx.save_for_backward(rows_RD, probs_TK, rows.row_of_NK, places.experts_TK)
         ctx.gaps = (rows.filled_E, rows.ends_E) if gaps else None
         ctx.transport = transport
-        return transport.sum_home(rows_RD, probs_TK, rows.row_of_NK, places.experts_TK)
+        return transport.combine(rows_RD, probs_TK, rows.row_of_NK, places.experts_TK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         rows_RD, *where = ctx.saved_tensors
-        in_8 = None if ctx.ready is None else empty_in_8(rows_RD.shape, grad_TD.device)
-        grad_RD, dots_TK = ctx.transport.spread_gradients(grad_TD, rows_RD, *where, in_8=in_8)
-        if in_8 is not None:
-            ctx.ready.put((grad_RD, *in_8))
+        fp8_rows = None if ctx.ready is None else empty_fp8_rows(rows_RD.shape, grad_TD.device)
+        grad_RD, dots_TK = ctx.transport.spread_gradients(
+            grad_TD, rows_RD, *where, fp8_rows=fp8_rows
+        )
+        if fp8_rows is not None:
+            ctx.ready.put((grad_RD, *fp8_rows))
         if ctx.gaps is not None:
             grad_RD = zero_gaps(grad_RD, *ctx.gaps)
         return grad_RD, dots_TK, None, None, None, None

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.collectives import all_to_all
-from app.kernels.fp8.quantise import InEight
+from app.kernels.fp8.quantise import Fp8Rows
 from app.moe.dispatch.collectives import gathered
 from app.moe.dispatch.expert_rows import (
     partial_sums,
@@ -32,8 +32,8 @@ class TokenTransport(Protocol):
 
     `row_of_NK` says which row here each choice of any rank has, R where none (`place_rows`). Rows
     that no choice has are neither written nor read. Nothing here is differentiable: the backward of
-    `spread` is `sum_home` without probabilities, that of `sum_home` is `spread_gradients`. Where
-    kernels compute, both may write their rows `in_8` bits besides.
+    `spread` is `combine` without probabilities, that of `combine` is `spread_gradients`. Where
+    kernels compute, both may write their rows `fp8_rows` bits besides.
     """
 
     def gather_choices(self, experts_TK: Tensor) -> Tensor:
@@ -44,12 +44,12 @@ class TokenTransport(Protocol):
         ...
 
     def spread(
-        self, x_TD: Tensor, row_of_NK: Tensor, num_rows: int, in_8: InEight | None = None
+        self, x_TD: Tensor, row_of_NK: Tensor, num_rows: int, fp8_rows: Fp8Rows | None = None
     ) -> Tensor:
         """rows[row_of[n, k]] = x[n]: T × D -> R × D."""
         ...
 
-    def sum_home(
+    def combine(
         self, rows_RD: Tensor, probs_TK: Tensor | None, row_of_NK: Tensor, experts_TK: Tensor
     ) -> Tensor:
         """Each token's rows on all ranks, times its probabilities (None: 1), added up: T × D.
@@ -66,9 +66,9 @@ class TokenTransport(Protocol):
         probs_TK: Tensor,
         row_of_NK: Tensor,
         experts_TK: Tensor,
-        in_8: InEight | None = None,
+        fp8_rows: Fp8Rows | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of the rows, R × D, and of the probabilities, T × K in fp32, in `sum_home`.
+        """Gradients of the rows, R × D, and of the probabilities, T × K in fp32, in `combine`.
 
         Choices that were dropped have a gradient of 0; those whose rows are missing an undefined
         one.
@@ -93,18 +93,18 @@ class CollectiveTransport:
         return gathered(experts_TK.to(torch.int32), self.group)
 
     def spread(
-        self, x_TD: Tensor, row_of_NK: Tensor, num_rows: int, in_8: InEight | None = None
+        self, x_TD: Tensor, row_of_NK: Tensor, num_rows: int, fp8_rows: Fp8Rows | None = None
     ) -> Tensor:
         """See the protocol."""
-        return spread_rows(gathered(x_TD, self.group), row_of_NK, num_rows, in_8=in_8)
+        return spread_rows(gathered(x_TD, self.group), row_of_NK, num_rows, fp8_rows=fp8_rows)
 
-    def sum_home(
+    def combine(
         self, rows_RD: Tensor, probs_TK: Tensor | None, row_of_NK: Tensor, experts_TK: Tensor
     ) -> Tensor:
         """See the protocol."""
         probs_NK = None if probs_TK is None else gathered(probs_TK, self.group)
         partial_ND = partial_sums(rows_RD, probs_NK, row_of_NK)
-        return sum_partials(self._home(partial_ND), experts_TK, self.local, etp=self.etp)
+        return sum_partials(self._to_sources(partial_ND), experts_TK, self.local, etp=self.etp)
 
     def spread_gradients(
         self,
@@ -113,14 +113,16 @@ class CollectiveTransport:
         probs_TK: Tensor,
         row_of_NK: Tensor,
         experts_TK: Tensor,
-        in_8: InEight | None = None,
+        fp8_rows: Fp8Rows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See the protocol."""
         grad_ND, probs_NK = (gathered(own, self.group) for own in (grad_TD, probs_TK))
-        grad_RD, dots_NK = row_gradients(grad_ND, rows_RD, probs_NK, row_of_NK=row_of_NK, in_8=in_8)
-        return grad_RD, sum_dots(self._home(dots_NK), experts_TK, self.local, etp=self.etp)
+        grad_RD, dots_NK = row_gradients(
+            grad_ND, rows_RD, probs_NK, row_of_NK=row_of_NK, fp8_rows=fp8_rows
+        )
+        return grad_RD, sum_dots(self._to_sources(dots_NK), experts_TK, self.local, etp=self.etp)
 
-    def _home(self, values_N: Tensor) -> Tensor:
+    def _to_sources(self, values_N: Tensor) -> Tensor:
         """Values of all tokens -> those of this rank's that every rank has made: [P, T, …]."""
         ranks = self.group.size()
         return all_to_all(values_N.unflatten(0, (ranks, len(values_N) // ranks)), self.group)
