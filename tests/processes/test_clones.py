@@ -223,7 +223,7 @@ def layer_of(rank: int, spares: int, dtype: torch.dtype) -> dict[str, Tensor]:
     sums = Sums()
     dispatched, origin = dispatcher.dispatch(x_TD, dispatcher.preprocess(experts_TK))
     rows_RD = experts.forward(
-        dispatched.rows_RD, dispatched.ends_E, MainGradSink(sums.add), lent=dispatched.lent
+        dispatched.rows_RD, dispatched.ends_E, MainGradSink(sums.add), replicas=dispatched.replicas
     )
     y_TD = dispatcher.combine(rows_RD, probs_TK.to(dtype), origin)
     y_TD.backward(grad_TD)

@@ -26,7 +26,7 @@ plain = pytest.fixture(autouse=True)(without_kernels)
 @pytest.fixture(autouse=True)
 def few_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     """`target_search`, interpreted, each program takes 30 ms."""
-    monkeypatch.setattr("app.kernels.clones.exact.TARGETS", 3)
+    monkeypatch.setattr("app.kernels.clones.target_search.TARGETS", 3)
 
 
 # ranks, experts of each, tokens of a rank for an expert at most
