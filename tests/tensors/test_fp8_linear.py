@@ -290,7 +290,7 @@ def test_a_host_that_lacks_transformer_engine_is_told_what_to_install(
     )
     monkeypatch.setattr(transformer_engine, "import_library", lambda refused: lacks)
     assert refusal().startswith(
-        "precision.fp8.recipe=block: this GPU has no products in FP8 by this recipe: "
+        "precision.fp8.recipe=block: this GPU has no FP8 GEMM for this recipe: "
         "needs CUDA 12.9"
     )
     by_library = in_8(backend=LinearBackendKind.transformer_engine)

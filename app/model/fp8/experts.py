@@ -1,8 +1,8 @@
-"""The back end of a layer of experts in FP8.
+"""FP8 back end of grouped linear layers.
 
-Rows are quantised for the output, and the output's gradient for that of the rows, unless who has
-made them did so on the way (`app.model.fp8.ready`): with equal bits. The gradient of the weight
-stays a product of rows as they came, which are what is kept for it: it sums over rows, whose scales
+Rows are quantised for the output, and the output gradient for the input gradient, unless the kernel
+that produced them has done so (`app.model.fp8.ready`) with equal bits. The weight gradient stays a
+grouped GEMM of the unquantised rows, which are what backward saves: it sums over rows, whose scales
 differ.
 
 Shapes: T rows grouped by expert, E experts, I input width, O output width.
@@ -19,7 +19,7 @@ from app.model.weight_grads import GroupedLinearGrad, WeightGrad
 
 
 class Fp8GroupedLinear(HeldWeight):
-    """The products of one layer with its weight (`GroupedLinearBackend`)."""
+    """FP8 grouped GEMMs of one layer (`GroupedLinearBackend`)."""
 
     differentiable = False
     ready_rows = ReadyRows
