@@ -1,4 +1,4 @@
-"""The experts of a rank as two grouped products, whose group sizes are read on the device.
+"""Experts of a rank as two grouped GEMMs, whose group sizes are read on the device.
 
 Shapes: R rows grouped by expert · E experts of this rank · D width · F this rank's part of the
 hidden width of an expert.
@@ -23,17 +23,16 @@ from app.plan.model.experts import ExpertWeights
 
 
 class ReplicaExperts(Protocol):
-    """Experts of other ranks that compute rows here, behind those of this rank's own."""
+    """Replicas of remote experts whose rows follow those of this rank's own experts."""
 
     def of(self, up_LIO: Tensor, down_LIO: Tensor) -> tuple[ReplicaWeight, ReplicaWeight]:
-        """Their matrices of both kinds, where this rank's experts have these."""
+        """Return the replicas' up and down matrices, given those of this rank's experts."""
 
 
 class Experts(nn.Module):
     """This rank's experts: stacked weights `[expert, in, out]`, gate and up side by side in `w_up`.
 
-    With a part of their hidden width on each of several ranks, the sum over the parts' outputs is
-    the experts' output.
+    If several ranks hold parts of the hidden width, the experts' output is the sum over them.
     """
 
     def __init__(self, weights: ExpertWeights, layer_groups: LayerGroups = ALONE) -> None:
@@ -51,13 +50,14 @@ class Experts(nn.Module):
         replicas: ReplicaExperts | None = None,
         ready: ReadyRows | None = None,
     ) -> Tensor:
-        """(silu(r·up[:, :F]) · (r·up[:, F:]))·down of every row r, with the weights of its expert.
+        """Compute (silu(r·up[:, :F]) · (r·up[:, F:]))·down of every row r with its expert's
+        weights.
 
         R × D -> R × D (SwiGLU, arXiv 2002.05202); rows and `ends_E` as in `GroupedLinear`.
-        `recompute` may have backward compute the activation again. `keep` says where backward has
-        rows from: those that came, those between the products, and the result for who reads that.
-        The last rows may be of experts that are `replicas` by other ranks. Rows may be `ready` in eight
-        bits, where products read these.
+        `recompute` may discard the activation and recompute it in backward. `keep` stores for
+        backward the input rows, the rows between the GEMMs, and the output. `replicas`: remote
+        experts that own the last rows. `ready` may hold rows that a kernel has already quantised to
+        FP8.
         """
         up, down = (None, None)
         if replicas is not None:

@@ -84,9 +84,8 @@ class Attention(nn.Module):
 
     def _gemm(self, x_BsD: Tensor, context: Context) -> Tensor:
         qkv = self.wqkv.forward(x_BsD, context.sink)
-        return (
-            qkv if self.bqkv is None else qkv.add_(self.bqkv)
-        )  # in place: autograd has not saved it
+        # in place is safe: autograd has not saved it
+        return qkv if self.bqkv is None else qkv.add_(self.bqkv)
 
     def _core(self, qkv: Tensor, context: Context) -> Tensor:
         q_BSNH, k_BSGH, v_BSGH = self._heads(qkv, context)

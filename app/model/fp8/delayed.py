@@ -52,9 +52,8 @@ class Overflows:
 
     def __init__(self, count: int, device: torch.device) -> None:
         self.steps_M = torch.zeros(count, device=device)  # number of steps with overflow
-        self.most_M = torch.zeros(
-            count, device=device
-        )  # largest ratio of amax to the dtype's maximum
+        # largest ratio of amax to the dtype's maximum
+        self.most_M = torch.zeros(count, device=device)
         self.steps = torch.zeros((), device=device)  # number of steps
 
     def note(self, times_M: Tensor, counts: Tensor) -> None:

@@ -18,9 +18,8 @@ from app.model.fp8.delayed import EACH, LinearScales
 from app.model.fp8.quantised import Quantised
 from app.model.fp8.reference import E4M3, E5M2
 
-LARGEST = tuple(
-    torch.finfo(dtype).max for dtype in (E4M3, E4M3, E5M2)
-)  # dtype maxima of the recipe `delayed`
+# dtype maxima of a layer's matrices in the recipe `delayed`
+LARGEST = tuple(torch.finfo(dtype).max for dtype in (E4M3, E4M3, E5M2))
 
 
 class LostEntries:

@@ -28,7 +28,7 @@ class Quantised:
     row_scales: Tensor | None
     by_columns: Tensor | None  # C × R, scaled along columns; None: by_rows serves for both
     column_scales: Tensor | None
-    # leading dimensions of the tensor that was quantised; their product may be less than R, since
+    # leading dimensions of the tensor that was quantised; they may hold fewer than R rows, since
     # rows of zeros may pad the matrix
     lead: torch.Size
 

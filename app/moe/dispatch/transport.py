@@ -1,9 +1,9 @@
-"""What carries tokens between the ranks of an expert group where all shapes are known beforehand.
+"""Transport of tokens between the ranks of an expert group, with all shapes known beforehand.
 
 Shapes: P ranks of the group · T tokens of each · N = P·T tokens of all, in rank order · K choices
-of each · D width · R rows of this rank's experts, of which the device alone knows how many are
-used · L experts of this rank. Experts s·L to (s+1)·L are on ranks s·etp to (s+1)·etp, a part of
-each of them on each.
+of each · D width · R rows of this rank's experts, of which the device alone knows how many are used
+· L experts of this rank. Experts s·L to (s+1)·L are on ranks s·etp to (s+1)·etp, one part of each
+expert on each rank.
 """
 
 from __future__ import annotations
@@ -27,35 +27,36 @@ from app.moe.dispatch.expert_rows import (
 
 
 class TokenTransport(Protocol):
-    """Exchanges that never wait for the device, so they can be captured; all ranks of the group
-    call the same ones in the same order.
+    """Communication that never synchronizes with the device, so it can be captured; all ranks of
+    the group call the same methods in the same order.
 
-    `row_of_NK` says which row here each choice of any rank has, R where none (`place_rows`). Rows
-    that no choice has are neither written nor read. Nothing here is differentiable: the backward of
-    `spread` is `combine` without probabilities, that of `combine` is `spread_gradients`. Where
-    kernels compute, both may write their rows `fp8_rows` bits besides.
+    `row_of_NK` holds the row here of each choice of any rank, R for none (`place_rows`). Rows
+    without a choice are neither written nor read. Nothing here is differentiable: the backward of
+    `spread` is `combine` without probabilities, that of `combine` is `spread_gradients`. Kernels of
+    both spreads may also write their rows to `fp8_rows`.
     """
 
     def gather_choices(self, experts_TK: Tensor) -> Tensor:
-        """Experts of this rank's tokens -> those of all tokens, integers N × K.
+        """All-gather the experts chosen by this rank's tokens: integers N × K.
 
-        The result may lie in memory that the next call but one writes to: use it at once.
+        The result may lie in memory that the next call but one overwrites: use it at once.
         """
         ...
 
     def spread(
         self, x_TD: Tensor, row_of_NK: Tensor, num_rows: int, fp8_rows: Fp8Rows | None = None
     ) -> Tensor:
-        """rows[row_of[n, k]] = x[n]: T × D -> R × D."""
+        """Return rows[row_of[n, k]] = x[n]: T × D -> R × D."""
         ...
 
     def combine(
         self, rows_RD: Tensor, probs_TK: Tensor | None, row_of_NK: Tensor, experts_TK: Tensor
     ) -> Tensor:
-        """Each token's rows on all ranks, times its probabilities (None: 1), added up: T × D.
+        """Sum each token's rows on all ranks, times its probabilities (None means 1), at its source
+        rank: T × D.
 
-        Each rank adds its own in fp32 in order of k and rounds to the rows' type; the token's own
-        rank adds these in fp32 in rank order, and rounds once more.
+        Each rank adds its own rows in fp32 in order of k and rounds to their dtype; the source rank
+        adds these sums in fp32 in rank order, and rounds once more.
         """
         ...
 
@@ -68,19 +69,19 @@ class TokenTransport(Protocol):
         experts_TK: Tensor,
         fp8_rows: Fp8Rows | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of the rows, R × D, and of the probabilities, T × K in fp32, in `combine`.
+        """Return the gradients of `combine`: of the rows, R × D, and of the probabilities, T × K in
+        fp32.
 
-        Choices that were dropped have a gradient of 0; those whose rows are missing an undefined
-        one.
+        Dropped choices have a gradient of 0; those whose rows are missing an undefined one.
         """
         ...
 
 
 class CollectiveTransport:
-    """By collectives of equal sizes, on any back end and device.
+    """Transport by collectives of equal sizes, on any back end and device.
 
-    Gathers the tokens of all ranks on each of them; what these make of a token goes back to its
-    rank by an all-to-all of equal parts. N·D elements arrive in either direction.
+    All-gathers the tokens; an all-to-all of equal parts returns what a rank makes of a token to its
+    source rank. N·D elements arrive in either direction.
     """
 
     def __init__(self, group: dist.ProcessGroup, local: int, etp: int = 1) -> None:
@@ -123,6 +124,6 @@ class CollectiveTransport:
         return grad_RD, sum_dots(self._to_sources(dots_NK), experts_TK, self.local, etp=self.etp)
 
     def _to_sources(self, values_N: Tensor) -> Tensor:
-        """Values of all tokens -> those of this rank's that every rank has made: [P, T, …]."""
+        """All-to-all of per-token values to the tokens' source ranks: [N, …] -> [P, T, …]."""
         ranks = self.group.size()
         return all_to_all(values_N.unflatten(0, (ranks, len(values_N) // ranks)), self.group)
