@@ -201,7 +201,7 @@ def _build_optimizer(
         groups=optimizer_groups,
         grads=DTYPES[run.precision.grads],
         device=device,
-        whole_steps=run.cuda_graph.impl is GraphImpl.full_iteration,
+        full_iteration=run.cuda_graph.impl is GraphImpl.full_iteration,
         writes_first=run.writes_expert_grads,
     )
 

@@ -74,7 +74,7 @@ def plan_clones(
        targets, and takes the plan of the lowest cost: see `app.moe.target_search`.
     3. With a `threshold`, ranks move only what would leave them above (1 + threshold) times the
        average: a slot is left empty if its tokens, with those of the rank's smaller slots, may
-       stay. If a rank stays above that limit even when all its slots are filled, no slot is left empty.
+       stay. If a rank stays above the limit even with all slots filled, none is left empty.
        `target_search` makes a clone only if it relieves the fullest rank by `threshold` times the
        average, so nothing moves while no rank is above the limit either.
     4. A slot takes tokens from every source rank in proportion, rounded down, and what is still
