@@ -21,7 +21,7 @@ RATES = (0.02, 0.1)  # learning rate, weight decay
 
 @dataclass
 class Shard:
-    """What one update reads and writes."""
+    """Tensors that one update reads and writes."""
 
     main: Tensor
     grad: Tensor
@@ -111,7 +111,7 @@ def test_steps_are_torchs(grads: torch.dtype, block: None):
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.999, 0.9999999])
 @pytest.mark.parametrize("updates", [0, 1, 999])
 def test_bias_corrections(beta: float, updates: int):
-    """Where moments are those of a constant gradient, corrections undo them: a step of lr."""
+    """With the moments of a constant gradient, corrections undo them: a step of lr."""
     shard = Shard.drawn(torch.float32)
     before = shard.main.clone()
     grad = torch.ones_like(shard.main)

@@ -222,7 +222,7 @@ def test_rows_that_are_ready_are_those_that_gemms_would_quantise(
 ):
     """Four of them; between the rows of experts there may be zeros that nobody has quantised."""
     for module in (layers, row_scaled, permute, expert_rows, static):
-        # plain products take no memory that kernels would describe
+        # plain GEMMs need no TMA descriptors
         monkeypatch.setattr(module, "usable", lambda *given: given[0].dtype == torch.bfloat16)
     apart, of_own = trained(kind, False, part)
     found, quantised = trained(kind, True, part)

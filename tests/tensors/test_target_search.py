@@ -1,4 +1,4 @@
-"""Plans of clones that balance ranks exactly where slots allow."""
+"""Clone plans by `target_search` against the smallest possible load, and their guarantees."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def smallest_load(counts_RE: Tensor, spares: int) -> int:
 
 
 def largest_load(counts_RE: Tensor, spares: int, algorithm: CloneAlgorithm = SEARCHES) -> int:
-    """Of the fullest rank, after cloning."""
+    """Return the load of the fullest rank after cloning."""
     return int(loads_after(counts_RE, plan_clones(counts_RE, spares, algorithm)[0]).max())
 
 
