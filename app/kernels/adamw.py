@@ -41,14 +41,14 @@ def update_rates(lr: float, weight_decay: float, device: torch.device) -> Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Slices:
+class ShardSlices:
     """Slices of a shard to update, and whether weight decay applies to each."""
 
     table_P3: Tensor  # int64, on the device: first element, end, whether its weights decay
     alignment: int  # elements: a common divisor of all first elements
 
     @classmethod
-    def of(cls, ranges: Iterable[tuple[int, int, bool]], device: torch.device) -> Slices:
+    def of(cls, ranges: Iterable[tuple[int, int, bool]], device: torch.device) -> ShardSlices:
         """Build them from (start, stop, decays) ranges of elements, cut to at most CHUNK
         elements.
         """
@@ -67,7 +67,7 @@ def adamw_update(
     moments: tuple[Tensor, Tensor],
     *,
     rounded_N: Tensor | None,
-    slices: Slices,
+    slices: ShardSlices,
     rates_2: Tensor,
     step: Tensor,
     divisor: Tensor,

@@ -28,7 +28,7 @@ def statistics(logits_CV: Tensor, row_C: Tensor) -> Tensor:
     The logits of a token are contiguous; tokens may be strided. A NaN logit makes the sum NaN.
     """
     tokens, vocabulary = logits_CV.shape
-    assert logits_CV.stride(1) == 1, "the logits of a token lie side by side"
+    assert logits_CV.stride(1) == 1, "the logits of a token must be contiguous"
     out_3C = torch.empty(3, tokens, dtype=torch.float32, device=logits_CV.device)
     columns = min(COLUMNS, block_of(cdiv(vocabulary, WIDTH)))
     _statistics[(tokens,)](
@@ -51,7 +51,7 @@ def into_gradient(logits_CV: Tensor, row_C: Tensor, lse_C: Tensor, weight_C: Ten
     `lse_C` and `weight_C` are fp32. Nothing is subtracted for a `row_C` outside [0, V).
     """
     tokens, vocabulary = logits_CV.shape
-    assert logits_CV.stride(1) == 1, "the logits of a token lie side by side"
+    assert logits_CV.stride(1) == 1, "the logits of a token must be contiguous"
     block = min(BLOCK, block_of(vocabulary))
     grid = tokens, cdiv(vocabulary, block)
     _into_gradient[grid](

@@ -53,7 +53,7 @@ class RoutingReport:
 def value_of(values: Mapping[str, object], name: str, kind: type[T]) -> T:
     """Return the value of this name; AssertionError if it has another type."""
     value = values[name]
-    assert isinstance(value, kind), f"{name} is no {kind.__name__}"
+    assert isinstance(value, kind), f"{name} is not a {kind.__name__}"
     return value
 
 

@@ -28,7 +28,7 @@ from app.model.linear_backend import LinearBackend
 from app.model.tensor_parallel import OptionalGroup, gathered, scattered
 from app.model.weight_grads import ComputedGrad, WeightGrad, WeightGradSink
 
-ROWS = 1024  # tokens whose logits are in fp32 at once, without kernels
+ROWS = 1024  # tokens whose logits are cast to fp32 at once by plain torch
 
 
 def summed_loss(

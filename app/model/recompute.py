@@ -146,7 +146,7 @@ class Recomputation:
 
     def replace(self, value: Tensor, source: BackwardSource) -> None:
         """Have operations that save `value`, or a view of it, read it from `source` in backward."""
-        assert self.replaces, "hooks are there for it"
+        assert self.replaces, "construct Recomputation with replaces=True"
         if self._running:
             self._note(value, source)
 

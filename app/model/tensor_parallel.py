@@ -54,7 +54,7 @@ def start_gather(x_BsD: Tensor, group: dist.ProcessGroup) -> Pending:
     own_BsD = x_BsD.contiguous()
     parts_PBsD = x_BsD.new_empty(group.size(), *x_BsD.shape)
     work = all_gather(parts_PBsD, own_BsD, group, wait=False)
-    assert work is not None, "another rank has a part"
+    assert work is not None, "the group has several ranks"
 
     def arrive() -> Tensor:
         work.wait()
@@ -68,7 +68,7 @@ def start_scatter(x_BSD: Tensor, group: dist.ProcessGroup) -> Pending:
     parts_PBsD = x_BSD.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous()
     own_BsD = torch.empty_like(parts_PBsD[0])
     work = reduce_scatter(own_BsD, parts_PBsD, group, wait=False)
-    assert work is not None, "another rank has a part"
+    assert work is not None, "the group has several ranks"
 
     def arrive(sent: Tensor = parts_PBsD) -> Tensor:  # held until it has been read
         work.wait()

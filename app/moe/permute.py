@@ -32,7 +32,7 @@ class Permutation:
     token_of_row_R: Tensor  # int64: the token each row is a copy of
     row_of_TK: Tensor  # int64: the row of each token's k-th expert
     ends_E: Tensor  # int32: the first row after each expert's, as `grouped_mm` takes it
-    kept_TK: Tensor | None = None  # bool: choices that have a row; None: all
+    kept_TK: Tensor | None = None  # bool: choices that have a row; None means all
 
 
 def sort_by_expert(
@@ -167,11 +167,11 @@ def combine_gradients(
         return kernels.combine_gradients(
             grad_TD, rows_RD, probs_TK, row_of_TK=row_of_TK, kept_TK=kept_TK, fp8_rows=fp8_rows
         )
-    assert fp8_rows is None, "kernels alone write it"
+    assert fp8_rows is None, "only kernels write fp8_rows"
     count = len(rows_RD)
     if kept_TK is None:
         probs_R = probs_TK.new_empty(count).scatter_(0, row_of_TK.flatten(), probs_TK.flatten())
-    else:  # one place more, for what has no row
+    else:  # one extra entry takes choices without a row
         places_R = row_of_TK.masked_fill(~kept_TK, count).flatten()
         probs_R = probs_TK.new_zeros(count + 1).scatter_(0, places_R, probs_TK.flatten())[:count]
     # in place: rows · fp32 probabilities is rounded once and never stored in fp32

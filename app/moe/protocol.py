@@ -30,7 +30,7 @@ class Dispatched:
 
     rows_RD: Tensor
     ends_E: Tensor  # int32, on the device: the first row after each expert's
-    # where backward has a tensor of as many rows from; None: they are kept as they are
+    # how backward keeps tensors with this many rows; None leaves them to autograd
     keep: Keep | None = None
     replicas: ReplicaExperts | None = None  # remote experts that own the last rows
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from app.config import OptimConfig
-from app.kernels.adamw import AdamWSettings, Slices, adamw_update
+from app.kernels.adamw import AdamWSettings, ShardSlices, adamw_update
 from app.kernels.common import usable
 from app.optim.buffers import FlatBuffer, ParamSpec
 from app.plan.shards import Range
@@ -63,7 +63,7 @@ class AdamShard:
         parts = list(self._parts(group.rank()))
         self.param_shards = tuple(self._param_shard(spec, part) for spec, part in parts)
         ranges = ((*part.local, spec.decay) for spec, part in parts)
-        self._slices = Slices.of(ranges, self.main.device)
+        self._slices = ShardSlices.of(ranges, self.main.device)
         specs = [spec for spec, _ in buffer.of_bucket(bucket)]
         self.tied = any(spec.tied for spec in specs)
         assert not self.tied or len(specs) == 1, "a tied parameter has a bucket of its own"

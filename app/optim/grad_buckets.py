@@ -116,8 +116,10 @@ class GradBuckets:
         """Clear the main gradients before the first backward of a step, or with `writes_first` mark
         them to be overwritten.
         """
-        assert self.state in (GradState.accumulating, GradState.reduced), "a step is not over"
-        assert not self._held, "the sums were reduced without what has been held back"
+        assert self.state in (GradState.accumulating, GradState.reduced), (
+            "the previous step has not been finished"
+        )
+        assert not self._held, "buckets were reduced without the gradients held back"
         if self.writes_first:
             self._unwritten.update(self._sums)
         else:
@@ -179,7 +181,7 @@ class GradBuckets:
 
     def reduce(self) -> None:
         """Start the reduce-scatters that have not begun."""
-        assert self.state is not GradState.reduced, "the sums are those over all ranks already"
+        assert self.state is not GradState.reduced, "the gradients have been reduced already"
         self._add_held()
         while self._started < self.num_buckets:
             self._start_next()
@@ -189,7 +191,9 @@ class GradBuckets:
         """Add the gradients still held back, which after an odd number of microbatches have no
         partner.
         """
-        assert not self._held or self._started == 0, "these sums are on their way already"
+        assert not self._held or self._started == 0, (
+            "the reduce-scatter of these gradients has begun already"
+        )
         for param, gradient in self._held.items():
             assert param not in self._unwritten, (
                 "a step has two microbatches or more, and the first two are one"
@@ -263,7 +267,7 @@ class GradBuckets:
                     total.add_(param.grad)
                 param.grad = None
             buckets = here()
-            assert buckets is not None, "lives as long as its parameters are trained"
+            assert buckets is not None, "the buckets must outlive the hooks of their parameters"
             buckets.arrive(bucket)
 
         param.register_post_accumulate_grad_hook(accumulated)

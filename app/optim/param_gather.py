@@ -55,7 +55,7 @@ class ParamGather:
 
     def updated(self, shard: AdamShard) -> None:
         """Note that all ranks have updated their shards of a bucket."""
-        assert shard not in self._on_its_way, "its gather still reads and writes the shard"
+        assert shard not in self._on_its_way, "the all-gather of this shard has not finished"
         self._stale.add(shard)
         if self.at_update:
             self.start(shard)
@@ -81,10 +81,10 @@ class ParamGather:
         """Capture or replay work within the block that gathers all buckets and then `updates` their
         shards or not.
         """
-        assert not self._on_its_way, "a recording cannot wait for what has started before it"
+        assert not self._on_its_way, "captured work cannot wait for an all-gather started before it"
         self._stale.update(self._shards)
         yield
-        assert not self._on_its_way, "a recording has to wait for what it starts"
+        assert not self._on_its_way, "captured work must wait for the all-gathers it starts"
         if not updates:
             self._stale.clear()
 

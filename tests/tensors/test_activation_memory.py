@@ -164,7 +164,7 @@ def with_kernels() -> Iterator[None]:
         )
         patch.setattr(
             router_matmul,
-            "wide_product",
+            "wide_gemm",
             lambda left, right, dtype=torch.float32: left.new_zeros(
                 len(left), right.shape[1], dtype=dtype
             ),

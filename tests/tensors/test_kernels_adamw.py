@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from app.kernels import adamw
-from app.kernels.adamw import AdamWSettings, Slices, adamw_update, update_rates
+from app.kernels.adamw import AdamWSettings, ShardSlices, adamw_update, update_rates
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,7 +51,7 @@ class Shard:
             self.grad,
             (self.exp_avg, self.exp_avg_sq),
             rounded_N=rounded,
-            slices=Slices.of(RANGES, self.main.device),
+            slices=ShardSlices.of(RANGES, self.main.device),
             rates_2=update_rates(*rates, self.main.device),
             step=self.step,
             divisor=torch.tensor(divisor, device=DEVICE),
@@ -169,7 +169,7 @@ def test_nothing_to_update():
         empty,
         (empty, empty),
         rounded_N=None,
-        slices=Slices.of([], empty.device),
+        slices=ShardSlices.of([], empty.device),
         rates_2=update_rates(*RATES, empty.device),
         step=one,
         divisor=one,

@@ -222,7 +222,7 @@ def test_rows_that_are_ready_are_those_that_gemms_would_quantise(
 ):
     """Four of them; between the rows of experts there may be zeros that nobody has quantised."""
     for module in (layers, row_scaled, permute, expert_rows, static):
-        # plain GEMMs need no TMA descriptors
+        # kernels for bf16 only
         monkeypatch.setattr(module, "usable", lambda *given: given[0].dtype == torch.bfloat16)
     apart, of_own = trained(kind, False, part)
     found, quantised = trained(kind, True, part)

@@ -53,7 +53,9 @@ class TransformerEngineAttention:
         scale: float | None,
     ) -> Tensor:
         """See `Attend`."""
-        assert mask_B1SK is None, "a run with masks of documents attends by torch"
+        assert mask_B1SK is None, (
+            "document masks need torch's attention (train.attention_backend=torch)"
+        )
         factor = q_BSNH.shape[-1] ** -0.5 if scale is None else scale
         trained = any(each.requires_grad for each in (q_BSNH, k_BKGH, v_BKGH))
         if torch.is_grad_enabled() and trained:

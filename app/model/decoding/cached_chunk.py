@@ -15,7 +15,7 @@ from app.model.decoding.layer_caches import CacheSizes, LayerCache, NextToken, l
 from app.model.layers import Context
 from app.plan.model.phases import PhaseName
 
-# normed hidden states -> what is added to them
+# normalised hidden states -> output that is added to the residual
 LayerAttention = Callable[[Tensor, Context], Tensor]
 
 

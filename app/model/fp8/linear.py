@@ -50,7 +50,7 @@ class Fp8Grad(WeightGrad):
         self.arithmetic.add_weight_grad(self.grad, self.x, total)
 
 
-Count = Callable[[int, Tensor, Quantised], None]  # kind of a matrix, the matrix, what it became
+Count = Callable[[int, Tensor, Quantised], None]  # kind of matrix, matrix, its FP8 copies
 
 
 class Fp8Linear(HeldWeight):
@@ -114,8 +114,8 @@ class Fp8Linear(HeldWeight):
         )
 
     def _own(self, operand: Operand, weight_OI: Tensor) -> Quantised:
-        assert weight_OI is self.weight, "each layer has a back end of its own"
-        assert isinstance(operand, Quantised), "made by `input_operand` or `grad_operand`"
+        assert weight_OI is self.weight, "the back end belongs to another layer's weight"
+        assert isinstance(operand, Quantised), "pass operands of `input_operand` or `grad_operand`"
         return operand
 
 

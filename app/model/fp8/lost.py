@@ -42,7 +42,7 @@ class LostEntries:
         `scales`: those of its layer; None for recipes without. Padding rows are not counted; of two
         copies the one by rows is.
         """
-        assert made.by_rows is not None, "it has just been quantised"
+        assert made.by_rows is not None, "count a matrix right after quantising it"
         x_N = x_RC.detach().reshape(-1)
         data_N = made.by_rows.view(torch.uint8).reshape(-1)[: len(x_N)]
         scale = None

@@ -26,7 +26,7 @@ class Quantised:
 
     by_rows: Tensor | None  # R × C, scaled along rows
     row_scales: Tensor | None
-    by_columns: Tensor | None  # C × R, scaled along columns; None: by_rows serves for both
+    by_columns: Tensor | None  # C × R, scaled along columns; None if by_rows serves for both
     column_scales: Tensor | None
     # leading dimensions of the tensor that was quantised; they may hold fewer than R rows, since
     # rows of zeros may pad the matrix

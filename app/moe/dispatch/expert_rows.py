@@ -77,7 +77,7 @@ def spread_rows(
         return kernels.pull_rows(
             addresses, row_of_NK, num_rows, width=x_ND.shape[1], dtype=x_ND.dtype, fp8_rows=fp8_rows
         )
-    assert fp8_rows is None, "kernels alone write it"
+    assert fp8_rows is None, "only kernels write fp8_rows"
     return x_ND.index_select(0, _choice_of_rows(row_of_NK, num_rows) // row_of_NK.shape[1])
 
 
@@ -134,7 +134,7 @@ def row_gradients(
             fp8_rows=fp8_rows,
         )
         return grad_RD, dots_NK
-    assert fp8_rows is None, "kernels alone write it"
+    assert fp8_rows is None, "only kernels write fp8_rows"
     kept_NK = row_of_NK < len(rows_RD)
     choice_R = _choice_of_rows(row_of_NK, len(rows_RD))
     grad_RD = grad_ND.index_select(0, choice_R // row_of_NK.shape[1])

@@ -20,7 +20,7 @@ from app.kernels.tiling import cdiv
 from app.model.recompute import BackwardSource
 from app.plan.dispatchers.paged_buffer import PlannedPagedBuffer
 
-WORD = 4  # bytes of what is copied
+WORD = 4  # bytes per copied element
 
 
 class PagedBuffer:
@@ -145,7 +145,7 @@ class PagedRows(BackwardSource):
             self.rows = self.paged_buffer.get(self.pages_M2, self.shape, self.dtype)
             self.pages_M2 = None
         rows = self.rows
-        assert rows is not None, "it is read once for every operation that has saved it"
+        assert rows is not None, "read more often than saved"
         self.readers -= 1
         if not self.readers:
             self.rows = None

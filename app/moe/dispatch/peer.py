@@ -57,7 +57,7 @@ class PeerTransport:
         self.etp = etp
         self.tokens = tokens
         self.rank = group.rank()
-        assert local * ranks // etp <= torch.iinfo(torch.int16).max, "ids travel in two bytes"
+        assert local * ranks // etp <= torch.iinfo(torch.int16).max, "expert ids are sent as int16"
         lists = (ranks, tokens, top_k)
         layouts = [
             Layout((tokens, width), dtype, parted=False),
