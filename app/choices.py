@@ -17,7 +17,9 @@ class CloneAlgorithm(Enum):
 
     one_shot_greedy = "one_shot_greedy"
     approx_bin_packing = "approx_bin_packing"
-    exact = "exact"  # ranks as even as slots allow, with few clones
+    # tries many target loads and ways to reach them, and takes the plan of the lowest cost
+    target_search = "target_search"
+    exact = target_search  # the name before; accepted in overrides and saved configurations
 
 
 class DispatcherKind(Enum):

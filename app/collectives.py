@@ -1,6 +1,4 @@
-"""Collectives over a process group of which one rank, or none besides this one, is a special case
-of the same call: nothing is sent.
-"""
+"""Collectives over a process group; in a group of one rank nothing is sent."""
 
 from __future__ import annotations
 
@@ -16,8 +14,7 @@ def all_gather(
 ) -> dist.Work | None:
     """Fill `output` with the equal `shard`s of `group`'s ranks, in rank order; both contiguous.
 
-    Without `wait` it goes on beside what follows, until the work that is returned has been waited
-    for.
+    With wait=False the collective runs asynchronously until the returned work has been waited for.
     """
     if group.size() > 1:
         work: dist.Work | None = all_gather_single(
@@ -53,8 +50,8 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send part p of the first dimension, which has one per rank, to rank p of `group`; returns
-    what came, in rank order.
+    """Send part p of the first dimension, which has one per rank, to rank p of `group`; return the
+    parts received, in rank order.
     """
     arrived = torch.empty_like(parts)
     dist.all_to_all_single(arrived, parts, group=group)

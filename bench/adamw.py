@@ -16,7 +16,7 @@ import torch
 from timing import gpu_time
 from torch.optim.adamw import adamw
 
-from app.kernels.adamw import AdamWSettings, Pieces, adamw_update, update_rates
+from app.kernels.adamw import AdamWSettings, ShardSlices, adamw_update, update_rates
 
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8)
 LR, WEIGHT_DECAY = 1e-3, 0.1
@@ -35,7 +35,7 @@ def main() -> None:
     rounded = main_N.bfloat16()
     step, divisor, skip = (torch.tensor(value, device=device) for value in (3.0, 1.5, 0.0))
     rates_2 = update_rates(LR, WEIGHT_DECAY, device)
-    pieces = Pieces.of([(0, count, True)], device)
+    slices = ShardSlices.of([(0, count, True)], device)
 
     def ours() -> None:
         adamw_update(
@@ -43,7 +43,7 @@ def main() -> None:
             grad,
             (exp_avg, exp_avg_sq),
             rounded_N=rounded,
-            pieces=pieces,
+            slices=slices,
             rates_2=rates_2,
             step=step,
             divisor=divisor,

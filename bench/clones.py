@@ -118,7 +118,7 @@ def pieces(
     for name, transport in transports.items():
         yield "counts", name, partial(transport.gather_counts, counts_CE)
     counts_RE = transports["collective"].gather_counts(counts_CE).clone()
-    plan = plan_slots(counts_RE, args.spares, CloneAlgorithm.exact, threshold=0.0)
+    plan = plan_slots(counts_RE, args.spares, CloneAlgorithm.target_search, threshold=0.0)
     sums_4 = torch.zeros(4, dtype=torch.int64, device=device)
     for algorithm in CloneAlgorithm:
         spares = 1 if algorithm is CloneAlgorithm.approx_bin_packing else args.spares
@@ -150,7 +150,7 @@ def even_pieces(
     planned = partial(
         plan_slots,
         spares_per_rank=args.spares,
-        algorithm=CloneAlgorithm.exact,
+        algorithm=CloneAlgorithm.target_search,
         threshold=0.05,
         sums_4=sums_4,
     )
@@ -174,7 +174,7 @@ def even_pieces(
     def home() -> None:
         for kind in (1, 0):
             peer.grads(kind, clones)
-            peer.add_home(kind, totals[kind], clones)
+            peer.return_grads(kind, totals[kind], clones)
 
     def backward() -> None:
         send(clones)
@@ -184,7 +184,7 @@ def even_pieces(
 
     yield "counts even", "own", partial(count_choices, experts_TK, args.experts)
     yield "counts even", "peer", partial(peer.gather_counts, counts_CE)
-    yield "plan even", "exact", partial(planned, counts_RE)
+    yield "plan even", "target_search", partial(planned, counts_RE)
     yield "reroute even", "", partial(follow_plan, experts_TK, plan, rank, counts_CE)
     yield "send even", "peer", partial(send, clones)
     yield "product even", "", gemm
@@ -249,7 +249,7 @@ def exchanges(
             def home(transport: CloneTransport = transport, clones: Clones = clones) -> None:
                 for kind in (1, 0):
                     transport.grads(kind, clones)
-                    transport.add_home(kind, totals[kind], clones)
+                    transport.return_grads(kind, totals[kind], clones)
 
             yield f"send{suffix}", name, send
             yield f"home{suffix}", name, home

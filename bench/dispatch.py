@@ -145,11 +145,11 @@ def static_pieces(
     return {
         "offsets": offsets,
         "dispatch": lambda: transport.spread(given.x_TD, row_of_NK, num_rows),
-        "combine": lambda: transport.sum_home(rows_RD, given.probs_TK, *where),
+        "combine": lambda: transport.combine(rows_RD, given.probs_TK, *where),
         "combine'": lambda: transport.spread_gradients(
             given.grad_TD, rows_RD, given.probs_TK, *where
         ),
-        "dispatch'": lambda: transport.sum_home(rows_RD, None, *where),
+        "dispatch'": lambda: transport.combine(rows_RD, None, *where),
     }
 
 

@@ -13,8 +13,8 @@ model="+experiment=smallmoe model=qwen3_30b_a3b model.moe.aux_loss_coeff=0.001 m
   train.micro_batch=1 train.global_batch=16 parallel.dp=2 parallel.ep=2
   cuda_graph=full_iteration $static"
 forced=model.moe.force_balance=true
-echo2="model.moe.echo.spares=2 model.moe.echo.algorithm=exact"
-echo4="model.moe.echo.spares=4 model.moe.echo.algorithm=exact"
+echo2="model.moe.echo.spares=2 model.moe.echo.algorithm=target_search"
+echo4="model.moe.echo.spares=4 model.moe.echo.algorithm=target_search"
 
 if [ "${2:-}" = short ]; then
   run 120 bench/clones.py echo_even.json --even
@@ -29,10 +29,10 @@ fi
 run 200 bench/clones.py echo_pieces.json
 run 300 bench/graphs.py echo_graphs.jsonl --steps 120 \
   "ep2-moe/full_iteration,$static,$(clones 2 one_shot_greedy)" \
-  "ep2-moe/full_iteration,$static,$(clones 2 exact),model.moe.static.transport=collective" \
+  "ep2-moe/full_iteration,$static,$(clones 2 target_search),model.moe.static.transport=collective" \
   "ep2-moe/partial,$static,$(clones 1 one_shot_greedy)" \
   "ep2-moe/layer,$static,$(clones 1 approx_bin_packing)" \
-  "ep2-moe/full_iteration,$static,$(clones 4 exact),model.moe.static.capacity=factor,model.moe.static.factor=1.3"
+  "ep2-moe/full_iteration,$static,$(clones 4 target_search),model.moe.static.capacity=factor,model.moe.static.factor=1.3"
 # shellcheck disable=SC2086
 run 580 bench/step_profile.py echo_steps.jsonl --steps 8 \
   $model $forced / $model $forced $echo2 / \

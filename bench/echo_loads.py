@@ -142,10 +142,15 @@ def summary(cases: Iterable[Tensor], threshold: float = 0.0) -> Json:
     """Loads before, and loads and clones after, by each algorithm and number of spares."""
     cases = list(cases)
     after = {
-        f"{algorithm.value} {spares}": after_plans(cases, spares, algorithm, threshold=threshold)
+        f"{label(algorithm)} {spares}": after_plans(cases, spares, algorithm, threshold=threshold)
         for algorithm, spares in WAYS
     }
     return {"before": spread(fullest(rank_loads(counts_RE)) for counts_RE in cases), "after": after}
+
+
+def label(algorithm: CloneAlgorithm) -> str:
+    """Return the name by which recorded results list an algorithm: `target_search` was `exact`."""
+    return "exact" if algorithm is CloneAlgorithm.target_search else algorithm.value
 
 
 def after_plans(
@@ -294,9 +299,9 @@ def simulated_row(skew: str, cases: list[Tensor], costs: Json) -> Json:
 
 
 def layer_time(counts_RE: Tensor, spares: int, threshold: float, even: float, costs: Json) -> float:
-    """µs with clones by `exact`."""
-    after = after_plans([counts_RE], spares, CloneAlgorithm.exact, threshold=threshold)
-    moved_ES, _ = plan_clones(counts_RE, spares, CloneAlgorithm.exact, threshold)
+    """µs with clones by `target_search`."""
+    after = after_plans([counts_RE], spares, CloneAlgorithm.target_search, threshold=threshold)
+    moved_ES, _ = plan_clones(counts_RE, spares, CloneAlgorithm.target_search, threshold)
     in_R = (moved_ES > 0).sum(dim=0).view(len(counts_RE), -1).sum(dim=1)
     copies = max(after["out"][1], int(in_R.max()))
     return after["load"][1] * even + copies * costs["clone_us"] + costs["plan_us"]

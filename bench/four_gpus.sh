@@ -37,7 +37,7 @@ run_part() {
       "moe/full_iteration,$static,$p,parallel.vpp=2" "moe/full_iteration,$static,$p,schedule=zero_bubble_h1" \
       "moe/full_iteration,$static,$e,model.moe.static.capacity=factor,model.moe.static.factor=1.1" \
       "moe/full_iteration,$static,$e,$updates,$fp8=current,$every" \
-      "moe/full_iteration,$static,$e,model.moe.echo.spares=2,model.moe.echo.algorithm=exact" \
+      "moe/full_iteration,$static,$e,model.moe.echo.spares=2,model.moe.echo.algorithm=target_search" \
       "dense/full_iteration,parallel.pp=4" "dense/full_iteration,parallel.pp=4,schedule=zero_bubble_h1" ;;
   pieces) # what carries tokens, and one routed layer
     run 120 bench/dispatch.py four_gpus_dispatch.json
@@ -50,8 +50,8 @@ run_part() {
     steps 400 $moe $ep4 $whole / $moe $ep4 $whole $all $fp8=current / $moe $ep4 $whole $every $fp8=current / \
       $moe $ep4 $whole precision.fp8.include=[linear,experts] $fp8=current ;;
   echo) # ranks with 1.7, 2.4 and 2.8 times the mean
-    two="model.moe.echo.spares=2 model.moe.echo.algorithm=exact"
-    four="model.moe.echo.spares=4 model.moe.echo.algorithm=exact"
+    two="model.moe.echo.spares=2 model.moe.echo.algorithm=target_search"
+    four="model.moe.echo.spares=4 model.moe.echo.algorithm=target_search"
     steps 500 $moe $ep4 $whole $forced / $moe $ep4 $whole $two / $moe $ep4 $whole hot=2:2.8 / \
       $moe $ep4 $whole hot=2:2.8 $two / $moe $ep4 $whole hot=4:2.8 $four / $moe $ep4 $whole hot=5:2.8 $four ;;
   dense)

@@ -29,7 +29,7 @@ from torch import Tensor
 from app.kernels import peer_rows, rows
 from app.kernels.fp8 import swiglu as swiglu_in_8
 from app.kernels.fp8 import weights
-from app.kernels.fp8.quantise import empty_in_8, quantise_rows
+from app.kernels.fp8.quantise import empty_fp8_rows, quantise_rows
 from app.kernels.swiglu import swiglu
 from app.model.fp8.row_scaled import RowScaled, on_tensor_cores
 from app.moe.dispatch.expert_rows import place_rows
@@ -147,23 +147,23 @@ def of_tokens() -> Iterator[Piece]:
     places = place_rows(chosen_NK, 0, OWN, num_rows=ROWS)
     row_of_NK, used = places.row_of_NK, int(places.ends_E[-1])
     addresses_P = torch.tensor([part.data_ptr() for part in x_ND.chunk(RANKS)], device=DEVICE)
-    rows_RD, in_8 = normal(ROWS, WIDTH), empty_in_8((ROWS, WIDTH), DEVICE)
+    rows_RD, fp8_rows = normal(ROWS, WIDTH), empty_fp8_rows((ROWS, WIDTH), DEVICE)
     probs_NK = torch.rand(tokens, TOP_K, device=DEVICE)
     dots_NK = torch.empty_like(probs_NK)
     dots_P = torch.tensor([part.data_ptr() for part in dots_NK.chunk(RANKS)], device=DEVICE)
 
-    def pull(in_8: Any) -> Tensor:
+    def pull(fp8_rows: Any) -> Tensor:
         return peer_rows.pull_rows(
-            addresses_P, row_of_NK, ROWS, width=WIDTH, dtype=x_ND.dtype, in_8=in_8
+            addresses_P, row_of_NK, ROWS, width=WIDTH, dtype=x_ND.dtype, fp8_rows=fp8_rows
         )
 
-    def pull_gradients(in_8: Any) -> Tensor:
+    def pull_gradients(fp8_rows: Any) -> Tensor:
         return peer_rows.pull_gradients(
-            addresses_P, rows_RD, probs_NK, row_of_NK, dots_P, in_8=in_8
+            addresses_P, rows_RD, probs_NK, row_of_NK, dots_P, fp8_rows=fp8_rows
         )
 
     once = BF16 * x_ND.numel()
-    for way, given, more in (("bf16", None, 0), ("FP8", in_8, used * (WIDTH + SCALE))):
+    for way, given, more in (("bf16", None, 0), ("FP8", fp8_rows, used * (WIDTH + SCALE))):
         moved = once + BF16 * used * WIDTH + more
         yield Piece("rows", way, partial(pull, given), moved)
         moved += BF16 * used * WIDTH
@@ -209,11 +209,11 @@ def at_home() -> Iterator[Piece]:
     grad_TD, rows_RD = normal(TOKENS, WIDTH), normal(TOKENS * TOP_K, WIDTH)
     row_of_TK = torch.randperm(TOKENS * TOP_K, device=DEVICE).view(TOKENS, TOP_K)
     probs_TK = torch.rand(TOKENS, TOP_K, device=DEVICE)
-    in_8 = empty_in_8(rows_RD.shape, DEVICE)
+    fp8_rows = empty_fp8_rows(rows_RD.shape, DEVICE)
     moved = BF16 * (grad_TD.numel() + 2 * rows_RD.numel())
     for way, given, more in (
         ("bf16", None, 0),
-        ("FP8", in_8, rows_RD.numel() + SCALE * len(rows_RD)),
+        ("FP8", fp8_rows, rows_RD.numel() + SCALE * len(rows_RD)),
     ):
         yield Piece(
             "gradients of rows at home",

@@ -42,7 +42,7 @@ def plan_picture() -> Figure:
     counts_RE[0] = torch.tensor(LOADS).flatten()
     none = counts_RE.new_zeros(counts_RE.shape[1], len(LOADS))
     plans = {"before": none}
-    for algorithm in (CloneAlgorithm.one_shot_greedy, CloneAlgorithm.exact):
+    for algorithm in (CloneAlgorithm.one_shot_greedy, CloneAlgorithm.target_search):
         plans[f"{algorithm.value}, one spare"] = plan_clones(counts_RE, 1, algorithm)[0]
     for nth, (title, moved_ES) in enumerate(plans.items()):
         axes = _bare(figure, (0.02 + 0.325 * nth, 0.06, 0.31, 0.38))

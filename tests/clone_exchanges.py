@@ -25,7 +25,7 @@ class Transport(Protocol):
 
     def grads(self, which: int, clones: Clones) -> Tensor: ...
 
-    def add_home(self, which: int, total_LIO: Tensor, clones: Clones) -> None: ...
+    def return_grads(self, which: int, total_LIO: Tensor, clones: Clones) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def all_clone_exchanges(
             if PLANS[layer]:  # nothing is written for rows that are not there
                 grads.copy_(values.grads_SIO[which][here] * factor)
             found[name] = values.totals_EIO[which][home] * factor
-            transport.add_home(which, found[name], clones)
+            transport.return_grads(which, found[name], clones)
     return found
 
 

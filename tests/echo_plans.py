@@ -14,13 +14,13 @@ from torch import Tensor
 import app.moe.echo
 from app.choices import CloneAlgorithm
 from app.kernels.clones import plan as kernels
-from app.kernels.clones.exact import exact_clones
 from app.kernels.clones.reroute import reroute
+from app.kernels.clones.target_search import search_clones
 from app.kernels.expert_rows import count_choices
 from tests.moe_kernels import DEVICE, twice
 
 PACKS = CloneAlgorithm.approx_bin_packing
-EXACT = CloneAlgorithm.exact
+SEARCHES = CloneAlgorithm.target_search
 # tokens for three experts of each of five ranks: what the first rank gives away is not enough
 STAYS_ABOVE = (150, 160, 170, 50, 50, 90, 0, 0, 0, 0, 0, 0, 80, 0, 0)
 
@@ -51,8 +51,8 @@ def check_kernel(
 
     def plan() -> tuple[Tensor, ...]:
         sums_4 = torch.arange(4, device=DEVICE)
-        if algorithm is EXACT:
-            return *exact_clones(counts_RE, spares, threshold, sums_4=sums_4), sums_4
+        if algorithm is SEARCHES:
+            return *search_clones(counts_RE, spares, threshold, sums_4=sums_4), sums_4
         packs = algorithm is PACKS
         found = kernels.plan_clones(counts_RE, spares, packs, threshold=threshold, sums_4=sums_4)
         return *found, sums_4
@@ -114,7 +114,7 @@ def check_plan(
     algorithm: CloneAlgorithm = CloneAlgorithm.one_shot_greedy,
 ) -> None:
     """Nobody gives what it has not; a slot has one expert, of another rank; no rank ends up with
-    more than before or the average, or by `exact` than the fullest had, and totals agree.
+    more than before or the average, or by `target_search` than the fullest had, and totals agree.
     """
     ranks, experts = counts_RE.shape
     assert (moved_ES >= 0).all() and (moved_RS >= 0).all()
@@ -129,5 +129,5 @@ def check_plan(
     load_R = counts_RE.sum(dim=0).view(ranks, -1).sum(dim=1)
     after_R = loads_after(counts_RE, moved_ES)
     assert after_R.sum() == load_R.sum()
-    filled = load_R.max() if algorithm is EXACT else load_R.sum() // ranks
+    filled = load_R.max() if algorithm is SEARCHES else load_R.sum() // ranks
     assert (after_R <= torch.maximum(load_R, filled)).all()

@@ -84,9 +84,9 @@ def all_exchanges(
     factor_R1 = 1 + torch.arange(num_rows, device=rows_RD.device)[:, None] % 7 / 8
     out_RD = rows_RD * factor_R1.to(rows_RD.dtype)
     where = placed.row_of_NK, given.experts_TK
-    y_TD = transport.sum_home(out_RD, given.probs_TK, *where)
+    y_TD = transport.combine(out_RD, given.probs_TK, *where)
     grad_RD, dots_TK = transport.spread_gradients(given.grad_TD, out_RD, given.probs_TK, *where)
-    back_TD = transport.sum_home(grad_RD, None, *where)
+    back_TD = transport.combine(grad_RD, None, *where)
     owned_R = torch.zeros(num_rows + 1, dtype=torch.bool, device=rows_RD.device)
     owned_R = owned_R.index_fill_(0, placed.row_of_NK.flatten().long(), True)[:-1, None]
     return {

@@ -91,8 +91,8 @@ def check_swiglu(rows: int, width: int, used: int, dtype: torch.dtype) -> None:
         (swiglu_rows(both, count), act.detach()),
         (swiglu_rows_gradient(grad, both, count), grad_both),
     ):
-        in_8 = row_scaled._rows_of(wanted[:used])
-        for one, other in zip(found, (wanted[:used], *in_8), strict=True):
+        fp8_rows = row_scaled._rows_of(wanted[:used])
+        for one, other in zip(found, (wanted[:used], *fp8_rows), strict=True):
             assert same(one[:used], other)
 
 
@@ -113,29 +113,31 @@ def check_spread(tokens: int, top_k: int, width: int, dtype: torch.dtype) -> Non
 
     dots = torch.empty(tokens, top_k, device=DEVICE)
     makers: list[tuple[bool, Callable[[tuple[Tensor, Tensor]], Tensor]]] = [
-        (True, lambda in_8: rows_kernels.spread_rows(x, row_of, None, count, in_8)),
+        (True, lambda fp8_rows: rows_kernels.spread_rows(x, row_of, None, count, fp8_rows)),
         (
             True,
-            lambda in_8: rows_kernels.combine_gradients(grad, rows, probs, row_of, None, in_8)[0],
+            lambda fp8_rows: rows_kernels.combine_gradients(
+                grad, rows, probs, row_of, None, fp8_rows
+            )[0],
         ),
         (
             False,
-            lambda in_8: peer_rows.pull_rows(
-                addresses(x), some, count, width=width, dtype=dtype, in_8=in_8
+            lambda fp8_rows: peer_rows.pull_rows(
+                addresses(x), some, count, width=width, dtype=dtype, fp8_rows=fp8_rows
             ),
         ),
         (
             False,
-            lambda in_8: peer_rows.pull_gradients(
-                addresses(grad), rows, probs, some, addresses(dots), in_8=in_8
+            lambda fp8_rows: peer_rows.pull_gradients(
+                addresses(grad), rows, probs, some, addresses(dots), fp8_rows=fp8_rows
             ),
         ),
     ]
     for whole, make in makers:
-        in_8 = empty()
-        made = make(in_8)
+        fp8_rows = empty()
+        made = make(fp8_rows)
         own = torch.arange(count, device=DEVICE) % 5 > (-1 if whole else 0)
-        for found, wanted in zip(in_8, row_scaled._rows_of(made[own]), strict=True):
+        for found, wanted in zip(fp8_rows, row_scaled._rows_of(made[own]), strict=True):
             assert same(found[own], wanted)
             assert not found[~own].float().any()
 

@@ -64,17 +64,17 @@ def share_memory(memory: Tensor, rank: int, ranks: int) -> Handle:
         assert tensor.data_ptr() == own.data_ptr()
         return handle
 
-    meet_if, exchange_counts = peer.meet_if, peer.exchange_counts
+    meet_if, all_gather_counts = peer.meet_if, peer.all_gather_counts
 
     def meet_late(needed_S: Tensor, arrivals: Arrivals) -> None:
         meet = partial(meet_if, needed_S, arrivals)
         handle.late(meet) if needed_S.any() else meet()
 
     def exchange_late(*given: Any) -> None:
-        handle.late(partial(exchange_counts, *given))
+        handle.late(partial(all_gather_counts, *given))
 
     symmetric.empty, symmetric.rendezvous = empty, rendezvous  # in this process, which ends soon
-    peer.meet_if, peer.exchange_counts = meet_late, exchange_late
+    peer.meet_if, peer.all_gather_counts = meet_late, exchange_late
     return handle
 
 

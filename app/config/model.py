@@ -49,7 +49,7 @@ class EchoConfig:
 
     spares: int = 0  # slots of a rank for experts of others; 0: off
     # which experts get clones, and where
-    algorithm: CloneAlgorithm = CloneAlgorithm.exact
+    algorithm: CloneAlgorithm = CloneAlgorithm.target_search
     # what a clone has to take off the fullest rank, over the mean number of rows; with the other
     # algorithms: a rank may have so much more than the mean before its experts are cloned
     threshold: float = 0.05

@@ -1,5 +1,5 @@
-"""Kernels for what lies between matrix products, and one product; every sum has a fixed order.
+"""Triton kernels: mostly memory-bound operations between GEMMs; every sum has a fixed order.
 
-Every one has a plain torch version beside its caller, which runs where Triton or a GPU is missing;
-what is missing is said when a run starts (`app.engine.fast_paths`).
+Each has a plain torch version next to its caller, which runs without Triton or a GPU; a run reports
+at its start which kernels are missing (`app.engine.fast_paths`).
 """

@@ -1,7 +1,7 @@
-"""AdamW (Loshchilov & Hutter 2019) on a flat shard in one pass over its memory: what is rounded to
-the parameters' type is written with the fp32 values that it comes from.
+"""AdamW (Loshchilov & Hutter 2019) on a flat shard in one pass over memory, which also writes the
+updated fp32 parameters rounded to the parameters' dtype.
 
-Shapes: N elements of the shard, in which P pieces of at most CHUNK elements are updated. In
+Shapes: N elements of the shard, in which P slices of at most CHUNK elements are updated. In
 kernels: BLOCK elements at a time.
 """
 
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from app.kernels.common import jit, tl
 
-BLOCK = 1024  # loads of 16 bytes, two of each array by a thread: more of them are slower
-CHUNK = 8 * BLOCK  # of one program: so many that its table entry costs nothing
+BLOCK = 1024  # two 16-byte loads of each array per thread: more were slower
+CHUNK = 8 * BLOCK  # elements per program: enough that reading its table entry costs nothing
 WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class AdamWSettings:
-    """The same in all updates of a run."""
+    """Settings that are the same in all updates of a run."""
 
     beta1: float
     beta2: float
@@ -31,8 +31,9 @@ class AdamWSettings:
 
 
 def update_rates(lr: float, weight_decay: float, device: torch.device) -> Tensor:
-    """Learning rate and weight decay of one update on the device, fp64 [2]; the host does not wait
-    for it, as it would for a tensor made of its own numbers.
+    """Return learning rate and weight decay of one update on the device, fp64 [2].
+
+    The host does not wait for the copy, as it would for a tensor made of its own numbers.
     """
     rates_2 = torch.full((2,), lr, dtype=torch.float64, device=device)
     rates_2[1].fill_(weight_decay)
@@ -40,15 +41,17 @@ def update_rates(lr: float, weight_decay: float, device: torch.device) -> Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
-    """What of a shard is updated, and where weights decay."""
+class ShardSlices:
+    """Slices of a shard to update, and whether weight decay applies to each."""
 
     table_P3: Tensor  # int64, on the device: first element, end, whether its weights decay
-    alignment: int  # elements: a common divisor of all firsts
+    alignment: int  # elements: a common divisor of all first elements
 
     @classmethod
-    def of(cls, ranges: Iterable[tuple[int, int, bool]], device: torch.device) -> Pieces:
-        """Of ranges of elements, cut into pieces."""
+    def of(cls, ranges: Iterable[tuple[int, int, bool]], device: torch.device) -> ShardSlices:
+        """Build them from (start, stop, decays) ranges of elements, cut to at most CHUNK
+        elements.
+        """
         rows = [
             (first, min(first + CHUNK, stop), int(decays))
             for start, stop, decays in ranges
@@ -64,26 +67,26 @@ def adamw_update(
     moments: tuple[Tensor, Tensor],
     *,
     rounded_N: Tensor | None,
-    pieces: Pieces,
+    slices: ShardSlices,
     rates_2: Tensor,
     step: Tensor,
     divisor: Tensor,
     skip: Tensor,
     settings: AdamWSettings,
 ) -> None:
-    """Update fp32 parameters and first and second moments, in place, by gradient / `divisor`, and
-    write the parameters to `rounded_N` too, in its type; nothing at all where `skip` is 1.
+    """Update fp32 parameters and moments in place by gradient / `divisor`, and write the parameters
+    to `rounded_N` in its dtype; no-op if `skip` is 1.
 
-    What differs between updates is read on the device, so that one that is captured can be
+    Everything that differs between updates is read on the device, so that a captured update can be
     replayed: `rates_2` are those of `update_rates`; `step`, `divisor` and `skip` are fp32 scalars,
     and `step` counts the updates before this one. Gradients are fp32, bf16 or fp16. Elements
-    outside of the pieces stay as they are.
+    outside the slices are unchanged.
     """
-    if not len(pieces.table_P3):
+    if not len(slices.table_P3):
         return
     exp_avg_N, exp_avg_sq_N = moments
-    _adamw[(len(pieces.table_P3),)](
-        pieces.table_P3,
+    _adamw[(len(slices.table_P3),)](
+        slices.table_P3,
         main_N,
         grad_N,
         exp_avg_N,
@@ -100,7 +103,7 @@ def adamw_update(
         log1=log(settings.beta1) if settings.beta1 else -1e4,
         log2=log(settings.beta2) if settings.beta2 else -1e4,
         eps=settings.eps,
-        ALIGNMENT=pieces.alignment,
+        ALIGNMENT=slices.alignment,
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
@@ -108,7 +111,7 @@ def adamw_update(
 
 @jit
 def _one_minus_exp(x: tl.tensor) -> tl.tensor:
-    """1 - eˣ for x < 0 to the last digits: near 0 by eight terms of its series."""
+    """Return 1 - eˣ for x < 0 to full precision: near 0 by eight terms of its series."""
     near = tl.maximum(x, -0.5)
     series = 1.0 + near / 8
     for below in tl.static_range(6):
@@ -135,7 +138,7 @@ def _update(
     eps: float,
     kept: float,
 ) -> None:
-    """Of some elements; `inside`: which of them there are, None: all."""
+    """Update one block; `inside` masks the elements that exist, None means all."""
     other = None if inside is None else 0.0
     g = tl.load(grad + place, mask=inside, other=other).to(tl.float32) / scale
     m = tl.load(exp_avg + place, mask=inside, other=other) * beta1 + g * rest1

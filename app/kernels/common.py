@@ -1,4 +1,4 @@
-"""Triton, where it is installed, and whether a kernel may take the place of plain torch."""
+"""Triton if it is installed, and the checks that decide between a kernel and plain torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ try:
     import triton
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # torch for CPUs comes without it
+except ImportError:  # CPU builds of torch come without Triton
     triton = tl = TensorDescriptor = None
 
-__all__ = [  # Triton's names too: kernels have them from here
+__all__ = [  # Triton's names too: kernels import them from here
     "TensorDescriptor",
     "jit",
     "moves_tiles",
@@ -28,17 +28,19 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def jit(kernel: Callable[..., object]) -> Any:
-    """A kernel that `[grid](...)` launches; the function itself where Triton is missing."""
+    """Return a kernel launched by `[grid](...)`; the function itself if Triton is missing."""
     return kernel if triton is None else triton.jit(kernel)
 
 
 def usable(*tensors: Tensor) -> bool:
-    """Whether kernels take these tensors: Triton is there, and they lie on a GPU in `DTYPES`."""
+    """Return whether kernels take these tensors: Triton is installed, and they lie on a GPU in
+    `DTYPES`.
+    """
     return triton is not None and all(
         tensor.is_cuda and tensor.dtype in DTYPES for tensor in tensors
     )
 
 
 def moves_tiles(device: torch.device) -> bool:
-    """Whether a GPU moves whole tiles of matrices by itself, as Hopper does (TMA)."""
+    """Return whether the GPU loads tiles of matrices in hardware (TMA), as Hopper does."""
     return torch.cuda.get_device_capability(device) >= (9, 0)

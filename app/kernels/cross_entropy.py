@@ -1,9 +1,10 @@
-"""Cross-entropy over logits, read once for the statistics and once to become their gradient.
+"""Cross-entropy over logits, which are read once for the statistics and once to become their
+gradient.
 
-One program per row keeps a running maximum and a sum relative to it (arXiv 1805.02867), in fp32, in
-columns of their own that are put together at the end: every sum has a fixed order.
+One program per row keeps a running maximum and a sum relative to it (online softmax, arXiv
+1805.02867) in fp32, per column lane; lanes are merged at the end, so every sum has a fixed order.
 
-Shapes: C tokens, V rows of the vocabulary on this rank. In kernels: L columns that each add up W
+Shapes: C tokens, V rows of the vocabulary on this rank. In kernels: L lanes that each add up W
 neighbouring logits at a time.
 """
 
@@ -17,18 +18,17 @@ from app.kernels.tiling import block_of, cdiv
 
 WIDTH = 8  # neighbouring logits: 16 bytes of bf16, one load of a thread
 COLUMNS = 512
-BLOCK = 4096  # logits of one program when they become gradients
+BLOCK = 4096  # logits per program of `into_gradient`
 
 
 def statistics(logits_CV: Tensor, row_C: Tensor) -> Tensor:
-    """Largest logit, sum of exponentials relative to it, and the logit of `row_C`, or 0 outside [0,
-    V): [3, C] fp32.
+    """Return the largest logit, the sum of exponentials relative to it, and the logit of `row_C` (0
+    outside [0, V)): [3, C] fp32.
 
-    The logits of a token lie side by side; tokens may lie further apart. A logit that is not a
-    number makes the sum so too.
+    The logits of a token are contiguous; tokens may be strided. A NaN logit makes the sum NaN.
     """
     tokens, vocabulary = logits_CV.shape
-    assert logits_CV.stride(1) == 1, "the logits of a token lie side by side"
+    assert logits_CV.stride(1) == 1, "the logits of a token must be contiguous"
     out_3C = torch.empty(3, tokens, dtype=torch.float32, device=logits_CV.device)
     columns = min(COLUMNS, block_of(cdiv(vocabulary, WIDTH)))
     _statistics[(tokens,)](
@@ -48,10 +48,10 @@ def statistics(logits_CV: Tensor, row_C: Tensor) -> Tensor:
 def into_gradient(logits_CV: Tensor, row_C: Tensor, lse_C: Tensor, weight_C: Tensor) -> None:
     """Replace logits by (exp(logit - lse) - one at `row_C`) · weight: fp32, rounded once, in place.
 
-    `lse_C` and `weight_C` are fp32. A `row_C` outside [0, V) takes nothing off.
+    `lse_C` and `weight_C` are fp32. Nothing is subtracted for a `row_C` outside [0, V).
     """
     tokens, vocabulary = logits_CV.shape
-    assert logits_CV.stride(1) == 1, "the logits of a token lie side by side"
+    assert logits_CV.stride(1) == 1, "the logits of a token must be contiguous"
     block = min(BLOCK, block_of(vocabulary))
     grid = tokens, cdiv(vocabulary, block)
     _into_gradient[grid](

@@ -1,6 +1,6 @@
 """Rows of this rank's experts for the choices of all ranks: a counting sort in two launches,
-without atomics. Blocks of tokens count their choices of each expert; then every block adds up what
-the blocks before it have, and places its own tokens.
+without atomics. Blocks of tokens count their choices of each expert; then every block adds up the
+counts of the blocks before it, and places its own tokens.
 
 Shapes: N tokens of all ranks · K experts per token · L experts of this rank · R rows. In kernels: B
 tokens of a block, E + REST ≥ L and PLACES ≥ K, powers of two; C blocks of tokens, of which CHUNK at
@@ -16,28 +16,28 @@ from app.kernels.common import jit, tl
 from app.kernels.tiling import MULTIPROCESSORS, block_of, cdiv
 
 TILE = 16384  # (token, expert) pairs of one block at most
-COUNTS = 8192  # counts that are read at once
-WARP = 32  # tokens of a block at least: a thread each
+COUNTS = 8192  # counts read at once
+WARP = 32  # tokens of a block at least, one per thread
 PER_WARP = 256  # pairs: 8 per thread
-ADDED = 2**24  # counts that all blocks read: 64 MB, mostly out of caches
+ADDED = 2**24  # counts that all blocks read together: 64 MB, mostly from caches
 
 
 def counts_fast(tokens: int, local: int) -> bool:
-    """Whether adding up the blocks before each block, work that grows with their square, is little:
-    a sort is faster otherwise.
+    """Return whether adding up the blocks before each block, quadratic in their number, is cheap;
+    otherwise a sort is faster.
     """
     return _blocks(tokens, local)[1] ** 2 * block_of(local) <= ADDED
 
 
 def _blocks(tokens: int, local: int) -> tuple[int, int]:
-    """Tokens of a block, and blocks: one for each multiprocessor, where that fits."""
+    """Return tokens per block, and blocks: one per multiprocessor if that fits."""
     wanted = max(WARP, block_of(cdiv(tokens, MULTIPROCESSORS)))
     block = min(wanted, max(1, TILE // block_of(local)))
     return block, max(1, cdiv(tokens, block))  # one is needed for the ends
 
 
 def block_sizes(tokens: int, local: int, blocks: int) -> dict[str, int]:
-    """What kernels that have a block of tokens each are compiled for, with their warps."""
+    """Return the compile-time sizes and warps of kernels with one block of tokens per program."""
     block, padded = _blocks(tokens, local)[0], block_of(local)
     chunk = min(block_of(blocks), max(1, COUNTS // padded))
     warps = min(16, max(4, block * padded // PER_WARP))
@@ -45,8 +45,8 @@ def block_sizes(tokens: int, local: int, blocks: int) -> dict[str, int]:
 
 
 def _two_tiles(sizes: dict[str, int], local: int) -> dict[str, int]:
-    """The same with E experts and then REST more, where that is less than one power of two: a few
-    slots behind 64 experts do not double the work.
+    """Return these sizes with E experts and then REST more, if that is less than one power of two:
+    a few slots after 64 experts do not double the work.
     """
     half = sizes["E"] // 2
     rest = block_of(local - half) if local > half else 0
@@ -56,7 +56,7 @@ def _two_tiles(sizes: dict[str, int], local: int) -> dict[str, int]:
 
 
 def count_choices(chosen_NK: Tensor, first: int, local: int) -> Tensor:
-    """Choices of each of the `local` experts from id `first` on, by block of tokens: int32 [C, L].
+    """Count the choices of each of the `local` experts from id `first` on, per block: int32 [C, L].
 
     A token's ids must differ.
     """
@@ -79,12 +79,12 @@ def expert_rows(
     multiple: int,
     token_of_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Row of each choice, end and first unfilled row of each of the `local` experts from id `first`
-    on, and how many rows would be needed: int32 [N, K], [L], [L], [1].
+    """Return the row of each choice, end and first unused row of each of the `local` experts from
+    id `first` on, and the number of rows needed: int32 [N, K], [L], [L], [1].
 
-    Expert-major, tokens ascending; an expert's rows start at a multiple of `multiple`. `num_rows`
-    for a choice of no expert here, or beyond; ends are at most that. A token's ids must differ. The
-    token of each row that a choice has is written to `token_of_R`, where that is given.
+    Expert-major, tokens ascending; an expert's rows start at a multiple of `multiple`. A choice of
+    no expert here, or beyond `num_rows`, has the row `num_rows`; ends are at most that. A token's
+    ids must differ. Writes the token of each used row to `token_of_R` if given.
     """
     tokens, top_k = chosen_NK.shape
     chosen_NK = chosen_NK.contiguous()
@@ -125,8 +125,8 @@ def chosen_of_block(
     B: tl.constexpr,
     E: tl.constexpr,
 ) -> tl.tensor:
-    """1 + k where an expert here is a token's k-th choice, 0 elsewhere: [E, B], so that threads
-    lie side by side along the tokens.
+    """Return 1 + k if an expert here is a token's k-th choice, otherwise 0: [E, B], so that threads
+    lie along the tokens.
     """
     token = tl.program_id(0) * B + tl.arange(0, B)
     expert = tl.arange(0, E)[:, None]
@@ -146,8 +146,8 @@ def sums_of_blocks(
     CHUNK: tl.constexpr,
     E: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Choices of each expert from `begin` on, and those in the blocks before this program's: [E],
-    [E].
+    """Return the choices of each expert from `begin` on, in all blocks and in those before this
+    program's: [E], [E].
     """
     expert = begin + tl.arange(0, E)
     every = tl.zeros((CHUNK, E), tl.int32)
@@ -190,7 +190,7 @@ def _count_tile(
     B: tl.constexpr,
     E: tl.constexpr,
 ) -> None:
-    """Of the experts from `begin` on."""
+    """Count the experts from `begin` on."""
     found = chosen_of_block(chosen, tokens, first + begin, local=local - begin, K=K, B=B, E=E)
     expert = begin + tl.arange(0, E)
     count = tl.sum((found > 0).to(tl.int32), axis=1)
@@ -292,7 +292,9 @@ def _place_tile(
     B: tl.constexpr,
     E: tl.constexpr,
 ) -> tl.tensor:
-    """Rows of the experts from `begin` on, behind those that others have `taken`; how many."""
+    """Place the rows of the experts from `begin` on, after those `taken` by others; return their
+    number.
+    """
     this = tl.program_id(0)
     expert = begin + tl.arange(0, E)
     total, before = sums_of_blocks(counts, blocks, begin=begin, local=local, CHUNK=CHUNK, E=E)

@@ -1,6 +1,6 @@
-"""Gradients of the experts' weights, added to wider sums by the grouped product that makes them.
+"""Grouped GEMM of experts' weight gradients that accumulates into the main gradients.
 
-For GPUs that move whole tiles by themselves (`moves_tiles`); on others registers overflow.
+For GPUs with TMA (`moves_tiles`); on others registers spill.
 
 Shapes: T rows grouped by expert, E experts, I input width, O output width.
 """
@@ -15,14 +15,14 @@ from torch import Tensor
 from app.kernels.common import TensorDescriptor, jit, tl
 from app.kernels.tiling import cdiv
 
-TILE = (128, 128, 32)  # height and columns of an expert's I × O, per program; rows at a time
-TILE_FP32 = (64, 64, 16)  # without tensor cores, what is multiplied lies in registers too
-# two programs on a multiprocessor: one loads sums while the other multiplies
+TILE = (128, 128, 32)  # rows and columns of an expert's I × O per program; T rows per step
+TILE_FP32 = (64, 64, 16)  # without tensor cores the operands take registers too
+# two programs per multiprocessor: one loads sums while the other multiplies
 OPTIONS = {"num_warps": 4, "num_stages": 6}
 
 
 class Operands(NamedTuple):
-    """Rows of a microbatch, the gradients of what they became, and where each expert's end."""
+    """Input rows and output gradients of a microbatch, and the end offset of each expert's rows."""
 
     rows_TI: Tensor
     grad_TO: Tensor
@@ -39,22 +39,21 @@ def add_grouped_gradient(
     later: Operands | None = None,
     fills: bool = False,
 ) -> None:
-    """sums[e] += rows[e]ᵀ · grad[e]: in fp32, rounded once, to the type of the sums.
+    """Compute sums[e] += rows[e]ᵀ · grad[e]: in fp32, rounded once to the dtype of `sums`.
 
-    Expert e owns rows ends[first+e-1] to ends[first+e] (int32, read on the device), rows from 0 on
-    where there is no expert before it. Sums of an expert without rows stay as they are, and rows of
-    no expert do not count. Not `adds`: what sums held before does not count either, and experts
-    with rows get the product alone, and those without keep what they held, or with `fills` get
-    zeros. Rows are bf16, fp16 or fp32; matrices and each of their rows
-    start at a multiple of 16 bytes (AssertionError). Equal calls give equal bits.
+    Expert e owns rows ends[first+e-1] to ends[first+e] (int32, read on the device), from row 0 on
+    if no expert precedes it. Experts without rows keep their sums, and rows of no expert are
+    ignored. Without `adds` the previous sums are overwritten instead of added to; experts without
+    rows keep them, or get zeros with `fills`. Rows are bf16, fp16 or fp32; matrices and each of
+    their rows start at a multiple of 16 bytes (AssertionError). Equal calls give equal bits.
 
-    `later`: another microbatch, whose products go to the same sums before these are rounded: sums
-    are read and written once for both.
+    `later`: another microbatch whose gradient is added to the same sums before they are rounded, so
+    that the sums are read and written only once.
     """
     experts, width, columns = sums_EIO.shape
     if later is not None and not len(later.rows_TI):
         later = None
-    if not len(rows_TI):  # nothing to describe
+    if not len(rows_TI):  # a TMA descriptor cannot be empty
         if later is not None:
             add_grouped_gradient(sums_EIO, *later, first=first, adds=adds, fills=fills)
         elif fills:
@@ -82,7 +81,7 @@ def add_grouped_gradient(
 def _described(
     later: Operands | None, height: int, across: int, *, step: int
 ) -> dict[str, TensorDescriptor | Tensor | None]:
-    """What the kernel takes of a later microbatch."""
+    """Return the kernel's arguments for a later microbatch."""
     rows = grad = ends_E = None
     if later is not None:
         rows = TensorDescriptor.from_tensor(later.rows_TI.contiguous(), [step, height])
@@ -102,11 +101,11 @@ def _gemm(
     o: tl.tensor,
     STEP: tl.constexpr,
 ) -> tl.tensor:
-    """total + rowsᵀ · grad over the rows of an expert."""
+    """Return total + rowsᵀ · grad over the rows of an expert."""
     rest = begin + (end - begin) // STEP * STEP
     for t in range(begin, rest, STEP):
         total = tl.dot(rows_TI.load([t, i]).T, grad_TO.load([t, o]), total, input_precision="ieee")
-    if rest < end:  # what follows belongs to the next expert, or to nobody
+    if rest < end:  # mask the rest: those rows belong to the next expert or to none
         own = (rest + tl.arange(0, STEP) < end)[:, None]
         left = tl.where(own, rows_TI.load([rest, i]), 0.0)
         right = tl.where(own, grad_TO.load([rest, o]), 0.0)

@@ -1,12 +1,12 @@
-"""Pages of a pool, handed out and taken back on the device, and rows copied into them and out.
+"""Allocation of pages from a pool on the device, and copies of rows into pages and out.
 
-Which pages are free stands in a ring: they are taken from its head on and put back at its tail. One
-program does either, and kernels follow one another on a stream, so there are no atomics. Numbers of
-`state`, int64: pages taken since the start, pages put there since the start (all are at first);
-pages in use, and most that have ever been, with those that were asked for in vain.
+Free pages stand in a ring: they are taken from its head and put back at its tail. A single program
+does either, and kernels run in order on a stream, so there are no atomics. `state`, int64: pages
+taken since the start; pages put into the ring since the start (initially all); pages in use; the
+most pages ever requested at once, including requests that failed.
 
-Shapes: N pages of W words, int32; M pages that one tensor takes at most. `pages_M2`, int32 [M + 2]:
-how many pages a tensor has, how many it should have had, and which.
+Shapes: N pages of W words, int32; M pages that one tensor takes at most. The page table `pages_M2`,
+int32 [M + 2], holds how many pages a tensor has, how many it needs, and which.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from torch import Tensor
 from app.kernels.common import jit, tl
 from app.kernels.tiling import MULTIPROCESSORS, cdiv
 
-IDS = 1024  # page numbers that are moved at once
-WORDS = 4096  # of a page that a program copies at once
+IDS = 1024  # page numbers moved at once
+WORDS = 4096  # of a page copied by a program at once
 PER_WARP = 512  # of them: 16 per thread
-PROGRAMS = 8  # that a multiprocessor runs at once
+PROGRAMS = 8  # resident programs per multiprocessor
 
 
 def take(ring_N: Tensor, state: Tensor, used: Tensor, most: int, row: int, page: int) -> Tensor:
-    """Pages for the first `used` rows (int32 [1]) of `row` words: int32 [M + 2], M = `most`.
+    """Allocate pages for the first `used` rows (int32 [1]) of `row` words: int32 [M + 2], M =
+    `most`.
 
-    None where there are not enough.
+    Allocates none if there are not enough.
     """
     pages_M2 = torch.empty(most + 2, dtype=torch.int32, device=ring_N.device)
     _take[(1,)](ring_N, state, used, pages_M2, len(ring_N), row, page=page, BLOCK=IDS)
@@ -34,17 +35,17 @@ def take(ring_N: Tensor, state: Tensor, used: Tensor, most: int, row: int, page:
 
 
 def put_back(ring_N: Tensor, state: Tensor, pages_M2: Tensor) -> None:
-    """Nobody needs these pages any more."""
+    """Free the pages of a page table."""
     _put_back[(1,)](ring_N, state, pages_M2, len(ring_N), BLOCK=IDS)
 
 
 def copy_in(rows: Tensor, pool_NW: Tensor, pages_M2: Tensor) -> None:
-    """As many words of the rows, contiguous, as the pages hold -> the pages."""
+    """Copy rows, contiguous, to the pages, as many words as the pages hold."""
     _launch(rows, pool_NW, pages_M2, inwards=True)
 
 
 def copy_out(rows: Tensor, pool_NW: Tensor, pages_M2: Tensor) -> None:
-    """The same from the pages; the rows behind are left as they are."""
+    """Copy the pages back to the rows; later rows are unchanged."""
     _launch(rows, pool_NW, pages_M2, inwards=False)
 
 

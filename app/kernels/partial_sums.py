@@ -1,4 +1,4 @@
-"""The gradient of a weight that many programs have read: what they have summed apart, summed.
+"""Sum of the partial weight gradients that the programs of a kernel have written.
 
 Shapes: J programs, W values of the weight.
 """
@@ -11,19 +11,21 @@ from torch import Tensor
 from app.kernels.common import jit, tl
 from app.kernels.tiling import cdiv
 
-# of a program: together 16 values for each of its threads, 64 bytes of a row side by side
+# tile of a program: 16 values per thread, 64 contiguous bytes of a row
 ROWS, COLUMNS, WARPS = 256, 16, 8
 
 
 def summed(partial_JW: Tensor, dtype: torch.dtype) -> Tensor:
-    """Σ_j partial[j], of fp32 in an order that J alone decides, rounded once."""
+    """Return Σ_j partial[j], fp32, in an order that only depends on J, rounded once."""
     total_W = partial_JW.new_empty(partial_JW.shape[1], dtype=dtype)
     _launch(total_W, partial_JW, adds=False)
     return total_W
 
 
 def add_summed(total_W: Tensor, partial_JW: Tensor) -> None:
-    """total += Σ_j partial[j], in the same order in fp32, rounded once to the type of `total`."""
+    """Add Σ_j partial[j] to `total`, in the same order in fp32, rounded once to the dtype of
+    `total`.
+    """
     _launch(total_W, partial_JW, adds=True)
 
 

@@ -1,15 +1,15 @@
-"""Rows of all ranks' tokens to the rows of this rank's experts and back, through addresses: of
-memory of other ranks that this one can read and write, or of parts of a tensor of its own. So all
-transports share the arithmetic, bit for bit.
+"""Dispatch kernels: rows of all ranks' tokens to the rows of this rank's experts and back, through
+addresses of symmetric memory, or of parts of a local tensor. So all transports share the
+arithmetic, bit for bit.
 
-Sums (`app.kernels.peer_sums`) are fp32 in a fixed order. Rows that no choice has are neither read
-nor written. Nothing here waits for other ranks: what is read has to be there. What is written may
-be written `in_8` bits besides, as `app.kernels.fp8.quantise` would read it again.
+Sums (`app.kernels.peer_sums`) are fp32 in a fixed order. Rows without a choice are neither read nor
+written. Nothing here waits for other ranks: what is read must have been written. Kernels may also
+write rows to `fp8_rows`, with the bits that `app.kernels.fp8.quantise` would give.
 
 Shapes: P ranks with T tokens each · N = P·T tokens, in rank order · K experts per token · D width ·
-R rows here, R as the row of a choice meaning that it has none · L experts of a rank. `addresses_P`
-(int64, on the device): where the first of each rank's T rows or lists of K lies, at 16 bytes. In
-kernels: BLOCK columns of a row, PLACES ≥ K, a power of two.
+R rows here; a choice without a row has the row R · L experts of a rank. `addresses_P` (int64, on
+the device): start of each rank's T rows or lists of K, aligned to 16 bytes. In kernels: BLOCK
+columns of a row, PLACES ≥ K, a power of two.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ import torch
 from torch import Tensor
 
 from app.kernels.common import jit, tl
-from app.kernels.fp8.quantise import InEight, in_eight, reciprocal, scale_for
+from app.kernels.fp8.quantise import Fp8Rows, in_fp8, reciprocal, scale_for
 from app.kernels.tiling import block_of, cdiv, row_columns, row_warps
 
-WIDE_BLOCK = 4096  # where a program has all columns, a block at a time
-SHARE = 8  # of them that lie in one thread
-VALUES = 512  # small values of one program
+WIDE_BLOCK = 4096  # if a program has all columns, one block at a time
+SHARE = 8  # columns of a block per thread
+VALUES = 512  # values per program, if rows are short
 # of a thread, where 8 values of 16 bits of each of 8 rows fit: 24 warps on a multiprocessor
 REGISTERS = 80
 
 
 def addresses_in(values_N: Tensor) -> Tensor:
-    """Addresses for the kernels here of rows that lie in one contiguous tensor, as if of one rank:
-    int64 [1], without a wait, and as long as the tensor lives.
+    """Return addresses of rows in one contiguous tensor, as if of one rank: int64 [1].
+
+    Never synchronizes; valid as long as the tensor lives.
     """
     address = values_N.data_ptr()
     assert values_N.is_contiguous() and address % 16 == 0
@@ -44,18 +45,19 @@ def pull_rows(
     width: int,
     dtype: torch.dtype,
     rank: int = 0,
-    in_8: InEight | None = None,
+    fp8_rows: Fp8Rows | None = None,
 ) -> Tensor:
-    """rows[row_of[n, k]] = the row of token n: [R, D]. Each token is read once, if it has a row.
+    """Return rows[row_of[n, k]] = the row of token n: [R, D]. Each token with a row is read once.
 
-    Programs begin with the tokens of `rank` and go from rank to rank, so that all links are in use.
+    Programs start with the tokens of `rank` and go from rank to rank, so that all links are in use.
     """
     rows_RD = torch.empty(num_rows, width, dtype=dtype, device=row_of_NK.device)
     grid, block, warps = row_columns(len(row_of_NK), width)
-    if in_8 is not None:  # whose scales are of all columns
+    if fp8_rows is not None:
+        # a row's scale covers all its columns, so one program takes the whole row
         grid, block = (len(row_of_NK), 1), block_of(width)
         warps = row_warps(block, 16)
-    data_RD, factors_R = (None, None) if in_8 is None else in_8
+    data_RD, factors_R = (None, None) if fp8_rows is None else fp8_rows
     _pull[grid](
         addresses=addresses_P,
         row_of=row_of_NK,
@@ -81,11 +83,11 @@ def pull_gradients(
     row_of_NK: Tensor,
     dots_addresses_P: Tensor,
     rank: int = 0,
-    in_8: InEight | None = None,
+    fp8_rows: Fp8Rows | None = None,
 ) -> Tensor:
-    """Gradients of the sums that `push_sums` writes, g of token n at its address. Of the rows:
-    probs[n, k] · g[n], rounded once, [R, D]; of the probabilities: <g[n], rows[row_of[n, k]]>,
-    fp32, written to the list of the token's K at the other address.
+    """Return the rows' gradients of the sums that `push_sums` writes, given g of token n at its
+    address: probs[n, k] · g[n], rounded once, [R, D]. Writes the probabilities' gradients, <g[n],
+    rows[row_of[n, k]]> in fp32, to the token's list of K at the other address.
 
     A choice without a row has neither.
     """
@@ -96,7 +98,7 @@ def pull_gradients(
     block = min(block_of(width), WIDE_BLOCK)
     warps = row_warps(block, 16)
     fits = warps <= 8 and top_k <= 8 and rows_RD.dtype.itemsize == 2
-    data_RD, factors_R = (None, None) if in_8 is None else in_8
+    data_RD, factors_R = (None, None) if fp8_rows is None else fp8_rows
     _pull_gradients[(len(row_of_NK),)](
         addresses=addresses_P,
         rows=rows_RD.contiguous(),
@@ -118,7 +120,7 @@ def pull_gradients(
         LEVELS=block_of(top_k).bit_length() - 1,
         num_warps=warps,
         maxnreg=REGISTERS if fits else None,
-        enable_fp_fusion=False,  # the same bits however the kernel is specialised
+        enable_fp_fusion=False,  # no FMA: the same bits however the kernel is specialised
     )
     return grad_RD
 
@@ -144,8 +146,8 @@ def zero_gaps(rows_RD: Tensor, filled_L: Tensor, ends_L: Tensor) -> None:
 
 @jit
 def token_of(ranks: int, rank: int, tokens: int) -> tuple[tl.tensor, tl.tensor]:
-    """Whose token this program has, and which of its rank's: neighbouring programs have tokens of
-    different ranks.
+    """Return the rank and the token of this program: neighbouring programs have tokens of different
+    ranks.
     """
     place = tl.program_id(0)
     return (place + rank) % ranks, (place // ranks).to(tl.int64)
@@ -155,10 +157,10 @@ def token_of(ranks: int, rank: int, tokens: int) -> tuple[tl.tensor, tl.tensor]:
 def _places(
     row_of: tl.tensor, num_rows: int, K: tl.constexpr
 ) -> tuple[tuple[tl.tensor, ...], tl.tensor]:
-    """Rows of a token's choices, and the first of them."""
+    """Return the rows of a token's choices, and the first of them."""
     lowest = num_rows
     places = ()  # type: tuple[tl.tensor, ...]
-    for k in tl.static_range(K):  # a load after a store would wait for it
+    for k in tl.static_range(K):  # load all before storing: a load after a store would wait for it
         row = tl.load(row_of + k).to(tl.int64)
         places += (row,)
         lowest = tl.minimum(lowest, row)
@@ -167,8 +169,8 @@ def _places(
 
 @jit
 def _sums(parts: tl.tuple, COUNT: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr) -> tl.tensor:
-    """Of each of K vectors, and zeros up to a power of two: side by side they are added up in one
-    pass over the threads.
+    """Return the sums of K vectors, padded with zeros to a power of two: joined, one reduction over
+    the threads adds them all up.
     """
     for _ in tl.static_range(K, 1 << LEVELS):
         parts += (tl.zeros((COUNT,), tl.float32),)
@@ -206,7 +208,7 @@ def _pull(
     if data is not None:
         wide = value.to(tl.float32)
         scale = scale_for(tl.max(tl.abs(wide), axis=0))
-        narrow = in_eight(wide, scale)
+        narrow = in_fp8(wide, scale)
         factor = reciprocal(scale)
     for k in tl.static_range(K):
         row = places[k]
@@ -261,11 +263,11 @@ def _pull_gradients(
         column = start + tl.arange(0, BLOCK)
         g = grads[start // BLOCK].to(tl.float32)
         values = ()  # type: tuple[tl.tensor, ...]
-        for k in tl.static_range(K):  # all on their way before the first is needed
+        for k in tl.static_range(K):  # issue all loads before the first is used
             valid = (column < WIDTH) & (places[k] < num_rows)
             values += (tl.load(rows + places[k] * WIDTH + column, mask=valid, other=0.0),)
         if data is not None and start == 0:
-            # rounding keeps order: a row's largest entry is made of the largest one of `grad`
+            # rounding is monotonic: a row's amax comes from the amax of `grad`
             probs = tl.load(weights + choice + place, mask=place < K, other=0.0).to(tl.float32)
             most = (tl.max(largest, axis=0) * probs).to(grad_rows.dtype.element_ty)
             scales = scale_for(tl.abs(most.to(tl.float32)))
@@ -278,7 +280,7 @@ def _pull_gradients(
             tl.store(grad_rows + places[k] * WIDTH + column, made, mask=valid)
             if data is not None:
                 scale = tl.sum(tl.where(place == k, scales, 0.0), axis=0)
-                narrow = in_eight(made.to(tl.float32), scale)
+                narrow = in_fp8(made.to(tl.float32), scale)
                 tl.store(data + places[k] * WIDTH + column, narrow, mask=valid)
             gemm = tl.reshape(values[k].to(tl.float32) * g, (BLOCK // SHARE, SHARE))
             sums += (gemms[k] + tl.sum(gemm, axis=1),)

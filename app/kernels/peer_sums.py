@@ -1,8 +1,9 @@
-"""Sums of rows of experts through addresses, back home to their tokens (`app.kernels.peer_rows`).
+"""Combine kernels: sums of expert rows, written through addresses to the tokens' source ranks
+(`app.kernels.peer_rows`).
 
 Shapes: P ranks with T tokens each · N = P·T tokens, in rank order · K experts per token · D width ·
-R rows here, R as the row of a choice meaning that it has none · L experts of a rank. In kernels:
-BLOCK columns of a row, PLACES ≥ K, a power of two.
+R rows here; a choice without a row has the row R · L experts of a rank. In kernels: BLOCK columns
+of a row, PLACES ≥ K, a power of two.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from app.kernels.tiling import block_of, cdiv, row_columns
 def push_sums(
     rows_RD: Tensor, probs_NK: Tensor | None, row_of_NK: Tensor, addresses_P: Tensor, rank: int = 0
 ) -> None:
-    """Write Σ_k probs[n, k] · rows[row_of[n, k]] of token n to its place, in order of k, rounded to
-    the rows' type; probabilities are fp32, None: 1. Nothing for a token without a row.
+    """Write Σ_k probs[n, k] · rows[row_of[n, k]] of token n to its address.
+
+    Adds in order of k, rounds to the rows' dtype; probabilities are fp32, None means 1. Writes
+    nothing for a token without a row.
     """
     num_rows, width = rows_RD.shape
     grid, block, warps = row_columns(len(row_of_NK), width)
@@ -36,13 +39,13 @@ def push_sums(
         K=row_of_NK.shape[1],
         BLOCK=block,
         num_warps=warps,
-        enable_fp_fusion=False,  # products are rounded before they are added, as torch does it
+        enable_fp_fusion=False,  # no FMA: round each multiplication before adding, as torch does
     )
 
 
 def sum_partials(partial_PTD: Tensor, experts_TK: Tensor, local: int, etp: int) -> Tensor:
-    """Σ_p partial[p, t] over the ranks p that have an expert of token t, in rank order, rounded
-    once: [T, D]. Experts s·L to (s+1)·L are on ranks s·etp to (s+1)·etp.
+    """Return Σ_p partial[p, t] over the ranks p that have an expert of token t, in rank order,
+    rounded once: [T, D]. Experts s·L to (s+1)·L are on ranks s·etp to (s+1)·etp.
     """
     ranks, tokens, width = partial_PTD.shape
     out_TD = torch.empty_like(partial_PTD[0])
@@ -65,8 +68,8 @@ def sum_partials(partial_PTD: Tensor, experts_TK: Tensor, local: int, etp: int) 
 
 
 def sum_dots(dots_PTK: Tensor, experts_TK: Tensor, local: int, etp: int) -> Tensor:
-    """Σ_p dots[p, t, k] over the ranks p that have a part of choice k's expert, in rank order:
-    [T, K]; 0 where no rank has one.
+    """Return Σ_p dots[p, t, k] over the ranks p that hold a part of choice k's expert, in rank
+    order: [T, K]; 0 if no rank does.
     """
     ranks = len(dots_PTK)
     out_TK = torch.empty_like(dots_PTK[0])
@@ -103,7 +106,7 @@ def _push(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     lowest = num_rows
     parts = ()  # type: tuple[tl.tensor, ...]
-    for k in tl.static_range(K):  # all on their way before the first is needed
+    for k in tl.static_range(K):  # issue all loads before the first is used
         row = tl.load(row_of + choice + k).to(tl.int64)
         valid = (column < width) & (row < num_rows)
         parts += (tl.load(rows + row * width + column, mask=valid, other=0.0),)
@@ -141,7 +144,7 @@ def _sum_partials(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     k = tl.arange(0, PLACES)
     share = tl.load(experts + token * K + k, mask=k < K, other=0).to(tl.int32) // local
-    share = tl.where(k < K, share, P)  # no rank's
+    share = tl.where(k < K, share, P)  # P stands for no rank
     parts = ()  # type: tuple[tl.tensor, ...]
     for p in tl.static_range(P):
         sent = tl.max((share == p // ETP).to(tl.int32), axis=0) > 0

@@ -1,7 +1,8 @@
-"""x / rms(x) · weight over the last dimension (Zhang & Sennrich 2019): one pass per direction.
+"""RMSNorm x / rms(x) · weight over the last dimension (Zhang & Sennrich 2019): one pass per
+direction.
 
-Shapes: R rows, W width, J programs of backward. A program of backward takes every J-th tile of
-rows, sums the weight's gradient over them in this order, and one more kernel sums the J sums.
+Shapes: R rows, W width, J programs of backward. Backward program j takes every J-th tile of rows
+and sums the weight's gradient over them in this order; another kernel sums the J results.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from app.kernels.common import jit, tl
 from app.kernels.partial_sums import summed
 from app.kernels.tiling import NormTiling, norm_tiling
 
-TakePartial = Callable[[Tensor], None]  # has J × W sums, fp32, whose sum is a weight's gradient
+TakePartial = Callable[[Tensor], None]  # takes fp32 J × W, partial sums of a weight's gradient
 
 
 def rms_norm(x: Tensor, weight_W: Tensor, eps: float, take: TakePartial | None = None) -> Tensor:
-    """[..., W] -> [..., W] in x's dtype, computed in fp32 and rounded once.
+    """Map [..., W] -> [..., W] in x's dtype, computed in fp32 and rounded once.
 
-    Keeps `x`, the weight and an fp32 number per row for backward. Made for W up to 8192; fp32, bf16
-    or fp16. `take` gets the weight's gradient in place of autograd.
+    Saves `x`, the weight and one fp32 number per row for backward. Made for W up to 8192; fp32,
+    bf16 or fp16. `take` receives the partial sums of the weight's gradient instead of autograd.
     """
     out: Tensor = _RmsNorm.apply(x.contiguous(), weight_W, eps, take)
     return out
@@ -33,10 +34,10 @@ def rms_norm(x: Tensor, weight_W: Tensor, eps: float, take: TakePartial | None =
 def rms_norm_beside(
     x: Tensor, weight_W: Tensor, eps: float, take: TakePartial | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`x` itself, for what goes on beside the norm, and its `rms_norm`.
+    """Return `x` itself, for the residual connection, and its `rms_norm`.
 
-    One kernel of backward makes the norm's gradient and adds that of what goes on, in fp32, rounded
-    once: the two are not stored apart and summed. Keeps, and takes, what `rms_norm` does.
+    One backward kernel computes the norm's gradient and adds the residual's in fp32, rounded once,
+    instead of storing and adding two tensors. Saves and takes what `rms_norm` does.
     """
     beside, out = _RmsNormBeside.apply(x.contiguous(), weight_W, eps, take)
     return beside, out
@@ -71,7 +72,7 @@ class _RmsNormBeside(torch.autograd.Function):
 def _normed(
     ctx: Any, x: Tensor, weight_W: Tensor, *, eps: float, take: TakePartial | None
 ) -> Tensor:
-    """The norm, and what its backward needs."""
+    """Return the norm, and what its backward needs."""
     width = x.shape[-1]
     rows = x.numel() // width
     inverse_R = x.new_empty(rows, dtype=torch.float32)
@@ -95,7 +96,9 @@ def _normed(
 
 
 def _gradients(ctx: Any, grad: Tensor, beside: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Of `x`, with the gradient `beside` added to it, and of the weight, unless that is taken."""
+    """Return the gradient of `x`, including that of the residual (`beside`), and of the weight,
+    unless `take` receives it.
+    """
     x, weight_W, inverse_R = ctx.saved_tensors
     grad_x = torch.empty_like(x)
     width = x.shape[-1]

@@ -1,9 +1,10 @@
-"""Token rows to their experts and back: one program per token, each row read and written once.
+"""Permutation of token rows to experts and back: one program per token, each row read and written
+once.
 
 Shapes: T tokens · K experts per token · R rows · D width. In kernels: BLOCK columns of a row,
-PLACES ≥ K, a power of two. Sums are fp32, in the order of k or in that of a fixed tree, so equal
-calls give equal bits. A row that no kept choice owns is never read. Rows may be written `in_8` bits
-besides, as `app.kernels.fp8.quantise` would read them again.
+PLACES ≥ K, a power of two. Sums are fp32, in order of k or of a fixed tree, so equal calls give
+equal bits. A row that no kept choice owns is never read. Kernels may also write rows to `fp8_rows`,
+with the bits that `app.kernels.fp8.quantise` would give.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import torch
 from torch import Tensor
 
 from app.kernels.common import jit, tl
-from app.kernels.fp8.quantise import InEight, in_eight, reciprocal, scale_for
+from app.kernels.fp8.quantise import Fp8Rows, in_fp8, reciprocal, scale_for
 from app.kernels.tiling import ROW_PER_WARP, block_of, row_columns, row_warps
 
-TILE = 8192  # values of one program that holds all rows of a token at once
+TILE = 8192  # values per program, which holds all rows of a token at once
 
 
 def spread_rows(
@@ -23,20 +24,21 @@ def spread_rows(
     row_of_TK: Tensor,
     kept_TK: Tensor | None,
     num_rows: int,
-    in_8: InEight | None = None,
+    fp8_rows: Fp8Rows | None = None,
 ) -> Tensor:
-    """out[row_of[t, k]] = x[t]: [num_rows, D], zero where no choice owns a row.
+    """Return out[row_of[t, k]] = x[t]: [num_rows, D], zero in rows that no choice owns.
 
-    With `kept_TK` choices that it leaves out own none; without it every row must be owned. `in_8`
-    is filled besides, but for rows that no choice owns.
+    Choices not in `kept_TK` own no row; without it every row must be owned. Also fills `fp8_rows`,
+    except in rows that no choice owns.
     """
     (tokens, top_k), width = row_of_TK.shape, x_TD.shape[1]
     out_RD = (x_TD.new_empty if kept_TK is None else x_TD.new_zeros)(num_rows, width)
     grid, block, warps = row_columns(tokens, width)
-    if in_8 is not None:  # whose scales are of all columns
+    if fp8_rows is not None:
+        # a row's scale covers all its columns, so one program takes the whole row
         grid, block = (tokens, 1), block_of(width)
         warps = row_warps(block, 16)
-    data_RD, factors_R = (None, None) if in_8 is None else in_8
+    data_RD, factors_R = (None, None) if fp8_rows is None else fp8_rows
     _spread[grid](
         x=x_TD.contiguous(),
         row_of=row_of_TK.contiguous(),
@@ -60,10 +62,10 @@ def sum_rows(
     kept_TK: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Σ_k weights[t, k] · rows[row_of[t, k]] in fp32 in the order of k, weight 1 for None: [T, D],
-    rounded once to `dtype`.
+    """Return Σ_k weights[t, k] · rows[row_of[t, k]], in fp32 in order of k, weight 1 for None: [T,
+    D], rounded once to `dtype`.
 
-    Choices that `kept_TK` leaves out count as 0.
+    Choices not in `kept_TK` count as 0.
     """
     (tokens, top_k), (num_rows, width) = row_of_TK.shape, rows_RD.shape
     out_TD = rows_RD.new_empty(tokens, width, dtype=dtype)
@@ -79,7 +81,7 @@ def sum_rows(
         K=top_k,
         BLOCK=block,
         num_warps=warps,
-        enable_fp_fusion=False,  # products are rounded before they are added, as torch does it
+        enable_fp_fusion=False,  # no FMA: round each multiplication before adding, as torch does
     )
     return out_TD
 
@@ -90,20 +92,20 @@ def combine_gradients(
     probs_TK: Tensor,
     row_of_TK: Tensor,
     kept_TK: Tensor | None,
-    in_8: InEight | None = None,
+    fp8_rows: Fp8Rows | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of Σ_k probs[t, k] · rows[row_of[t, k]]: of the rows [R, D], rounded once, and of
-    the probabilities [T, K].
+    """Return the gradients of Σ_k probs[t, k] · rows[row_of[t, k]]: of the rows [R, D], rounded
+    once, and of the probabilities [T, K].
 
-    Both are zero where no kept choice owns a row; without `kept_TK` every row must be owned. `in_8`
-    is filled with the rows' besides, but for rows that no choice owns.
+    Both are zero if no kept choice owns the row; without `kept_TK` every row must be owned. Also
+    fills `fp8_rows` with the rows' gradients, except in rows that no choice owns.
     """
     (tokens, top_k), (num_rows, width) = row_of_TK.shape, rows_RD.shape
     grad_RD = (grad_TD.new_empty if kept_TK is None else grad_TD.new_zeros)(num_rows, width)
     dots_TK = torch.empty_like(probs_TK, memory_format=torch.contiguous_format)
     places = block_of(top_k)
     block = min(block_of(width), max(ROW_PER_WARP, TILE // places))
-    data_RD, factors_R = (None, None) if in_8 is None else in_8
+    data_RD, factors_R = (None, None) if fp8_rows is None else fp8_rows
     _gradients[(tokens,)](
         grad=grad_TD.contiguous(),
         rows=rows_RD.contiguous(),
@@ -132,7 +134,7 @@ def _flat(choices_TK: Tensor | None) -> Tensor | None:
 def _owned(
     row_of: tl.tensor, kept: tl.tensor, choice: tl.tensor, real: tl.tensor, num_rows: int
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Row of a choice, and whether it has one."""
+    """Return the row of a choice, and whether it has one."""
     row = tl.load(row_of + choice, mask=real, other=0)
     owned = real & (row < num_rows)
     if kept is not None:
@@ -159,11 +161,11 @@ def _spread(
     if data is not None:
         wide = value.to(tl.float32)
         scale = scale_for(tl.max(tl.abs(wide), axis=0))
-        narrow = in_eight(wide, scale)
+        narrow = in_fp8(wide, scale)
         factor = reciprocal(scale)
     # (row, whether there is one) of each choice; Triton takes no annotation of a local variable
     places = ()  # type: tuple[tuple[tl.tensor, tl.tensor], ...]
-    for k in tl.static_range(K):  # a load after a store would wait for it
+    for k in tl.static_range(K):  # load all before storing: a load after a store would wait for it
         places += (_owned(row_of, kept, token * K + k, real=True, num_rows=num_rows),)
     for k in tl.static_range(K):
         row, owned = places[k]
@@ -188,7 +190,7 @@ def _sum(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     parts = ()  # type: tuple[tl.tensor, ...]
-    for k in tl.static_range(K):  # all on their way before the first is needed
+    for k in tl.static_range(K):  # issue all loads before the first is used
         row, owned = _owned(row_of, kept, token * K + k, real=True, num_rows=num_rows)
         parts += (tl.load(rows + row * width + column, mask=(column < width) & owned, other=0.0),)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -228,7 +230,7 @@ def _gradients(
             column = start + tl.arange(0, BLOCK)
             g = tl.load(grad + token * width + column, mask=column < width, other=0.0)
             largest = tl.maximum(largest, tl.abs(g.to(tl.float32)))
-        # rounding keeps order: a row's largest entry is made of the largest one of `grad`
+        # rounding is monotonic: a row's amax comes from the amax of `grad`
         most = (tl.max(largest, axis=0) * prob).to(grad_rows.dtype.element_ty)
         scale = scale_for(tl.abs(most.to(tl.float32)))
         tl.store(factors + row, reciprocal(scale), mask=owned)
@@ -242,6 +244,6 @@ def _gradients(
         made = (g[None, :] * prob[:, None]).to(grad_rows.dtype.element_ty)
         tl.store(grad_rows + place, made, mask=valid)
         if data is not None:
-            tl.store(data + place, in_eight(made.to(tl.float32), scale[:, None]), mask=valid)
+            tl.store(data + place, in_fp8(made.to(tl.float32), scale[:, None]), mask=valid)
         gemms += values * g[None, :]
     tl.store(dots + choice, tl.sum(gemms, axis=1).to(dots.dtype.element_ty), mask=k < K)

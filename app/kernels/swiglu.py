@@ -1,4 +1,4 @@
-"""silu(gate) · up (Shazeer 2020), between the products of a feed-forward: one pass per direction.
+"""SwiGLU activation silu(gate) · up (Shazeer 2020): one pass per direction.
 
 Shapes: R rows, F hidden width of the feed-forward; the gate is the first half of a row of `both`.
 """
@@ -14,16 +14,16 @@ from torch.autograd.function import once_differentiable
 from app.kernels.common import jit, tl
 from app.kernels.tiling import MULTIPROCESSORS, block_of, cdiv
 
-TILE = 2048  # values of the result per program: 16 per thread
-COLUMNS = 512  # of a tile at most
-PROGRAMS = 16  # that a multiprocessor runs at once
+TILE = 2048  # values of the result per program, 16 per thread
+COLUMNS = 512  # at most, per tile
+PROGRAMS = 16  # resident programs per multiprocessor
 
 
 def swiglu(both: Tensor, used: Tensor | None = None) -> Tensor:
-    """[..., 2F] -> [..., F], computed in fp32 and rounded once; keeps `both` alone for backward.
+    """Map [..., 2F] -> [..., F], computed in fp32 and rounded once; saves only `both` for backward.
 
-    fp32, bf16 or fp16. `used`, of one int32 on the device, is how many of the rows count: those
-    behind them are neither read nor written, in backward too.
+    fp32, bf16 or fp16. `used`, one int32 on the device, is the number of valid rows: later ones are
+    neither read nor written, in backward either.
     """
     act: Tensor = _Swiglu.apply(both.contiguous(), used)
     return act
@@ -47,8 +47,8 @@ class _Swiglu(torch.autograd.Function):
 
 
 def _launch(kernel: Any, act: Tensor, used: Tensor | None, *tensors: Tensor) -> None:
-    """Run over tiles of the result's shape; where only the device knows how many of them there are,
-    as many programs as run at once go through them.
+    """Launch over tiles of the result's shape; if only the device knows their number, a resident
+    set of programs loops over them.
     """
     width = act.shape[-1]
     rows = act.numel() // max(1, width)
@@ -62,7 +62,7 @@ def _launch(kernel: Any, act: Tensor, used: Tensor | None, *tensors: Tensor) -> 
 
 @jit
 def _tiles(rows: int, used: tl.tensor, HEIGHT: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """How many rows count, and how many tiles down have any of them."""
+    """Return the number of valid rows, and of row tiles that contain any."""
     if used is not None:
         rows = tl.minimum(rows, tl.load(used))
     return rows, tl.cdiv(rows, HEIGHT)
@@ -72,7 +72,7 @@ def _tiles(rows: int, used: tl.tensor, HEIGHT: tl.constexpr) -> tuple[tl.tensor,
 def _tile(
     tile: int, rows: int, width: int, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr
 ) -> tuple[tl.tensor, ...]:
-    """Offsets of a tile's values in [R, F] and [R, 2F], and which of them exist."""
+    """Return offsets of a tile's values in [R, F] and [R, 2F], and which of them exist."""
     # R·2F may exceed 32 bits
     row = (tile * HEIGHT + tl.arange(0, HEIGHT)[:, None]).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]

@@ -1,1 +1,1 @@
-"""Tensors of the transformer: layers, attention, blocks, chunks."""
+"""Tensor code of the transformer: layers, attention, blocks, chunks."""

@@ -29,18 +29,18 @@ LEAVES = ("x", "routing")  # values that leave a layer: hidden states, the route
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One element of a layer: `run` takes values named in `inputs` and returns `outputs`."""
+    """One element of a layer: `run` takes the values named in `inputs` and returns `outputs`."""
 
     name: PhaseName
     run: Callable[..., tuple[object, ...]]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    host_sync: bool = False  # whether it waits for the device
+    host_sync: bool = False  # True if the host waits for the device
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingReport:
-    """What one router says about one microbatch."""
+    """Losses and counts of one router for one microbatch."""
 
     # scalar with gradient: this rank's share of the auxiliary losses, with their weights
     loss: Tensor
@@ -51,9 +51,9 @@ class RoutingReport:
 
 
 def value_of(values: Mapping[str, object], name: str, kind: type[T]) -> T:
-    """The value of this name; AssertionError where it is not of this type."""
+    """Return the value of this name; AssertionError if it has another type."""
     value = values[name]
-    assert isinstance(value, kind), f"{name} is no {kind.__name__}"
+    assert isinstance(value, kind), f"{name} is not a {kind.__name__}"
     return value
 
 
@@ -62,8 +62,8 @@ def run_phases(
 ) -> dict[str, object]:
     """Run `phases` in order over `values` (name -> value) and return the values named in `keep`.
 
-    A value is dropped after the last phase that reads it, so that what autograd does not save is
-    freed.
+    A value is dropped after the last phase that reads it, so that memory is freed unless autograd
+    saved it.
     """
     last_reader = {name: index for index, phase in enumerate(phases) for name in phase.inputs}
     last_reader.update(dict.fromkeys(keep, len(phases)))
@@ -78,19 +78,21 @@ def run_phases(
 
 
 class RunPhases(Protocol):
-    """A way to run the phases of a layer: `run_layer`, or partly captured (`PartialGraphs`)."""
+    """Function that runs the phases of a layer: `run_layer`, or partly captured
+    (`PartialGraphs`).
+    """
 
     def __call__(
         self, phases: Sequence[Phase], values: Mapping[str, object], keep: Sequence[str]
     ) -> dict[str, object]:
-        """From the values (name -> value) before the phases to those of `keep` after them."""
+        """Run the phases on `values` (name -> value) and return the values named in `keep`."""
 
 
 def run_layer(
     phases: Sequence[Phase], values: Mapping[str, object], keep: Sequence[str]
 ) -> dict[str, object]:
-    """`run_phases` for a layer or a part of one. With `Recompute.moe` backward computes everything
-    behind attention again.
+    """Run `run_phases` for a layer or a part of one; `Recompute.moe` recomputes everything after
+    attention in backward.
     """
     recompute = value_of(values, "context", Context).recompute
     if not recompute.recomputes(Recompute.moe) or not _routes(phases):
@@ -110,7 +112,7 @@ def _routes(phases: Sequence[Phase]) -> bool:
 
 
 class Body(nn.Module):
-    """What follows attention in a layer, as phases."""
+    """Part of a layer after attention, as phases."""
 
     phases: tuple[Phase, ...]
 
@@ -118,7 +120,7 @@ class Body(nn.Module):
 class Layer(nn.Module):
     """Residual decoder layer: an attention phase, then the phases of its dense or MoE `body`.
 
-    `phases` read and write the values x (B × s × D), context (Context) and whatever they declare.
+    `phases` read and write the values x (B × s × D), context (Context) and those they declare.
     """
 
     def __init__(self, model: ModelConfig, body: Body, layer_groups: LayerGroups = ALONE) -> None:
@@ -136,7 +138,7 @@ class Layer(nn.Module):
     def forward(
         self, x_BsD: Tensor, context: Context, run: RunPhases = run_layer
     ) -> tuple[Tensor, RoutingReport | None]:
-        """B × s × D -> (B × s × D, the router's report or None)."""
+        """Map B × s × D -> (B × s × D, the router's report or None)."""
         out = run(self.phases, {"x": x_BsD, "context": context}, LEAVES)
         report = None if out["routing"] is None else value_of(out, "routing", RoutingReport)
         return value_of(out, "x", Tensor), report

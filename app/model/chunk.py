@@ -1,4 +1,4 @@
-"""One stage of the model on one rank: optional embedding, some layers, optional head.
+"""Model chunk: one stage on one rank, with optional embedding, layers and optional head.
 
 Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them between
 matrices, K tokens of a whole sequence, D hidden, V vocabulary.
@@ -31,7 +31,9 @@ from app.plan.stages import Stage
 
 @dataclass(frozen=True, slots=True)
 class ChunkOutput:
-    """Hidden states of a chunk, normed behind the last layer, and a router report per MoE layer."""
+    """Hidden states of a chunk (normalised if it has the head), and a router report per MoE
+    layer.
+    """
 
     x: Tensor
     routing: tuple[RoutingReport, ...]
@@ -40,7 +42,8 @@ class ChunkOutput:
 class Chunk(nn.Module):
     """Layers `layers` (global layer index -> layer) of a model, with embedding and head if asked.
 
-    `attend` computes softmax attention; `chunk_tokens` is how many tokens have logits at once.
+    `attend` computes softmax attention; `chunk_tokens` is the number of tokens whose logits exist
+    at once.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class Chunk(nn.Module):
         self.wait_for_head: Callable[[], None] = nothing
 
     def weights(self) -> Iterator[tuple[NamedWeight, nn.Parameter]]:
-        """What is known of every weight, and this rank's part of it, in order of use."""
+        """Yield the description of every weight and this rank's shard of it, in order of use."""
         stage = Stage(tuple(map(int, self.layers)), embedding=self.first, head=self.last)
         found = zip(stage_weights(self.model, stage), named_parameters(self), strict=True)
         for named, (name, param) in found:
@@ -89,10 +92,10 @@ class Chunk(nn.Module):
         sink: WeightGradSink | None = None,
         recompute: RecomputeChoice = NOTHING,
     ) -> Context:
-        """What the layers need besides the hidden states.
+        """Build the inputs of the layers other than the hidden states.
 
-        `documents_BK`: of whole sequences. Backward leaves weight gradients in `sink` if there is
-        one, and computes what `recompute` says once more.
+        `documents_BK` covers whole sequences. Backward sends weight gradients to `sink` if given,
+        and recomputes what `recompute` says.
         """
         mask = None
         if documents_BK is not None:
@@ -110,7 +113,9 @@ class Chunk(nn.Module):
         )
 
     def _queries(self, documents_BK: Tensor) -> Tensor:
-        """Positions in the whole sequence of the queries that this rank attends with."""
+        """Return the positions in the whole sequence of the queries with which this rank
+        attends.
+        """
         cp = (
             1 if self.layer_groups.cp_comm_type is CpComm.all_to_all else size(self.layer_groups.cp)
         )
@@ -124,9 +129,9 @@ class Chunk(nn.Module):
         context: Context,
         runs: Sequence[RunPhases] | None = None,
     ) -> ChunkOutput:
-        """Tokens B × S (first stage) or hidden states B × s × D -> B × s × D, s = S / tp.
+        """Map tokens B × S (first stage) or hidden states B × s × D -> B × s × D, s = S / tp.
 
-        `runs`: how each layer runs its phases, if not the usual way.
+        `runs` gives for each layer the function that runs its phases; None runs them eagerly.
         """
         if self.first:
             assert self.embedding is not None, "the first stage has the table"
@@ -143,7 +148,9 @@ class Chunk(nn.Module):
         return ChunkOutput(x, tuple(routing))
 
     def loss(self, x_BsD: Tensor, labels_BS: Tensor, context: Context) -> Tensor:
-        """The last stage's cross-entropy, nats, summed over positions with a label; a scalar."""
+        """Return the last stage's cross-entropy, nats, summed over positions with a label; a
+        scalar.
+        """
         sink = context.sink
         if self.first and self.head is None and sink is not None and not sink.deferred:
             # a table with two gradients: autograd adds them up, and says once that they have
@@ -161,12 +168,12 @@ class Chunk(nn.Module):
         )
 
     def logits(self, x_BsD: Tensor) -> Tensor:
-        """This rank's columns of the logits of the last stage's output: B × S × V / tp."""
+        """Return this rank's columns of the logits of the last stage's output: B × S × V / tp."""
         self.wait_for_head()
         return self.table.forward(x_BsD)
 
     def losses(self, x_BsD: Tensor, labels_BS: Tensor) -> Tensor:
-        """The last stage's cross-entropy of every label, nats, without gradients: fp32 B × S."""
+        """Return the cross-entropy of every label, nats, without gradients: fp32 B × S."""
         self.wait_for_head()
         table = self.table
         return token_losses(
@@ -175,11 +182,11 @@ class Chunk(nn.Module):
 
     @property
     def table(self) -> ColumnParallelLinear:
-        """The head, with V / tp rows of D: its own, or the tied embedding."""
+        """Return the head, V / tp rows of D: its own or the tied embedding."""
         table = self.embedding if self.head is None else self.head
         assert self.last and table is not None, "only the last stage has a head"
         return table
 
 
 def nothing() -> None:
-    """Return at once: the parameters are whole already."""
+    """No-op: the parameters are complete already."""

@@ -1,4 +1,4 @@
-"""What a grouped linear layer needs to know of experts that other ranks have lent to this one."""
+"""Interface through which a grouped linear layer computes replicas of remote experts."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ from typing import Protocol
 from torch import Tensor
 
 
-class LentWeight(Protocol):
-    """Matrices of s experts of other ranks, whose rows lie behind those of the L experts here.
+class ReplicaWeight(Protocol):
+    """Weights of s replicas of remote experts; their rows follow those of this rank's L experts.
 
-    Its methods are exchanges between the ranks of the expert group: all of them call the same ones
-    in the same order. Nothing waits for the device.
+    The methods communicate within the expert group: all its ranks call the same ones in the same
+    order. None synchronizes with the device.
     """
 
     def fetch(self) -> Tensor:
-        """The matrices that are lent, s × I × O, while those of this rank go to who borrows them;
-        valid until a layer's next call for any kind that has been fetched before.
+        """Return the replicas' matrices, s × I × O, and send this rank's to the ranks that
+        replicate them.
+
+        Valid until a layer's next call for any kind of matrix that has been fetched before.
         """
 
     def grads(self) -> Tensor:
-        """Where the gradients of what is lent are to be written next: fp32, s × I × O."""
+        """Return the buffer for the replicas' gradients: fp32, s × I × O."""
 
-    def add_home(self, total_LIO: Tensor) -> None:
-        """Bring them home, and add what comes for experts of this rank to their sum."""
+    def return_grads(self, total_LIO: Tensor) -> None:
+        """Send the gradients to the experts' owner ranks and add those that arrive to
+        `total_LIO`.
+        """

@@ -1,4 +1,4 @@
-"""Initial weights, the same for every parallel layout."""
+"""Initial weights, identical for every parallel layout."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def init_weights(
     model: ModelConfig,
     seed: int,
 ) -> None:
-    """Fill this rank's materialised parts of weights in place, each as its `Initial` says.
+    """Fill this rank's weight shards in place, each as its `Initial` says.
 
     Every weight, and every expert of a stacked one, has its own generator seeded by (seed, global
     name), so that values depend neither on the order of creation nor on which rank holds them. A
-    rank that holds a part draws the whole and keeps its part.
+    rank that holds a shard draws the whole weight and keeps its shard.
     """
     for named, tensor in weights:
         weight = named.weight

@@ -1,4 +1,4 @@
-"""The ranks that a rank computes its layers with."""
+"""Process groups over which a rank computes its layers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from app.plan.sharding.blocks import ShardCoords
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """Groups over which the tensors of a layer are cut, by their names in `app.plan.groups`; None:
-    there is nobody else.
+    """Process groups that shard the tensors of a layer, by their names in `app.plan.groups`; None
+    stands for a group of one rank.
 
-    Between its matrices a layer has its tokens cut along the sequence, by `cp` first and each part
-    by `tp` (sequence parallelism, Korthikanti et al. 2022). Inside its matrices it has all tokens
-    of a context-parallel rank, and the matrices are cut by `tp`. Experts lie on a grid of their own
-    over the same ranks: ep ranks have different experts, and etp ranks a part each of the hidden
-    width of the same ones.
+    Between the matrices of a layer, tokens are sharded along the sequence, first by `cp` and each
+    part by `tp` (sequence parallelism, Korthikanti et al. 2022). Inside the matrices a rank has all
+    tokens of its context-parallel part, and the matrices are sharded by `tp`. Experts lie on a grid
+    of their own over the same ranks: ep ranks hold different experts, and etp ranks hold one part
+    each of the hidden width of the same experts.
     """
 
     tp: dist.ProcessGroup | None = None  # parts of matrices
     cp: dist.ProcessGroup | None = None  # parts of sequences
-    cp_comm_type: CpComm = CpComm.all_gather  # what these exchange for attention
+    cp_comm_type: CpComm = CpComm.all_gather  # collective over `cp` in attention
     tp_cp_control: dist.ProcessGroup | None = None  # all parts of the same sequences
     tp_cp_dp_control: dist.ProcessGroup | None = None  # all tokens of a step
     etp_ep: dist.ProcessGroup | None = None  # together they have all experts of a layer
@@ -35,7 +35,7 @@ class LayerGroups:
 
     @property
     def coords(self) -> ShardCoords:
-        """Where this rank is on the axes that cut weights."""
+        """Return this rank's coordinates on the axes that shard weights."""
         return ShardCoords(
             (rank(self.tp), size(self.tp)), (self.ep_rank, self.ep), (self.etp_rank, self.etp)
         )
@@ -45,10 +45,10 @@ ALONE = LayerGroups()
 
 
 def size(group: dist.ProcessGroup | None) -> int:
-    """Ranks of a group; 1 for None."""
+    """Return the number of ranks of a group; 1 for None."""
     return 1 if group is None else group.size()
 
 
 def rank(group: dist.ProcessGroup | None) -> int:
-    """This rank's place in a group."""
+    """Return this rank's index in a group; 0 for None."""
     return 0 if group is None else group.rank()

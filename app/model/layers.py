@@ -1,4 +1,4 @@
-"""Small pieces of the transformer: RMSNorm, rotary positions, SwiGLU.
+"""Building blocks of the transformer: RMSNorm, rotary positions, SwiGLU.
 
 Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them between
 matrices, K tokens of a whole sequence, N heads, H head width, D hidden; G key/value heads of this
@@ -24,7 +24,7 @@ from app.kernels.common import usable
 from app.kernels.rms_norm import rms_norm, rms_norm_beside
 from app.kernels.swiglu import swiglu as swiglu_kernel
 from app.model.attention.kernels import BY_TORCH, Attend
-from app.model.fp8.ready import ReadyRows, swiglu_in_8
+from app.model.fp8.ready import ReadyRows, swiglu_fp8
 from app.model.layer_groups import ALONE, LayerGroups
 from app.model.linear import ColumnParallelLinear, RowParallelLinear
 from app.model.recompute import Recomputation
@@ -38,7 +38,7 @@ HEADS = (-3, -2, -1)  # dimensions of a token's heads, in queries and keys
 class RMSNorm(nn.Module):
     """x / rms(x) · weight over the last dimension (Zhang & Sennrich 2019), computed in fp32.
 
-    Where a kernel computes it, the weight's gradient goes to a sink if there is one.
+    If a kernel computes it and a sink is given, the weight gradient goes to the sink.
     """
 
     def __init__(self, weights: NormWeights, eps: float) -> None:
@@ -47,7 +47,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, sink: WeightGradSink | None = None) -> Tensor:
-        """Any shape ending in the weight's -> the same shape and dtype."""
+        """Normalise the last dimension; keeps shape and dtype."""
         if usable(x, self.weight):
             return rms_norm(x, self.weight, self.eps, take_partial(self.weight, sink))
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
@@ -55,8 +55,9 @@ class RMSNorm(nn.Module):
     def beside(
         self, x: Tensor, recompute: Recomputation, sink: WeightGradSink | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`x` for the residual sum behind, and the norm, which may be recomputed. Where there is a
-        kernel for it, backward adds the gradients of both while it makes the norm's.
+        """Return `x` for the residual connection and its norm, which may be recomputed.
+
+        A kernel, if available, adds the residual's gradient in the norm's backward.
         """
         if usable(x, self.weight):
             take = take_partial(self.weight, sink)
@@ -69,7 +70,9 @@ class RMSNorm(nn.Module):
 
 
 class WholeNorm(nn.Module):
-    """The factors of a norm over all heads of one kind, of which a rank has those of its own."""
+    """Weight of an RMSNorm over all query or all key heads; a rank holds the part of its own
+    heads.
+    """
 
     def __init__(self, weights: NormWeights, layer_groups: LayerGroups) -> None:
         super().__init__()
@@ -86,12 +89,11 @@ def norm_all_heads(
     eps: float,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """B × S × F -> the same with normed queries and keys, and values as they are.
+    """Return `qkv_BSF` with queries and keys normalised over all heads; values are unchanged.
 
-    RMSNorm of all query heads together, and of all key heads (OLMoE). `qkv_BSF` holds, per
-    key/value head, its query heads, its key, its value. `group` has the ranks with the other heads,
-    which add up a token's squares, two numbers in fp32, and two more in backward. Keeps `qkv_BSF`
-    for backward.
+    RMSNorm over all query heads together, and over all key heads (OLMoE). `qkv_BSF` holds, per
+    key/value head, its query heads, its key, its value. `group` has the ranks with the other heads;
+    it all-reduces two fp32 sums of squares per token, and two numbers in backward. Saves `qkv_BSF`.
     """
     queries, keys = query.weight.numel(), key.weight.numel()
     shape = (num_kv_heads, queries // keys, keys // num_kv_heads)
@@ -102,7 +104,7 @@ def norm_all_heads(
 
 
 def _parts(qkv_BSF: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of queries B × S × G × P × H, keys and values B × S × G × 1 × H."""
+    """Return views of queries B × S × G × P × H, keys and values B × S × G × 1 × H."""
     groups, queries, width = shape
     grouped = qkv_BSF.unflatten(-1, (groups, queries + 2, width))
     q, k, v = grouped.split((queries, 1, 1), dim=3)
@@ -172,14 +174,14 @@ class _NormAllHeads(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What every layer of a chunk shares for one microbatch."""
+    """Inputs that all layers of a chunk share for one microbatch."""
 
     cos_BS1H: Tensor  # fp32; B may be 1
     sin_BS1H: Tensor
-    mask_B1SK: Tensor | None  # True where a query may look at a key; None: plain causal
-    attend: Attend = BY_TORCH  # what computes softmax attention
-    sink: WeightGradSink | None = None  # takes gradients of weights; None: autograd does
-    recompute: Recomputation = field(default_factory=Recomputation)  # what backward computes again
+    mask_B1SK: Tensor | None  # True where a query may attend to a key; None means causal
+    attend: Attend = BY_TORCH  # implementation of softmax attention
+    sink: WeightGradSink | None = None  # takes weight gradients; None leaves them to autograd
+    recompute: Recomputation = field(default_factory=Recomputation)  # parts to recompute
 
 
 def layer_context(
@@ -190,7 +192,7 @@ def layer_context(
     sink: WeightGradSink | None = None,
     recompute: Recomputation | None = None,
 ) -> Context:
-    """The mask and rotary tables (Su et al. 2021, two halves of a head) of a microbatch."""
+    """Build the mask and rotary tables (Su et al. 2021, two halves of a head) of a microbatch."""
     frequencies_H = _frequencies(rope, positions_BS.device)
     angles_BSH = (positions_BS[..., None].float() * frequencies_H).repeat(1, 1, 2)
     cos_BSH, sin_BSH = angles_BSH.cos(), angles_BSH.sin()
@@ -208,11 +210,11 @@ def layer_context(
 
 
 def _frequencies(rope: Rope, device: torch.device) -> Tensor:
-    """Of each pair of values that turn together, in radians per token: fp32 [width / 2].
+    """Return the rotary frequency of each pair of values, radians per token: fp32 [width / 2].
 
-    YaRN divides slow ones by its factor, leaves fast ones as they are, and goes over from one to
-    the other between the pairs that turn `beta_fast` and `beta_slow` times in the original length.
-    Llama 3.1 does likewise, and goes over by how often a pair turns.
+    YaRN divides low frequencies by its factor, keeps high ones, and interpolates between the pairs
+    that make `beta_fast` and `beta_slow` turns over the original length. Llama 3.1 interpolates by
+    the number of turns itself.
     """
     even = torch.arange(0, rope.width, 2, device=device, dtype=torch.float32)
     exponent = even / rope.width
@@ -224,7 +226,9 @@ def _frequencies(rope: Rope, device: torch.device) -> Tensor:
         return plain_H
 
     def pair(turns: float) -> float:
-        """Which pair turns so often, counted from the fastest."""
+        """Return the (fractional) index of the pair that makes this many turns; 0 is the
+        fastest.
+        """
         length = yarn.original_length / (2 * math.pi * turns)
         return rope.width * math.log(length) / (2 * math.log(rope.theta))
 
@@ -238,7 +242,7 @@ def _frequencies(rope: Rope, device: torch.device) -> Tensor:
 
 
 def _mixed(plain_H: Tensor, llama3: Llama3RopeConfig) -> Tensor:
-    """Frequencies as in Llama 3.1."""
+    """Return Llama 3.1's interpolated frequencies."""
     turns_H = plain_H * (llama3.original_length / (2 * math.pi))
     kept_H = (turns_H - llama3.low_turns) / (llama3.high_turns - llama3.low_turns)
     kept_H = kept_H.clamp(0, 1)
@@ -247,15 +251,16 @@ def _mixed(plain_H: Tensor, llama3: Llama3RopeConfig) -> Tensor:
 
 
 def interleaved_to_halves(x: Tensor) -> Tensor:
-    """Values 0, 2, 4, … of the last dimension, then 1, 3, 5, …: neighbours that turn together
-    become places of two halves, as `rotate` takes them.
+    """Reorder the last dimension to 0, 2, 4, …, 1, 3, 5, …
+
+    Neighbouring pairs become pairs across two halves, the layout that `rotate` takes.
     """
     halves: Tensor = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return halves
 
 
 def document_mask(documents_BK: Tensor, places_S: Tensor) -> Tensor:
-    """Mask of B × 1 × S × K, bool: causal, and every query stays within its document."""
+    """Return the bool mask B × 1 × S × K: causal, and every query stays within its document."""
     keys_K = torch.arange(documents_BK.shape[1], device=documents_BK.device)
     same_BSK = documents_BK[:, places_S, None] == documents_BK[:, None, :]
     return (same_BSK & (keys_K <= places_S[:, None]))[:, None]
@@ -264,14 +269,14 @@ def document_mask(documents_BK: Tensor, places_S: Tensor) -> Tensor:
 def rotate(x_BSNH: Tensor, context: Context) -> Tensor:
     """Apply rotary positions to every head."""
     half = x_BSNH.shape[-1] // 2
-    turned = torch.cat((-x_BSNH[..., half:], x_BSNH[..., :half]), dim=-1)
-    return (x_BSNH * context.cos_BS1H + turned * context.sin_BS1H).to(x_BSNH.dtype)
+    rotated = torch.cat((-x_BSNH[..., half:], x_BSNH[..., :half]), dim=-1)
+    return (x_BSNH * context.cos_BS1H + rotated * context.sin_BS1H).to(x_BSNH.dtype)
 
 
 class Mlp(nn.Module):
     """SwiGLU of a dense layer or shared expert: silu(x·gate) · (x·up) · down (Shazeer 2020).
 
-    The first half of `w_up` is the gate, with tensor parallelism this rank's part of it.
+    The first half of `w_up` is the gate; with tensor parallelism, this rank's part of it.
     """
 
     def __init__(self, weights: MlpWeights, layer_groups: LayerGroups = ALONE) -> None:
@@ -285,7 +290,9 @@ class Mlp(nn.Module):
         sink: WeightGradSink | None = None,
         recompute: Recomputation | None = None,
     ) -> Tensor:
-        """B × s × D -> B × s × D; `recompute` may have backward compute the activation again."""
+        """Map B × s × D -> B × s × D; `recompute` may discard the activation and recompute it in
+        backward.
+        """
         both = self.w_up.forward(x_BsD, sink)
         act = (
             swiglu(both)
@@ -296,13 +303,14 @@ class Mlp(nn.Module):
 
 
 def swiglu(both: Tensor, used: Tensor | None = None, ready: ReadyRows | None = None) -> Tensor:
-    """silu(gate) · up of the two halves of the last dimension; of the rows only as many as `used`
-    says (int32 [1], on the device) need be computed. A kernel leaves them `ready` for products in
-    FP8, unless backward alone will read them.
+    """Return silu(gate) · up of the two halves of the last dimension.
+
+    Only the first `used` rows (int32 [1], on the device) need to be computed. A kernel also writes
+    them to `ready` in FP8 for the next GEMM, except when only backward will read them.
     """
     if usable(both):
         if ready is not None and used is not None and torch.is_grad_enabled():
-            return swiglu_in_8(both, used, ready)
+            return swiglu_fp8(both, used, ready)
         return swiglu_kernel(both, used)
     gate, up = both.chunk(2, dim=-1)
     return F.silu(gate) * up

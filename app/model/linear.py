@@ -1,22 +1,20 @@
-"""Linear modules: who owns a weight knows its shard, where its gradient goes and what computes it.
+"""Linear modules. Each owns a weight shard, its gradient sink and the back end that computes it.
 
 | module | weight of a rank | tokens |
 |---|---|---|
-| `ColumnParallelLinear` | O / tp × I, some of the rows | gathered in front of the product |
-| `RowParallelLinear` | O × I / tp, some of the columns | summed and scattered behind it |
-| `VocabParallelEmbedding` | V / tp × D, some of the rows | summed and scattered behind a lookup |
-| `GroupedLinear` | E × I × O, some of the experts | moved by a dispatcher before and after |
+| `ColumnParallelLinear` | O / tp × I, some of the rows | all-gathered before the GEMM |
+| `RowParallelLinear` | O × I / tp, some of the columns | reduce-scattered after the GEMM |
+| `VocabParallelEmbedding` | V / tp × D, some of the rows | reduce-scattered after the lookup |
+| `GroupedLinear` | E × I × O, some of the experts | dispatched before, combined after |
 
-So a block of two matrices costs one all-gather in front of the first and one reduce-scatter behind
-the second, in either direction (Korthikanti et al. 2022). What is kept for backward is this rank's
-part of the tokens: the whole is gathered once more for the gradient of the weights. With one rank,
-nothing moves.
+A block of two matrices costs one all-gather before the first and one reduce-scatter after the
+second, in forward and in backward (Korthikanti et al. 2022). Backward saves this rank's tokens only
+and gathers them again for the weight gradient. With one rank, nothing is sent.
 
-Precision is that of the weight and of the back end (`app.model.linear_backend`) that computes the
-products. Gradients of weights go to a sink (`app.model.weight_grads`), or to autograd where there
-is none. The sink is an argument of every call, and comes down with the microbatch's context: each
-microbatch in each chunk may have its own, several are in flight at once, and a module keeps nothing
-that belongs to one of them.
+The weight and its back end (`app.model.linear_backend`) determine the precision. Weight gradients
+go to a sink (`app.model.weight_grads`), or to autograd if there is none. The sink is an argument of
+each call and comes with the microbatch's context, not an attribute of the module: several
+microbatches are in flight at once and each may have a sink of its own.
 
 Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them here, I
 and O widths, T rows, E experts of this rank, D hidden, V vocabulary.
@@ -33,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from app.model.clones import LentWeight
+from app.model.clones import ReplicaWeight
 from app.model.fp8.quantised import Operand, Quantised
 from app.model.fp8.ready import ReadyRows
 from app.model.layer_groups import ALONE, LayerGroups, rank, size
@@ -55,8 +53,8 @@ from app.model.tensor_parallel import (
 )
 from app.model.weight_grads import (
     FetchedGrad,
-    GradWithLent,
-    LentGrad,
+    GradWithReplicas,
+    ReplicaGrad,
     WeightGrad,
     WeightGradSink,
 )
@@ -64,10 +62,10 @@ from app.plan.model.weight import Weight
 
 
 class LinearModule(nn.Module):
-    """Owns the weight of a linear layer; the global name of the weight is that of the module.
+    """Base of linear layers: owns the weight, whose global name is the module's path.
 
-    Layers call `forward` itself: it says what it returns, and calling the module would spend a
-    microsecond of host time per product on looking for hooks, of which there are none.
+    Call `forward` directly instead of the module: it has a return type, and `__call__` spends about
+    one microsecond of host time per GEMM looking for hooks that are never registered.
     """
 
     def __init__(self, weight: Weight, layer_groups: LayerGroups = ALONE) -> None:
@@ -76,10 +74,10 @@ class LinearModule(nn.Module):
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter inside with its global name, in the order in which modules are registered.
+    """Yield every parameter with its global name, in the order modules are registered.
 
-    Checkpoints, the plan and the seeds of initial weights use these names: a parameter's path of
-    attributes (`attn_norm.weight`), without the `weight` of a linear module (`attn.wqkv`).
+    Checkpoints, the plan and the seeds of initial weights use these names: the attribute path
+    (`attn_norm.weight`), without the trailing `weight` for linear modules (`attn.wqkv`).
     """
     for path, inner in module.named_modules():
         for name, param in inner.named_parameters(path, recurse=False):
@@ -87,9 +85,9 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 class ColumnParallelLinear(LinearModule):
-    """x · weightᵀ for the tokens of all ranks, each of which has O / tp rows of the weight.
+    """x · weightᵀ for the tokens of all ranks; each rank holds O / tp rows of the weight.
 
-    Written x · A, as papers do, these are columns of A.
+    In the papers' notation x · A these are columns of A.
     """
 
     def __init__(self, weight: Weight, layer_groups: LayerGroups = ALONE) -> None:
@@ -98,7 +96,7 @@ class ColumnParallelLinear(LinearModule):
         self.backend = linear_backend()
 
     def forward(self, x_BsI: Tensor, sink: WeightGradSink | None = None) -> Tensor:
-        """B × s × I -> B × S × O / tp."""
+        """Map B × s × I -> B × S × O / tp."""
         if sink is None and self.group is None and self.backend.differentiable:
             return self.backend.output(x_BsI, self.weight)
         out_BSO: Tensor = _Linear.apply(x_BsI, self.weight, self.group, self.backend, sink)
@@ -106,8 +104,8 @@ class ColumnParallelLinear(LinearModule):
 
 
 class RowParallelLinear(LinearModule):
-    """x · weightᵀ summed over the ranks, each of which has I / tp columns of the weight, and keeps
-    its tokens.
+    """x · weightᵀ summed over the ranks and scattered along the sequence; each rank holds I / tp
+    columns of the weight.
     """
 
     def __init__(self, weight: Weight, layer_groups: LayerGroups = ALONE) -> None:
@@ -116,7 +114,7 @@ class RowParallelLinear(LinearModule):
         self.backend = linear_backend()
 
     def forward(self, x_BSI: Tensor, sink: WeightGradSink | None = None) -> Tensor:
-        """B × S × I / tp -> B × s × O."""
+        """Map B × S × I / tp -> B × s × O."""
         if sink is None and self.backend.differentiable:
             out_BSO = self.backend.output(x_BSI, self.weight)
         else:
@@ -125,18 +123,17 @@ class RowParallelLinear(LinearModule):
 
 
 class VocabParallelEmbedding(ColumnParallelLinear):
-    """A table with a row per token of the vocabulary; each rank has V / tp of them.
+    """Embedding table with one row per vocabulary entry; each rank holds V / tp rows.
 
-    Its `forward` is the linear layer from hidden states to logits: with tied embeddings, the
-    head.
+    `forward` is the linear layer from hidden states to logits: the head when embeddings are tied.
     """
 
     def lookup(self, tokens_BS: Tensor) -> Tensor:
-        """Rows of tokens: B × S -> B × s × D.
+        """Return the embeddings of tokens: B × S -> B × s × D.
 
-        Every rank looks up the tokens that it has rows for and adds nothing for the others.
-        `F.embedding`'s backward sorts or owns rows instead of using atomics, so it repeats bit for
-        bit on CPU and GPU.
+        Every rank looks up the tokens whose rows it holds and contributes zeros for the others.
+        `F.embedding`'s backward sorts instead of using atomics, so it is bitwise reproducible on
+        CPU and GPU.
         """
         table_VD = self.weight
         if self.group is None:
@@ -149,10 +146,10 @@ class VocabParallelEmbedding(ColumnParallelLinear):
 
 
 class GroupedLinear(LinearModule):
-    """Rows of expert e times weight[e], for the experts of this rank.
+    """Linear layer with one weight per expert of this rank: rows of expert e times weight[e].
 
-    Experts are cut over expert-parallel ranks, and one of the widths I and O over
-    expert-tensor-parallel ones: where that is I, their outputs have to be summed.
+    Experts are sharded over expert-parallel ranks, and one of the widths I and O over
+    expert-tensor-parallel ranks. If I is sharded, the outputs are partial sums.
     """
 
     def __init__(self, weight: Weight, layer_groups: LayerGroups = ALONE) -> None:
@@ -165,33 +162,34 @@ class GroupedLinear(LinearModule):
         ends_E: Tensor,
         sink: WeightGradSink | None = None,
         keep: Keep | None = None,
-        lent: LentWeight | None = None,
+        replicas: ReplicaWeight | None = None,
         ready: ReadyRows | None = None,
     ) -> Tensor:
-        """T × I -> T × O; expert e owns rows ends[e-1] to ends[e] (int32, on the rows' device).
+        """Map T × I -> T × O; expert e owns rows ends[e-1] to ends[e] (int32, on the rows' device).
 
-        Rows from ends[-1] on are uninitialised in the result and in the gradient. What the gradient
-        of the weight is made of waits in memory that `keep` finds for it, if it has to wait. The
-        last experts may be `lent` by other ranks. Rows, and their gradient in backward, may be
-        `ready` as the back end reads them.
+        Rows from ends[-1] on are uninitialised in the result and in the gradient. `keep` provides
+        memory for the operands of the weight gradient if that is deferred. `replicas` supplies the
+        weights of remote experts, which own the last groups of rows. `ready` may hold the rows, and
+        in backward their gradient, already quantised for the back end.
         """
-        if sink is None and lent is None and self.backend.differentiable:
+        if sink is None and replicas is None and self.backend.differentiable:
             return self.backend.output(rows_TI, self.weight, ends_E)
         out_TO: Tensor = _GroupedLinear.apply(
-            rows_TI, self.weight, ends_E, self.backend, sink, keep, lent, ready
+            rows_TI, self.weight, ends_E, self.backend, sink, keep, replicas, ready
         )
         return out_TO
 
 
 def _shared_by(weight: Weight, layer_groups: LayerGroups) -> OptionalGroup:
-    """The ranks that have a part each of the weight, if they are several: asked once, and not again
-    in every call.
+    """Return the tensor-parallel group that shards the weight, or None for a single rank.
+
+    Looked up once at construction instead of in every call.
     """
     return None if weight.tp is None or size(layer_groups.tp) == 1 else layer_groups.tp
 
 
 class _Linear(torch.autograd.Function):
-    """x · weightᵀ for the tokens of all ranks of `group`, or of this one."""
+    """x · weightᵀ for the tokens of all ranks of `group`; of this rank only if `group` is None."""
 
     @staticmethod
     def forward(
@@ -203,7 +201,7 @@ class _Linear(torch.autograd.Function):
         sink: WeightGradSink | None,
     ) -> Tensor:
         whole_BSI = x_BsI if group is None else gathered(x_BsI, group)
-        as_it_is = backend.differentiable  # without calls of functions that do nothing
+        as_it_is = backend.differentiable  # skips operand functions that return their argument
         x: Operand = whole_BSI if as_it_is else backend.input_operand(whole_BSI)
         if as_it_is or group is not None:
             ctx.save_for_backward(x_BsI)
@@ -236,7 +234,7 @@ class _Linear(torch.autograd.Function):
             sink.push(weight_OI, FetchedGrad(lambda: _of_gathered(backend, kept, x_BsI, group)))
             grad_BSI = backend.input_grad(grad, weight_OI)
             return scattered(grad_BSI, group), None, None, None, None
-        # the gather runs beside the first product, the scatter beside the second
+        # overlap: the all-gather with the first GEMM, the reduce-scatter with the second
         x_BSI = start_gather(x_BsI, group)
         grad_BsI = start_scatter(backend.input_grad(grad, weight_OI), group)
         weight_grad = backend.weight_grad(grad, backend.input_operand(x_BSI()))
@@ -247,7 +245,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _keep(ctx: Any, x: Operand) -> None:
-    """Have autograd keep of a quantised input what the gradient of the weight will be made of."""
+    """Save the copy of a quantised input that the weight gradient reads."""
     assert isinstance(x, Quantised)
     part = x.for_weight_grad()
     ctx.save_for_backward(*part.tensors())
@@ -255,20 +253,20 @@ def _keep(ctx: Any, x: Operand) -> None:
 
 
 def _kept_operand(ctx: Any) -> Quantised:
-    """What `_keep` has kept."""
+    """Return the operand that `_keep` saved."""
     quantised: Quantised = ctx.emptied.with_tensors(ctx.saved_tensors)
     return quantised
 
 
 def _for_weight_grad(operand: Operand) -> Operand:
-    """What the gradient of the weight reads of it."""
+    """Return the copy of the operand that the weight gradient reads."""
     return operand.for_weight_grad() if isinstance(operand, Quantised) else operand
 
 
 def _of_gathered(
     backend: LinearBackend, grad: Operand, x_BsI: Tensor, group: OptionalGroup
 ) -> WeightGrad:
-    """The gradient of a weight from this rank's part of the tokens."""
+    """Return the weight gradient after gathering the input over `group`."""
     return backend.weight_grad(grad, backend.input_operand(gathered(x_BsI, group)))
 
 
@@ -282,7 +280,7 @@ class _GroupedLinear(torch.autograd.Function):
         backend: GroupedLinearBackend,
         sink: WeightGradSink | None,
         keep: Keep | None,
-        lent: LentWeight | None,
+        replicas: ReplicaWeight | None,
         ready: ReadyRows | None,
     ) -> Tensor:
         ctx.save_for_backward(rows_TI, ends_E)
@@ -290,56 +288,57 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.weight_EIO = weight_EIO
         ctx.backend = backend
         ctx.sink = sink
-        ctx.lent = lent
+        ctx.replicas = replicas
         ctx.ready = ready
-        if lent is None:
+        if replicas is None:
             rows = rows_TI if ready is None else ready.of(rows_TI)
             return backend.output(rows, weight_EIO, ends_E)
         gemm = partial(backend.output, rows_TI)
-        return _with_lent(gemm, rows_TI, weight_EIO, ends_E=ends_E, lent=lent)
+        return _with_replicas(gemm, rows_TI, weight_EIO, ends_E=ends_E, replicas=replicas)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
         rows_TI, ends_E = ctx.saved_tensors
-        weight_EIO, sink, lent = ctx.weight_EIO, ctx.sink, ctx.lent
+        weight_EIO, sink, replicas = ctx.weight_EIO, ctx.sink, ctx.replicas
         backend: GroupedLinearBackend = ctx.backend
         grad_TO = grad_TO.contiguous()
-        gradient_of = partial(_gradient, backend, ends_E, len(weight_EIO), lent=lent)
+        gradient_of = partial(_gradient, backend, ends_E, len(weight_EIO), replicas=replicas)
         gradient = gradient_of(grad_TO, rows_TI)
         if ctx.keep is not None and sink is not None and sink.deferred:
             gradient = _kept(gradient_of, ctx.keep, grad_TO, rows_TI=rows_TI)
-        if lent is not None:  # between its exchange and that of gradients, ranks have equal work
+        if replicas is not None:
+            # here, between fetching replicas and returning gradients, ranks have equal work
             gemm = partial(backend.input_grad, grad_TO)
-            grad_TI = _with_lent(
-                gemm, grad_TO, weight_EIO, ends_E=ends_E, lent=lent, transposed=True
+            grad_TI = _with_replicas(
+                gemm, grad_TO, weight_EIO, ends_E=ends_E, replicas=replicas, transposed=True
             )
         if sink is not None:
             sink.push(weight_EIO, gradient)
-        if lent is None:
+        if replicas is None:
             grad = grad_TO if ctx.ready is None else ctx.ready.of(grad_TO)
             grad_TI = backend.input_grad(grad, weight_EIO, ends_E)
         weight_grad = gradient() if sink is None else None
         return grad_TI, weight_grad, None, None, None, None, None, None
 
 
-def _with_lent(
+def _with_replicas(
     gemm: Callable[[Tensor, Tensor], Tensor],
     rows: Tensor,
     weight_EIO: Tensor,
     *,
     ends_E: Tensor,
-    lent: LentWeight,
+    replicas: ReplicaWeight,
     transposed: bool = False,
 ) -> Tensor:
-    """What experts make of their rows, `product` of this rank's own and then those that are lent.
+    """Run the grouped GEMM of this rank's experts, then that of the replicas it hosts.
 
-    The exchange comes first: a rank that lends has more rows of its own, and one that borrows would
-    wait until they are computed.
+    The replica weights are fetched first: a rank whose experts are replicated elsewhere has more
+    rows of its own, so a rank that waits for the weights would otherwise wait for those rows' GEMM.
     """
-    lent_GIO = lent.fetch()
+    replica_GIO = replicas.fetch()
     out = gemm(weight_EIO, ends_E[: len(weight_EIO)])
-    add_groups(out, rows, lent_GIO, ends_E=ends_E, transposed=transposed)
+    add_groups(out, rows, replica_GIO, ends_E=ends_E, transposed=transposed)
     return out
 
 
@@ -350,13 +349,13 @@ def _gradient(
     grad_TO: Tensor,
     rows_TI: Tensor,
     *,
-    lent: LentWeight | None,
+    replicas: ReplicaWeight | None,
 ) -> WeightGrad:
-    """Of this rank's `own` experts, the first ones, wherever their rows are."""
+    """Return the weight gradient of this rank's `own` experts, the first groups of rows."""
     gradient = backend.weight_grad(grad_TO, rows_TI, ends_E[:own])
-    if lent is None:
+    if replicas is None:
         return gradient
-    return GradWithLent(gradient, LentGrad(rows_TI, grad_TO, ends_E, first=own), lent)
+    return GradWithReplicas(gradient, ReplicaGrad(rows_TI, grad_TO, ends_E, first=own), replicas)
 
 
 def _kept(
@@ -366,7 +365,7 @@ def _kept(
     *,
     rows_TI: Tensor,
 ) -> WeightGrad:
-    """The gradient of a weight, whose operands are put away until it is wanted."""
+    """Return a weight gradient whose operands are kept by `keep` until it is computed."""
     operands = keep(grad_TO), keep(rows_TI)
     for source, operand in zip(operands, (grad_TO, rows_TI), strict=True):
         source.add_reader(operand)

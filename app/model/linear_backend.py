@@ -1,12 +1,11 @@
-"""What computes a linear layer: its output, and the gradients of its input and of its weight.
+"""Back ends that compute a linear layer: its output and the gradients of its input and weight.
 
-A back end is the three products, and the form in which they read what they are given: once made,
-an operand serves two of them. Where tokens are gathered and scattered, what is kept for backward
-and where the weight's gradient goes is the modules' business (`app.model.linear`), and the same for
-all of them. `linear_backend` and `grouped_linear_backend` say what a module begins with, torch's
-products; `app.model.fp8` puts another in its place where products are to be in FP8. The loss
-asks the head's back end for its products (`app.model.loss`), chunk by chunk where no rank is to
-have all logits.
+A back end has three GEMMs and the operand format they read; one operand serves two of them. The
+modules (`app.model.linear`) gather and scatter tokens, save tensors for backward and send the
+weight gradient to its sink, in the same way for all back ends. Modules start with torch's GEMMs
+(`linear_backend`, `grouped_linear_backend`); `app.model.fp8` replaces them where GEMMs run in FP8.
+The loss calls the head's back end (`app.model.loss`), chunk by chunk if no rank may hold all
+logits.
 
 Shapes: I input width, O output width, T rows, E experts; rows of an expert end at its offset in
 `ends_E` (int32, on the rows' device), rows behind the last one are not defined.
@@ -33,55 +32,57 @@ from app.model.weight_grads import (
 
 
 class LinearBackend(Protocol):
-    """The products of a layer with one weight, over the last dimension of what comes in."""
+    """The three GEMMs of a layer with one weight, over the last dimension of the input."""
 
     @property
     def differentiable(self) -> bool:
-        """Whether products read tensors as they are; autograd differentiates `output` then, where
-        nothing else is to be done in backward.
+        """True if the GEMMs read plain tensors. `output` is then differentiated by autograd, unless
+        backward has anything else to do.
         """
 
     def input_operand(self, x: Tensor) -> Operand:
-        """What comes in as `output` and `weight_grad` read it."""
+        """Return the input in the format that `output` and `weight_grad` read."""
 
     def grad_operand(self, grad: Tensor) -> Operand:
-        """The output's gradient as `input_grad` and `weight_grad` read it."""
+        """Return the output gradient in the format that `input_grad` and `weight_grad` read."""
 
     def output(self, x: Operand, weight_OI: Tensor) -> Tensor:
-        """Return x · weightᵀ in new memory, which the caller may write to: no view to autograd."""
+        """Return x · weightᵀ in new memory that the caller may write to (no view for autograd)."""
 
     def input_grad(self, grad: Operand, weight_OI: Tensor, out: Tensor | None = None) -> Tensor:
-        """grad · weight, of the output's gradient; in the memory of `out` if there is one."""
+        """Return grad · weight from the output gradient; written to `out` if given."""
 
     def weight_grad(self, grad: Operand, x: Operand) -> WeightGrad:
-        """gradᵀ · x over all rows, O × I: its operands, nothing is computed yet."""
+        """Return gradᵀ · x over all rows, O × I, as operands that are not multiplied yet."""
 
 
 class GroupedLinearBackend(Protocol):
-    """The products of a layer with a weight per expert."""
+    """The three grouped GEMMs of a layer with one weight per expert."""
 
     @property
     def differentiable(self) -> bool:
-        """As of `LinearBackend`."""
+        """See `LinearBackend`."""
 
     @property
     def ready_rows(self) -> type[ReadyRows] | None:
-        """Where who makes rows may leave them as products read them; None: these read tensors."""
+        """Return the type in which a preceding kernel may leave rows quantised for this back end;
+        None if the GEMMs read plain tensors.
+        """
 
     def output(self, rows_TI: Operand, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
-        """Rows of expert e times weight[e]."""
+        """Return the rows of expert e times weight[e]."""
 
     def input_grad(self, grad_TO: Operand, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
-        """Rows of expert e of the output's gradient, contiguous, times weight[e]ᵀ."""
+        """Return the rows of the contiguous output gradient of expert e times weight[e]ᵀ."""
 
     def weight_grad(self, grad_TO: Tensor, rows_TI: Tensor, ends_E: Tensor) -> WeightGrad:
-        """rows[e]ᵀ · grad[e] of every expert e, E × I × O: its operands, nothing is computed yet;
-        `grad_TO` is contiguous.
+        """Return rows[e]ᵀ · grad[e] for every expert e, E × I × O, as operands that are not
+        multiplied yet; `grad_TO` is contiguous.
         """
 
 
 class TorchLinear:
-    """torch's own products, in the type of the weight, of tensors as they are."""
+    """torch's GEMMs on plain tensors, in the dtype of the weight."""
 
     differentiable = True
 
@@ -110,7 +111,7 @@ class TorchLinear:
 
 
 class TorchGroupedLinear:
-    """torch's grouped products, whose group sizes are read on the device.
+    """torch's grouped GEMMs, which read group sizes on the device.
 
     fp32, bf16 and fp16; I·itemsize and O·itemsize must be multiples of 16 bytes (RuntimeError).
     """
@@ -139,12 +140,12 @@ class TorchGroupedLinear:
 
 
 def linear_backend() -> LinearBackend:
-    """What a column- or row-parallel layer computes with, unless it is given another."""
+    """Return the back end with which a column- or row-parallel layer starts."""
     return TorchLinear()
 
 
 def grouped_linear_backend() -> GroupedLinearBackend:
-    """What a layer of experts computes with."""
+    """Return the back end with which a grouped layer starts."""
     return TorchGroupedLinear()
 
 
@@ -156,10 +157,10 @@ def add_groups(
     ends_E: Tensor,
     transposed: bool = False,
 ) -> None:
-    """Put into `out` what the last G experts make of their rows, whose weights lie elsewhere than
-    those of the others; `transposed`: with weight[g]ᵀ.
+    """Write to `out` the outputs of the last G experts, whose weights lie in another tensor; uses
+    weight[g]ᵀ if `transposed`.
 
-    On a GPU like Hopper by a kernel that reads where the rows begin.
+    On Hopper and newer GPUs a kernel reads the groups' offsets on the device.
     """
     first = len(ends_E) - len(weight_GIO)
     if usable(out_TO):

@@ -1,10 +1,11 @@
-"""Cross-entropy straight from hidden states, the vocabulary cut over tensor-parallel ranks.
+"""Cross-entropy computed from hidden states, with the vocabulary sharded over tensor-parallel
+ranks.
 
-No rank ever has all logits of a token, and with `chunk_tokens` none has those of all its tokens:
-backward computes them again, a chunk at a time (after arXiv 2411.09009). The head's products are
-those of its back end (`app.model.linear_backend`), as of every linear layer; here is when they are
-computed, and what becomes of the logits in between. Statistics are fp32. Ranks exchange three
-numbers per token: the largest logit, the sum of exponentials and the logit of the label.
+No rank ever holds all logits of a token, and with `chunk_tokens` none holds those of all its
+tokens: backward recomputes them chunk by chunk (after arXiv 2411.09009). The head's back end
+(`app.model.linear_backend`) computes the GEMMs, as in every linear layer; this module decides when
+they run, and reduces the logits. Statistics are fp32. Ranks all-reduce three numbers per token: the
+largest logit, the sum of exponentials and the logit of the label.
 
 Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them here, T =
 B · S, C tokens of a chunk, D hidden, V rows of this rank of the vocabulary.
@@ -27,7 +28,7 @@ from app.model.linear_backend import LinearBackend
 from app.model.tensor_parallel import OptionalGroup, gathered, scattered
 from app.model.weight_grads import ComputedGrad, WeightGrad, WeightGradSink
 
-ROWS = 1024  # tokens whose logits are in fp32 at once, without kernels
+ROWS = 1024  # tokens whose logits are cast to fp32 at once by plain torch
 
 
 def summed_loss(
@@ -39,11 +40,11 @@ def summed_loss(
     chunk_tokens: int | None = None,
     sink: WeightGradSink | None = None,
 ) -> Tensor:
-    """Cross-entropy of h · weightᵀ, nats, summed over labels that are not negative; an fp32 scalar.
+    """Return the cross-entropy of h · weightᵀ, nats, summed over labels >= 0; an fp32 scalar.
 
-    The same on every rank of `group`. `backend` computes the products. With `chunk_tokens`, logits
-    of so many tokens exist at once; otherwise all, which are kept for backward in the type of the
-    weights. `sink` takes the weight's gradient as in `app.model.linear`.
+    All ranks of `group` return the same. `backend` computes the GEMMs. With `chunk_tokens`, only
+    logits of that many tokens exist at once; otherwise all, which are saved for backward in the
+    dtype of the weight. `sink` takes the weight's gradient as in `app.model.linear`.
     """
     loss: Tensor = _SummedLoss.apply(
         h_BsD, weight_VD, labels_BS.flatten(), backend, group, chunk_tokens, sink
@@ -59,9 +60,10 @@ def token_losses(
     backend: LinearBackend,
     group: OptionalGroup = None,
 ) -> Tensor:
-    """Cross-entropy of each label, nats, 0 where it is negative: fp32 B × S, never with gradients.
+    """Return the cross-entropy of each label, nats, 0 for negative labels: fp32 B × S, no
+    gradients.
 
-    The same on every rank of `group`. Logits of ROWS tokens exist at once.
+    All ranks of `group` return the same. Only logits of ROWS tokens exist at once.
     """
     h_TD = gathered(h_BsD, group).flatten(0, 1)
     row_T = labels_BS.flatten() - rank(group) * len(weight_VD)
@@ -75,8 +77,8 @@ def token_losses(
 
 
 def _statistics(logits_CV: Tensor, row_C: Tensor) -> Tensor:
-    """Largest logit, sum of exponentials relative to it, and the label's logit where this rank
-    has it, otherwise 0: [3, C].
+    """Return per token the largest logit, the sum of exponentials relative to it, and the label's
+    logit if this rank holds it, otherwise 0: [3, C].
     """
     if usable(logits_CV):
         return cross_entropy.statistics(logits_CV, row_C)
@@ -91,7 +93,7 @@ def _statistics(logits_CV: Tensor, row_C: Tensor) -> Tensor:
 
 
 def _merge(statistics_3T: Tensor, group: OptionalGroup) -> tuple[Tensor, Tensor]:
-    """(log-sum-exp, label's logit) of every token over all ranks: [T] and [T]."""
+    """Return (log-sum-exp, label's logit) of every token over all ranks: [T] and [T]."""
     largest_T, sums_T, label_T = statistics_3T.unbind(0)
     if group is not None and size(group) > 1:
         over_all_T = largest_T.clone()
@@ -103,7 +105,9 @@ def _merge(statistics_3T: Tensor, group: OptionalGroup) -> tuple[Tensor, Tensor]
 
 
 def _into_gradient(logits_CV: Tensor, row_C: Tensor, lse_C: Tensor, weight_C: Tensor) -> None:
-    """Replace logits by (softmax - one at the label) · weight, the loss's gradient, in place."""
+    """Replace logits in place by the gradient of the loss: (softmax - one at the label) ·
+    weight.
+    """
     if usable(logits_CV):
         return cross_entropy.into_gradient(logits_CV, row_C, lse_C, weight_C=weight_C)
     parts = (part.split(ROWS) for part in (logits_CV, row_C, lse_C, weight_C))
@@ -184,7 +188,9 @@ def _chunked(
     lse_T: Tensor,
     weight_T: Tensor,
 ) -> tuple[Tensor, WeightGrad]:
-    """Gradients of hidden states [T, D] and of the weights [V, D], these summed up in fp32."""
+    """Return the gradients of hidden states [T, D] and of the weight [V, D], accumulated in
+    fp32.
+    """
     grad_TD = torch.empty_like(h_TD)
     sum_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
     parts = (part.split(chunk) for part in (grad_TD, h_TD, row_T, lse_T, weight_T))

@@ -1,14 +1,15 @@
-"""Values that backward recomputes instead of keeping (Chen et al. 2016), by names of `Recompute`.
+"""Recomputation of activations in backward (Chen et al. 2016), by names of `Recompute`.
 
-What is recomputed is said by `app.plan.recompute.RecomputePolicy`; a microbatch's context brings it
-to every layer.
+`app.plan.recompute.RecomputePolicy` says what is recomputed; a microbatch's context passes it to
+every layer.
 
-Two ways. `checkpoint` keeps of a function only its arguments, and backward runs it once more for
-its own gradients. `discard_output` lets a function keep what it needs, but drops its result: what
-later operations would save of it is computed again from the function's arguments when their
-backward asks for it. That suits cheap functions in front of matrix products.
+There are two ways. `checkpoint` saves only a function's arguments, and backward reruns the function
+for its gradients. `discard_output` lets a function save what it needs but drops its result; when
+backward of a later operation asks for it, it is recomputed from the function's arguments. That
+suits cheap functions before a GEMM.
 
-By the same hooks `replace` has backward read a tensor from another place than its memory.
+With the same hooks `replace` lets backward read a tensor from elsewhere, for example from the paged
+activation buffer.
 """
 
 from __future__ import annotations
@@ -33,23 +34,25 @@ Ts = TypeVarTuple("Ts")
 
 
 class BackwardSource(ABC):
-    """Where backward has a tensor from that is not kept as it is."""
+    """Source from which backward obtains a tensor that was not saved itself."""
 
     @abstractmethod
     def add_reader(self, saved: Tensor) -> None:
-        """One more operation has saved a tensor in this memory, whose values are still there."""
+        """Count one more operation that saved a tensor of this memory; its values are still
+        there.
+        """
 
     @abstractmethod
     def read(self) -> Tensor:
-        """The tensor in new memory; once for every reader."""
+        """Return the tensor in new memory; called once per reader."""
 
 
-Keep = Callable[[Tensor], BackwardSource]  # for a tensor whose values are there later
+Keep = Callable[[Tensor], BackwardSource]  # for a tensor that is complete when it is saved
 
 
 @dataclass(slots=True)
 class _Function(BackwardSource):
-    """How to compute a result again, and for how many operations."""
+    """Function and arguments that recompute a result, and the number of operations that read it."""
 
     function: Callable[..., Tensor]
     arguments: tuple[Tensor | _View, ...]
@@ -57,11 +60,11 @@ class _Function(BackwardSource):
     value: Tensor | None = None
 
     def add_reader(self, saved: Tensor) -> None:
-        """Count it."""
+        """Count the reader."""
         self.readers += 1
 
     def read(self) -> Tensor:
-        """The result; kept until the last reader has it."""
+        """Return the result; it is kept until the last reader has it."""
         if self.value is None:
             with torch.no_grad():
                 self.value = self.function(*map(_unpack, self.arguments))
@@ -74,7 +77,7 @@ class _Function(BackwardSource):
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A saved tensor in the memory of a result that is not kept."""
+    """Saved tensor that is a view of a discarded result."""
 
     source: BackwardSource
     size: torch.Size
@@ -84,26 +87,26 @@ class _View:
 
 @dataclass(slots=True)
 class Recomputation:
-    """Carries out what is to be recomputed of one microbatch in one chunk."""
+    """Recomputes what is chosen, for one microbatch in one chunk."""
 
     chosen: RecomputeChoice = NOTHING
-    # whether functions under `checkpoint` draw random numbers, which have to be the same again
+    # True if functions under `checkpoint` draw random numbers, which a rerun has to repeat
     draws: bool = False
-    replaces: bool = False  # whether `replace` may be called
+    replaces: bool = False  # True if `replace` may be called
     # id of a result's storage -> a weak reference to it, and where backward has it from
     _sources: dict[int, tuple[StorageWeakRef, BackwardSource]] = field(default_factory=dict)
-    _inside: int = 0  # depth of functions under `checkpoint`, of which nothing is kept anyway
-    _running: bool = False  # within `forward`, and not in what backward computes again
+    _inside: int = 0  # depth of functions under `checkpoint`, which save nothing anyway
+    _running: bool = False  # within `forward`, and not within a recomputation
 
     def afresh(self) -> Recomputation:
-        """The same choice without what another forward has noted: for one with hooks of its own, as
-        a captured interval has.
+        """Return a copy without the results noted in another forward, for an interval with hooks of
+        its own such as a captured one.
         """
         return Recomputation(self.chosen, self.draws, self.replaces)
 
     def whole_layer(self, layer: Callable[[*Ts], T], *arguments: *Ts) -> T:
-        """layer(*arguments), of which only the arguments are kept if whole layers are recomputed
-        (Chen et al. 2016).
+        """Return layer(*arguments); saves only the arguments if whole layers are recomputed (Chen
+        et al. 2016).
         """
         if not self.chosen.whole_layers or not torch.is_grad_enabled():
             return layer(*arguments)
@@ -113,11 +116,11 @@ class Recomputation:
         return result
 
     def recomputes(self, part: Recompute) -> bool:
-        """Whether backward computes this part of a layer again."""
+        """Return whether backward recomputes this part of a layer."""
         return part in self.chosen.parts
 
     def checkpoint(self, part: Recompute, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
-        """function(*arguments), of which only the arguments are kept if `part` is recomputed."""
+        """Return function(*arguments); saves only the arguments if `part` is recomputed."""
         if part not in self.chosen.parts or self._inside or not torch.is_grad_enabled():
             return function(*arguments)
         result: T = checkpoint(
@@ -135,27 +138,27 @@ class Recomputation:
     def discard_output(
         self, part: Recompute, out: Tensor, function: Callable[..., Tensor], *arguments: Tensor
     ) -> None:
-        """`out`, no view, is discarded after forward if `part` is recomputed: function(*arguments)
-        makes it again.
+        """Discard `out` (no view) after forward if `part` is recomputed; function(*arguments)
+        recomputes it.
         """
         if part in self.chosen.parts and not self._inside and torch.is_grad_enabled():
             self._note(out, _Function(function, tuple(map(self._pack, arguments))))
 
     def replace(self, value: Tensor, source: BackwardSource) -> None:
-        """Operations that save `value`, or a part of it, have it from `source` in backward."""
-        assert self.replaces, "hooks are there for it"
+        """Have operations that save `value`, or a view of it, read it from `source` in backward."""
+        assert self.replaces, "construct Recomputation with replaces=True"
         if self._running:
             self._note(value, source)
 
     def _note(self, value: Tensor, source: BackwardSource) -> None:
         storage = value.untyped_storage()
-        # the reference keeps its identity from another use
+        # the weak reference keeps the address from being taken for that of a later storage
         self._sources[storage._cdata] = StorageWeakRef(storage), source
 
     def checkpoint_and_discard(
         self, part: Recompute, function: Callable[[Tensor], Tensor], argument: Tensor
     ) -> Tensor:
-        """function(argument), of which only the argument is kept if `part` is recomputed."""
+        """Return function(argument); saves only the argument if `part` is recomputed."""
         if part not in self.chosen.parts:
             return function(argument)
         out = self.checkpoint(part, function, argument)
@@ -164,7 +167,7 @@ class Recomputation:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around a forward that calls `discard_output` or `replace`."""
+        """Install the hooks around a forward that calls `discard_output` or `replace`."""
         if not (self.chosen.parts or self.replaces):
             yield
             return

@@ -1,4 +1,4 @@
-"""Transformer Engine, where a run asks for it: found, new enough, loaded."""
+"""Import of Transformer Engine for runs that ask for it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from types import ModuleType
 from app.errors import ConfigError
 
 LIBRARY = "transformer_engine"
-OLDEST = (2, 20)  # release whose functions take the arguments that our modules give them
+OLDEST = (2, 20)  # first release whose functions take the arguments that our modules pass
 # In an isolated build pip would compile the bindings against a torch of its own choice.
 INSTALL = "pip install 'graphfold[gpu]' --no-build-isolation"
 
 
 def import_library(refused: Callable[[str], ConfigError]) -> ModuleType:
-    """Transformer Engine for torch. Raises what `refused` makes of the reason where it is missing,
-    too old, or cannot be loaded.
+    """Return Transformer Engine for torch. Raises what `refused` makes of the reason if it is
+    missing, too old or cannot be loaded.
     """
     try:
         version = library_version()
@@ -31,8 +31,10 @@ def import_library(refused: Callable[[str], ConfigError]) -> ModuleType:
 
 
 def load(refused: Callable[[str], ConfigError]) -> ModuleType:
-    """Transformer Engine for torch, of whatever version. Raises what `refused` makes of the reason
-    where it cannot be loaded: beside an incompatible package its import may raise any exception.
+    """Return Transformer Engine for torch, of any version.
+
+    Raises what `refused` makes of the reason if it cannot be loaded: next to an incompatible
+    package the import may raise any exception.
     """
     try:
         return import_module(f"{LIBRARY}.pytorch")
@@ -42,5 +44,5 @@ def load(refused: Callable[[str], ConfigError]) -> ModuleType:
 
 
 def library_version() -> str:
-    """Of the one that is installed. Raises PackageNotFoundError."""
+    """Return the installed version. Raises PackageNotFoundError."""
     return metadata.version(LIBRARY)

@@ -1,12 +1,12 @@
-"""Gradients of weights that backward does not hand to autograd: what they are, and where they go.
+"""Weight gradients that bypass autograd: their operands, and the sinks that take them.
 
-A `WeightGrad` has the operands of a gradient and computes it when it is wanted; backward pushes it
-to a `WeightGradSink`. `WeightGradQueue` lets it wait, so that a pipeline sends its input gradient
-first (Qi et al. 2023). `MainGradSink` adds it at once to a sum of more bits than the weight has,
-where the kernels allow it inside the product, so that no gradient of one microbatch is stored.
+A `WeightGrad` holds the operands of a gradient and computes it on demand; backward pushes it to a
+`WeightGradSink`. `WeightGradQueue` defers it, so that a pipeline stage sends its input gradient
+first (zero bubble, Qi et al. 2023). `MainGradSink` adds it at once to a main gradient of higher
+precision, inside the GEMM where the kernel allows, so that no microbatch's gradient is stored.
 
 Shapes: T rows, I input width, O output width, E experts; rows of an expert end at its offset in
-`ends_E`. J parts of the rows, W values of a weight.
+`ends_E`. J partial sums over rows, W elements of a weight.
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ from torch import Tensor, nn
 from app.kernels.common import moves_tiles, usable
 from app.kernels.grouped_gradient import Operands, add_grouped_gradient
 from app.kernels.partial_sums import add_summed, summed
-from app.model.clones import LentWeight
+from app.model.clones import ReplicaWeight
 from app.torch_versions import add_gemm
 
 
 class WeightGrad(ABC):
-    """The gradient of a weight in one microbatch, computed when it is wanted."""
+    """Gradient of a weight in one microbatch, computed on demand."""
 
     @abstractmethod
     def __call__(self) -> Tensor:
-        """The gradient as a tensor of its own."""
+        """Return the gradient as a new tensor."""
 
     def add_to(self, total: Tensor) -> None:
-        """total += the gradient; `total` may have more bits."""
+        """Add the gradient to `total`, which may have a wider dtype."""
         total.add_(self())
 
     def write_to(self, total: Tensor) -> None:
-        """total = the gradient, whatever `total` held."""
+        """Overwrite `total` with the gradient."""
         total.zero_()
         self.add_to(total)
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedGrad(WeightGrad):
-    """A gradient that is computed already."""
+    """Gradient that is already computed."""
 
     value: Tensor
 
     def __call__(self) -> Tensor:
-        """The gradient."""
+        """Return the gradient."""
         return self.value
 
 
 @dataclass(frozen=True, slots=True)
 class FetchedGrad(WeightGrad):
-    """A gradient whose operands `make` has to fetch first, from other ranks or other memory."""
+    """Gradient whose operands `make` first fetches from other ranks or from other memory."""
 
     make: Callable[[], WeightGrad]
 
     def __call__(self) -> Tensor:
-        """Fetch the operands and compute."""
+        """Fetch the operands and compute the gradient."""
         return self.make()()
 
     def add_to(self, total: Tensor) -> None:
@@ -76,53 +76,61 @@ class FetchedGrad(WeightGrad):
 
 @dataclass(frozen=True, slots=True)
 class PartialSums(WeightGrad):
-    """What a kernel has summed over parts of the rows, fp32: one more kernel sums these."""
+    """Partial sums of a gradient over blocks of rows, fp32, from a kernel; another kernel adds
+    them.
+    """
 
     partial_JW: Tensor
-    dtype: torch.dtype  # of the weight
+    dtype: torch.dtype  # dtype of the weight
 
     def __call__(self) -> Tensor:
-        """Their sum, rounded to the type of the weight."""
+        """Return their sum in the dtype of the weight."""
         return summed(self.partial_JW, self.dtype)
 
     def add_to(self, total: Tensor) -> None:
-        """Sums of more bits are added to by the kernel that sums the parts, and rounded once."""
+        """Add them to `total`; the summing kernel adds to a wider `total` directly and rounds
+        once.
+        """
         add_summed(total, self.partial_JW)
 
 
 @dataclass(frozen=True, slots=True)
 class LinearGrad(WeightGrad):
-    """A product of two matrices, left · right."""
+    """Gradient left · right of a linear layer's weight."""
 
     left: Tensor
     right: Tensor
 
     def __call__(self) -> Tensor:
-        """left · right, in the type of the matrices."""
+        """Return left · right in the dtype of the operands."""
         return self.left @ self.right
 
     def add_to(self, total: Tensor) -> None:
-        """On a GPU sums of more bits are added to inside the product, and rounded once."""
+        """Add left · right to `total`; on a GPU the GEMM accumulates into a wider `total` and
+        rounds once.
+        """
         add_gemm(total, self.left, self.right)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedLinearGrad(WeightGrad):
-    """rows[e]ᵀ · grad[e] for every expert e."""
+    """Gradient rows[e]ᵀ · grad[e] of every expert e."""
 
     rows_TI: Tensor
     grad_TO: Tensor
     ends_E: Tensor
 
     def __call__(self) -> Tensor:
-        """[E, I, O] in the type of the rows."""
+        """Return E × I × O in the dtype of the rows."""
         return F.grouped_mm(self.rows_TI.T, self.grad_TO, offs=self.ends_E)
 
     def add_to(
         self, total: Tensor, later: GroupedLinearGrad | None = None, writes: bool = False
     ) -> None:
-        """Where Triton and a GPU like Hopper are, sums of more bits are added to inside the
-        product, and rounded once, with that of a `later` microbatch. `writes`: as `write_to`.
+        """Add to `total`, together with the gradient of a `later` microbatch if given.
+
+        With Triton on Hopper and newer GPUs the grouped GEMM accumulates both into a wider `total`
+        and rounds once. `writes`: overwrite `total`, as `write_to` does.
         """
         wide = total.dtype.itemsize > self.rows_TI.dtype.itemsize
         if wide and usable(total) and moves_tiles(total.device):
@@ -137,7 +145,7 @@ class GroupedLinearGrad(WeightGrad):
             later.add_to(total)
 
     def write_to(self, total: Tensor, later: GroupedLinearGrad | None = None) -> None:
-        """There, `total` is not read, and zero for experts without rows."""
+        """Overwrite `total` without reading it; experts without rows get zeros."""
         self.add_to(total, later, writes=True)
 
     def with_own_ends(self) -> GroupedLinearGrad:
@@ -146,33 +154,33 @@ class GroupedLinearGrad(WeightGrad):
 
     @property
     def operands(self) -> Operands:
-        """As the kernel takes them."""
+        """Return the operands as the kernel takes them."""
         return Operands(self.rows_TI, self.grad_TO, self.ends_E)
 
 
 @dataclass(frozen=True, slots=True)
 class PairedGrad(WeightGrad):
-    """The gradient of one grouped weight in two microbatches."""
+    """Gradients of one grouped weight in two microbatches."""
 
     earlier: GroupedLinearGrad
     later: GroupedLinearGrad
 
     def __call__(self) -> Tensor:
-        """The sum of both."""
+        """Return the sum of both."""
         return self.earlier() + self.later()
 
     def add_to(self, total: Tensor) -> None:
-        """Where a product adds to sums by itself, they are read and written once for both."""
+        """Add both to `total`; a kernel that accumulates reads and writes `total` only once."""
         self.earlier.add_to(total, self.later)
 
     def write_to(self, total: Tensor) -> None:
-        """Or written once."""
+        """Overwrite `total` with the sum of both."""
         self.earlier.write_to(total, self.later)
 
 
 @dataclass(frozen=True, slots=True)
-class LentGrad:
-    """rows[e]ᵀ · grad[e] for every expert e from `first` on, which other ranks have lent."""
+class ReplicaGrad:
+    """Gradients rows[e]ᵀ · grad[e] of the replicas on this rank: every expert e from `first` on."""
 
     rows_TI: Tensor
     grad_TO: Tensor
@@ -180,7 +188,7 @@ class LentGrad:
     first: int
 
     def write_to(self, out_GIO: Tensor) -> None:
-        """Into fp32 memory, rounded once; undefined for experts without rows."""
+        """Write them in fp32, rounded once; undefined for experts without rows."""
         if usable(out_GIO):
             add_grouped_gradient(
                 out_GIO,
@@ -198,77 +206,81 @@ class LentGrad:
 
 
 @dataclass(frozen=True, slots=True)
-class GradWithLent(WeightGrad):
-    """The gradient of this rank's experts, some of whose rows other ranks have."""
+class GradWithReplicas(WeightGrad):
+    """Gradient of this rank's experts, including the rows that replicas on other ranks computed."""
 
     own: WeightGrad
-    lent: LentGrad
-    weight: LentWeight
+    replicas: ReplicaGrad
+    weight: ReplicaWeight
 
     def __call__(self) -> Tensor:
-        """Compute both, exchange what is lent."""
+        """Compute the gradient of own rows, send back those of hosted replicas and add what
+        arrives.
+        """
         total = self.own()
-        self._exchange(total)
+        self._return_replicas(total)
         return total
 
     def add_to(self, total: Tensor) -> None:
-        """Add this rank's part, then what comes home."""
+        """Add the gradient of own rows, then those that arrive from replicas."""
         self.own.add_to(total)
-        self._exchange(total)
+        self._return_replicas(total)
 
     def write_to(self, total: Tensor) -> None:
-        """Write this rank's part, then add what comes home."""
+        """Write the gradient of own rows, then add those that arrive from replicas."""
         self.own.write_to(total)
-        self._exchange(total)
+        self._return_replicas(total)
 
-    def _exchange(self, total: Tensor) -> None:
-        self.lent.write_to(self.weight.grads())
-        self.weight.add_home(total)
+    def _return_replicas(self, total: Tensor) -> None:
+        self.replicas.write_to(self.weight.grads())
+        self.weight.return_grads(total)
 
 
 def first_row(ends_E: Tensor, expert: int) -> int:
-    """Where the rows of an expert begin; waits for the device."""
+    """Return the index of an expert's first row; synchronizes with the device."""
     return int(ends_E[expert - 1]) if expert else 0
 
 
-AddGrad = Callable[[nn.Parameter, WeightGrad], None]  # adds to the gradient sum of a parameter
+AddGrad = Callable[[nn.Parameter, WeightGrad], None]  # adds to a parameter's main gradient
 
 
 class WeightGradSink(Protocol):
-    """Where backward leaves gradients of weights."""
+    """Receiver of weight gradients in backward."""
 
     @property
     def deferred(self) -> bool:
-        """Whether they are computed later than the gradients of inputs."""
+        """True if weight gradients are computed later than input gradients."""
 
     @property
     def at_once(self) -> MainGradSink | None:
-        """What takes gradients that are there with those of inputs, and for which nothing is to be
-        kept; None: autograd does.
+        """Return the sink for gradients that a kernel computes together with the input gradient, so
+        that deferring them would save nothing; None leaves them to autograd.
         """
 
     def push(self, weight: nn.Parameter, gradient: WeightGrad) -> None:
-        """Take a weight's gradient in one microbatch."""
+        """Take the gradient of a weight in one microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
 class MainGradSink:
-    """Adds gradients of weights to their sums during backward, as soon as each is known."""
+    """Sink that adds each weight gradient to its main gradient as soon as backward reaches it."""
 
     push: AddGrad
     deferred: ClassVar[bool] = False
 
     @property
     def at_once(self) -> MainGradSink:
-        """Itself."""
+        """Return this sink."""
         return self
 
 
 @dataclass(slots=True)
 class WeightGradQueue:
-    """Weight gradients of one microbatch in one chunk, left over by the backward of its inputs."""
+    """Weight gradients of one microbatch in one chunk, deferred until its input gradient is
+    sent.
+    """
 
-    at_once: MainGradSink | None = None  # where those go that do not wait
+    at_once: MainGradSink | None = None  # takes the gradients that are not deferred
     waiting: list[tuple[nn.Parameter, WeightGrad]] = field(default_factory=list)
     deferred: ClassVar[bool] = True
 
@@ -278,7 +290,7 @@ class WeightGradQueue:
 
     @torch.no_grad()
     def run(self, add: AddGrad) -> None:
-        """Compute all that wait, in the order of backward, and free what they need."""
+        """Compute all deferred gradients in the order of backward, and free their operands."""
         while self.waiting:
             weight, gradient = self.waiting.pop(0)
             add(weight, gradient)
@@ -287,10 +299,11 @@ class WeightGradQueue:
 def take_partial(
     weight: nn.Parameter, sink: WeightGradSink | None
 ) -> Callable[[Tensor], None] | None:
-    """What has partial sums J × W of the weight's gradient added to its sum; None: autograd does.
+    """Return the function that adds partial sums J × W to the weight's main gradient; None if
+    autograd takes the gradient.
 
-    They never wait: the kernel that makes the input's gradient makes them beside it, and together
-    they are much larger than their sum.
+    Partial sums are never deferred: the kernel computes them beside the input gradient, and keeping
+    them would take J times the memory of their sum.
     """
     main = None if sink is None else sink.at_once
     if main is None:

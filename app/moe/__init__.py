@@ -1,1 +1,3 @@
-"""Mixture of experts: routing, permutation, experts, and their transport between ranks."""
+"""Mixture of experts: router, permutation, experts, dispatch between ranks, expert replicas
+(ECHO).
+"""

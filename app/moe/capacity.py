@@ -1,4 +1,5 @@
-"""Which tokens an expert drops beyond its capacity (`app.plan.dispatchers.record.capacity`).
+"""Selection of the tokens an expert drops beyond its capacity
+(`app.plan.dispatchers.record.capacity`).
 
 Shapes: T tokens of a rank, K experts per token, E experts, R = T·K choices.
 """
@@ -14,11 +15,11 @@ from app.choices import DropPolicy
 def within_capacity(
     probs_TK: Tensor, experts_TK: Tensor, num_experts: int, limit: int, policy: DropPolicy
 ) -> Tensor:
-    """Which choices stay when every expert takes at most `limit` of them: bool [T, K].
+    """Return which choices stay if every expert takes at most `limit` of them: bool [T, K].
 
-    Those with the highest probabilities, the first tokens among equals; or for
-    `DropPolicy.position` the first tokens. Nothing waits for the device, and ties are broken by
-    position, so the result repeats.
+    The choices with the highest probabilities stay; with `DropPolicy.position`, those of the first
+    tokens. Ties are broken by position, so the result is reproducible. Never synchronizes with the
+    device.
     """
     experts_R = experts_TK.flatten()
     if policy is DropPolicy.position:

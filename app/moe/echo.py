@@ -1,12 +1,12 @@
-"""Elastic cloning of hot experts (ECHO): which experts get a clone on which rank, how many tokens
-go to each, and which ones.
+"""ECHO (elastic cloning of hot experts): plans which experts get replicas ("clones") on which
+ranks, how many tokens each replica takes, and which ones.
 
-Every rank makes the same plan from the counts of all ranks, and nothing waits for the device.
-Source: Megatron-LM pull request 2368; where that divides by zero or leaves ties open, see
-`plan_clones`.
+Every rank computes the same plan from the counts of all ranks, without synchronizing with the
+device. Source: Megatron-LM pull request 2368; `plan_clones` says where it divides by zero or leaves
+ties open.
 
-Shapes: R ranks · E experts, of which rank r has the L = E/R from r·L on · S = R·spares slots for
-clones, of which slot j is on rank j // spares · T tokens of this rank, K experts of each.
+Shapes: R ranks · E experts, rank r owns the L = E/R from r·L on · S = R·spares slots for clones,
+slot j is on rank j // spares · T tokens of this rank, K experts of each.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ from torch import Tensor
 from app.choices import CloneAlgorithm
 from app.kernels.clones import plan as planner
 from app.kernels.clones import reroute as kernels
-from app.kernels.clones.exact import exact_clones
 from app.kernels.clones.slots import PRIORITIES
+from app.kernels.clones.target_search import search_clones
 from app.kernels.common import usable
 from app.kernels.expert_rows import count_choices as kernel_counts
-from app.moe.exact_clones import exact_slots
 from app.moe.permute import sort_by_expert
+from app.moe.target_search import search_slots
 
 
 @dataclass(frozen=True, slots=True)
 class ClonePlan:
-    """Which expert each slot has, and whose tokens go there: int64, on the device."""
+    """Expert of each slot, and the tokens that go there: int64, on the device."""
 
-    expert_S: Tensor  # any where no tokens go
+    expert_S: Tensor  # arbitrary if the slot is empty
     moved_S: Tensor  # tokens that go to a slot
-    moved_RS: Tensor  # by the rank that has the tokens
+    moved_RS: Tensor  # by source rank
 
     def by_expert(self, experts: int) -> Tensor:
-        """Tokens of each expert that go to each slot: [E, S]."""
+        """Return the tokens of each expert that go to each slot: [E, S]."""
         moved_ES = self.moved_S.new_zeros(experts, len(self.moved_S))
         return moved_ES.scatter(0, self.expert_S[None], self.moved_S[None])
 
 
 def count_choices(experts_TK: Tensor, experts: int) -> Tensor:
-    """This rank's tokens for each expert, by blocks of tokens, as many as kernels need: integers
-    [C, E]. Dropped choices have the id E; a token's other ids differ.
+    """Count this rank's tokens per expert and block of tokens: integers [C, E].
+
+    Kernels need the blocks. Dropped choices have the id E; a token's other ids differ.
     """
     if experts_TK.is_cuda and usable():
         return kernel_counts(experts_TK, 0, experts)
@@ -58,27 +59,29 @@ def plan_clones(
     algorithm: CloneAlgorithm | str = CloneAlgorithm.one_shot_greedy,
     threshold: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """How many of the tokens that `counts_RE` (int64) says each rank has for each expert go to
-    clones: by expert and slot, and by rank that has the tokens and slot; int64 [E, S], [R, S].
+    """Plan how many tokens move to clones: by expert and slot, int64 [E, S], and by source rank and
+    slot, int64 [R, S].
 
-    1. Experts of a rank, those with few tokens first, keep what fits below the average (rounded
-       down) of all ranks; the rest spills. Ranks below it have room.
-    2. `one_shot_greedy` lays spills and rooms, both from the largest on, along one line each: what
-       overlaps may move. A rank takes its `spares_per_rank` largest pieces.
-       `approx_bin_packing` (one spare) gives each room, from the largest on, the spill that is
-       largest by sevenths of the average, first come first served within a seventh.
-       `exact` fills rooms from the ranks that are most above the average, which may get some back
-       for it, until all are even or slots are full: see `app.moe.exact_clones`.
+    `counts_RE` (int64) holds the tokens that each rank has for each expert.
+
+    1. The experts of a rank, smallest first, keep what fits below the average of all ranks (rounded
+       down); the rest is its spill. Ranks below the average have room.
+    2. `one_shot_greedy` lays spills and rooms, both largest first, along one line each: overlaps
+       may move. A rank takes its `spares_per_rank` largest overlaps.
+       `approx_bin_packing` (one spare) gives each room, largest first, the spill that is largest in
+       sevenths of the average, first come first served within a seventh.
+       `target_search` fills rooms from the ranks that are most above a target load, tries many
+       targets, and takes the plan of the lowest cost: see `app.moe.target_search`.
     3. With a `threshold`, ranks move only what would leave them above (1 + threshold) times the
-       average: a slot whose tokens may stay at home, with those of the rank's smaller pieces, is
-       empty. While a rank is above that after all its pieces have moved, none is left out.
-       With `exact` a clone has to relieve the fullest rank by `threshold` times the average, or it
-       is not made; so nothing moves while no rank is above that either.
-    4. A slot takes from every rank in proportion to its tokens, rounded down, and then what is
-       still missing from the first ranks on.
+       average: a slot is left empty if its tokens, with those of the rank's smaller slots, may
+       stay. If a rank stays above the limit even with all slots filled, none is left empty.
+       `target_search` makes a clone only if it relieves the fullest rank by `threshold` times the
+       average, so nothing moves while no rank is above the limit either.
+    4. A slot takes tokens from every source rank in proportion, rounded down, and what is still
+       missing from the first ranks on.
 
-    Equals are taken in order of their index. No slot holds several experts. ValueError for an
-    unknown algorithm or a number of slots that it cannot fill.
+    Ties are broken by index. Each slot holds one expert. ValueError for an unknown algorithm or a
+    number of slots that it cannot fill.
     """
     plan = plan_slots(counts_RE, spares_per_rank, algorithm, threshold=threshold)
     return plan.by_expert(counts_RE.shape[1]), plan.moved_RS
@@ -92,18 +95,19 @@ def plan_slots(
     threshold: float,
     sums_4: Tensor | None = None,
 ) -> ClonePlan:
-    """`plan_clones` by slot as well.
+    """Plan as `plan_clones` does, and return the plan by slot.
 
-    To `sums_4` (int64) are added: tokens of the fullest rank without clones, and with them, tokens
-    of all ranks, slots that are filled.
+    Adds to `sums_4` (int64): tokens of the fullest rank without and with clones, tokens of all
+    ranks, filled slots.
     """
     ranks, experts = counts_RE.shape
     known = _known(algorithm)
     _check_sizes(ranks, experts, spares_per_rank, algorithm=known)
-    threshold = min(threshold, ranks)  # no rank can have more, and integers end somewhere
+    # no rank exceeds R times the average; keeps the limit within int64
+    threshold = min(threshold, ranks)
     if counts_RE.is_cuda and usable():
-        if known is CloneAlgorithm.exact:
-            return ClonePlan(*exact_clones(counts_RE, spares_per_rank, threshold, sums_4=sums_4))
+        if known is CloneAlgorithm.target_search:
+            return ClonePlan(*search_clones(counts_RE, spares_per_rank, threshold, sums_4=sums_4))
         packs = known is CloneAlgorithm.approx_bin_packing
         return ClonePlan(
             *planner.plan_clones(
@@ -118,22 +122,22 @@ def plan_slots(
 
 
 def reroute(experts_TK: Tensor, moved_ES: Tensor, moved_RS: Tensor, rank: int) -> Tensor:
-    """Send this rank's tokens to clones, as `plan_clones` says: where each choice goes, [T, K].
+    """Return the destination of each of this rank's choices under a plan of `plan_clones`: [T, K].
 
-    Ids count what every rank computes, its own experts and then its slots: expert e has the id
-    e // L · (L + spares) + e % L, slot j the id j // spares · (L + spares) + L + j % spares. So
-    slots are further experts of their rank, and dispatchers need not know of them. Of an expert's
-    tokens the first go to its clones, in order of slots, and the others stay.
+    Ids number what every rank computes, its own experts and then its slots: expert e has the id e
+    // L · (L + spares) + e % L, slot j the id j // spares · (L + spares) + L + j % spares. Slots
+    are thus further experts of their rank, and dispatchers need not know of them. The first tokens
+    of an expert go to its clones, in order of slots; the others stay with the owner rank.
 
-    A choice keeps its place in its token's K, and with that its probability; a token's ids differ
-    from each other, but need not ascend. Choices that are dropped (id E) get R·(L + spares).
+    A choice keeps its place in its token's K, and with it its probability; a token's ids differ
+    from each other, but need not ascend. Dropped choices (id E) get R·(L + spares).
     """
     plan = ClonePlan(moved_ES.argmax(dim=0), moved_ES.sum(dim=0), moved_RS)
     return follow_plan(experts_TK, plan, rank, count_choices(experts_TK, len(moved_ES)))
 
 
 def follow_plan(experts_TK: Tensor, plan: ClonePlan, rank: int, counts_CE: Tensor) -> Tensor:
-    """`reroute` by a plan as it was made; `counts_CE` are those of `count_choices`."""
+    """Return `reroute` for a plan as it was made; `counts_CE` are those of `count_choices`."""
     experts, (ranks, slots) = counts_CE.shape[1], plan.moved_RS.shape
     if experts_TK.is_cuda and usable():
         return kernels.reroute(
@@ -146,32 +150,32 @@ def follow_plan(experts_TK: Tensor, plan: ClonePlan, rank: int, counts_CE: Tenso
         )
     gone_ES = torch.where(plan.by_expert(experts) > 0, plan.moved_RS[rank], 0)
     stays_E = counts_CE.sum(dim=0) - gone_ES.sum(dim=1)
-    # rows of one expert: for its first slot, its second …, its own
+    # order of an expert's tokens: its first slot, its second, …, its owner rank
     ends_P = torch.cat((gone_ES, stays_E[:, None]), dim=1).flatten().cumsum(0)
     row_of_TK = sort_by_expert(experts_TK, experts, drops=True).row_of_TK
     slot_TK = torch.searchsorted(ends_P, row_of_TK, right=True) % (slots + 1)
-    home_TK = experts_TK.long()
+    chosen_TK = experts_TK.long()
     local, spares = experts // ranks, slots // ranks
-    own_TK = home_TK // local * (local + spares) + home_TK % local
+    own_TK = chosen_TK // local * (local + spares) + chosen_TK % local
     clone_TK = slot_TK // spares * (local + spares) + local + slot_TK % spares
     all_TK = torch.where(slot_TK < slots, clone_TK, own_TK)
-    return all_TK.masked_fill(home_TK >= experts, ranks * (local + spares))
+    return all_TK.masked_fill(chosen_TK >= experts, ranks * (local + spares))
 
 
 def _slots(
     load_RL: Tensor, spares: int, algorithm: CloneAlgorithm, *, threshold: float
 ) -> tuple[Tensor, Tensor]:
-    """Expert and tokens of each slot: [S]; any expert where there are no tokens."""
+    """Return expert and tokens of each slot: [S]; the expert of an empty slot is arbitrary."""
     load_R = load_RL.sum(dim=1)
     average = load_R.sum() // len(load_R)
     room_R = (average - load_R).clamp(min=0)
     spill_E = _spill(load_RL, average)
     limit = average + (average.float() * threshold).floor().long()
-    if algorithm is CloneAlgorithm.exact:
+    if algorithm is CloneAlgorithm.target_search:
         others = [_greedy(spill_E, room_R, spares)]
         if spares == 1:
             others.append(_packed(spill_E, room_R, average))
-        return exact_slots(load_RL, spares, limit - average, others=others)
+        return search_slots(load_RL, spares, limit - average, others=others)
     if algorithm is CloneAlgorithm.approx_bin_packing:
         expert_S, moved_S = _packed(spill_E, room_R, average)
     else:
@@ -182,7 +186,7 @@ def _slots(
 
 
 def _loads(load_RL: Tensor, expert_S: Tensor, moved_S: Tensor) -> Tensor:
-    """What `plan_slots` adds to sums."""
+    """Return what `plan_slots` adds to `sums_4`."""
     before_R = load_RL.sum(dim=1)
     given_R = torch.zeros_like(before_R).scatter_add(0, expert_S // load_RL.shape[1], moved_S)
     after_R = before_R - given_R + moved_S.view(len(before_R), -1).sum(dim=1)
@@ -191,7 +195,9 @@ def _loads(load_RL: Tensor, expert_S: Tensor, moved_S: Tensor) -> Tensor:
 
 
 def _spill(load_RL: Tensor, average: Tensor) -> Tensor:
-    """Tokens of each expert beyond the average of its rank, where small experts come first: [E]."""
+    """Return the tokens of each expert beyond the average of its rank, smallest experts first:
+    [E].
+    """
     sorted_RL, local_RL = load_RL.sort(dim=1, stable=True)
     end_RL = sorted_RL.cumsum(dim=1)
     spill_RL = (end_RL - average).clamp(min=0) - (end_RL - sorted_RL - average).clamp(min=0)
@@ -199,7 +205,7 @@ def _spill(load_RL: Tensor, average: Tensor) -> Tensor:
 
 
 def _greedy(spill_E: Tensor, room_R: Tensor, spares: int) -> tuple[Tensor, Tensor]:
-    """Expert and tokens of each slot: [S]; any expert where there are no tokens."""
+    """Return expert and tokens of each slot: [S]; the expert of an empty slot is arbitrary."""
     spill_E, expert_E = spill_E.sort(descending=True, stable=True)
     room_R, rank_R = room_R.sort(descending=True, stable=True)
     spill_end_E1, room_end_R = spill_E.cumsum(0)[:, None], room_R.cumsum(0)
@@ -212,11 +218,11 @@ def _greedy(spill_E: Tensor, room_R: Tensor, spares: int) -> tuple[Tensor, Tenso
 
 
 def _packed(spill_E: Tensor, room_R: Tensor, average: Tensor) -> tuple[Tensor, Tensor]:
-    """Expert and tokens of each slot: [R], as there is one to a rank."""
+    """Return expert and tokens of each slot: [R], as there is one per rank."""
     left_E, expert_E = spill_E.sort(descending=True, stable=True)
     room_R, rank_R = room_R.sort(descending=True, stable=True)
     step = (average // (PRIORITIES - 1)).clamp(min=1)
-    # who has been given something queues up again behind all others
+    # an expert that has given tokens queues up again behind all others
     turn_E = torch.arange(len(left_E), device=left_E.device)
     turns = len(left_E) + len(room_R)
     nth_R, moved_R = torch.empty_like(rank_R), torch.empty_like(room_R)
@@ -233,20 +239,20 @@ def _packed(spill_E: Tensor, room_R: Tensor, average: Tensor) -> tuple[Tensor, T
     return expert_E[nth_R][place_R], moved_R[place_R]
 
 
-def _needed(home_S: Tensor, moved_S: Tensor, load_R: Tensor, limit: Tensor) -> Tensor:
-    """Which slots must be filled so that no rank has more than `limit`: bool [S]."""
+def _needed(owner_S: Tensor, moved_S: Tensor, load_R: Tensor, limit: Tensor) -> Tensor:
+    """Return which slots must be filled so that no rank has more than `limit`: bool [S]."""
     slots = torch.arange(len(moved_S), device=moved_S.device)
     before_SS = (moved_S[:, None] < moved_S) | (
         (moved_S[:, None] == moved_S) & (slots[:, None] <= slots)
     )
-    same_SS = home_S[:, None] == home_S
+    same_SS = owner_S[:, None] == owner_S
     stays_S = (moved_S[:, None] * (before_SS & same_SS)).sum(dim=0)
-    left_R = load_R.scatter_add(0, home_S, -moved_S)
-    return (left_R[home_S] + stays_S > limit) | (left_R > limit).any()
+    left_R = load_R.scatter_add(0, owner_S, -moved_S)
+    return (left_R[owner_S] + stays_S > limit) | (left_R > limit).any()
 
 
 def _sources(counts_RE: Tensor, expert_S: Tensor, moved_S: Tensor) -> Tensor:
-    """How many of each slot's tokens come from which rank: [R, S]."""
+    """Return the tokens that each source rank sends to each slot: [R, S]."""
     counts_RS = counts_RE[:, expert_S]
     total_S = counts_RS.sum(dim=0).clamp(min=1)
     share_RS = counts_RS * moved_S // total_S
@@ -260,9 +266,11 @@ def _sources(counts_RE: Tensor, expert_S: Tensor, moved_S: Tensor) -> Tensor:
 
 
 def _known(algorithm: CloneAlgorithm | str) -> CloneAlgorithm:
+    if isinstance(algorithm, CloneAlgorithm):
+        return algorithm
     try:
-        return CloneAlgorithm(algorithm)
-    except ValueError:
+        return CloneAlgorithm[algorithm]  # by name, which knows the alias `exact` as well
+    except KeyError:
         raise ValueError(
             f"algorithm={algorithm!r}: must be one of {', '.join(a.value for a in CloneAlgorithm)}"
         ) from None

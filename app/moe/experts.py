@@ -1,4 +1,4 @@
-"""The experts of a rank as two grouped products, whose group sizes are read on the device.
+"""Experts of a rank as two grouped GEMMs, whose group sizes are read on the device.
 
 Shapes: R rows grouped by expert · E experts of this rank · D width · F this rank's part of the
 hidden width of an expert.
@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from app.choices import Recompute
-from app.model.clones import LentWeight
+from app.model.clones import ReplicaWeight
 from app.model.fp8.ready import ReadyRows
 from app.model.layer_groups import ALONE, LayerGroups
 from app.model.layers import swiglu
@@ -22,18 +22,17 @@ from app.model.weight_grads import WeightGradSink
 from app.plan.model.experts import ExpertWeights
 
 
-class LentExperts(Protocol):
-    """Experts of other ranks that compute rows here, behind those of this rank's own."""
+class ReplicaExperts(Protocol):
+    """Replicas of remote experts whose rows follow those of this rank's own experts."""
 
-    def of(self, up_LIO: Tensor, down_LIO: Tensor) -> tuple[LentWeight, LentWeight]:
-        """Their matrices of both kinds, where this rank's experts have these."""
+    def of(self, up_LIO: Tensor, down_LIO: Tensor) -> tuple[ReplicaWeight, ReplicaWeight]:
+        """Return the replicas' up and down matrices, given those of this rank's experts."""
 
 
 class Experts(nn.Module):
     """This rank's experts: stacked weights `[expert, in, out]`, gate and up side by side in `w_up`.
 
-    With a part of their hidden width on each of several ranks, the sum over the parts' outputs is
-    the experts' output.
+    If several ranks hold parts of the hidden width, the experts' output is the sum over them.
     """
 
     def __init__(self, weights: ExpertWeights, layer_groups: LayerGroups = ALONE) -> None:
@@ -48,27 +47,30 @@ class Experts(nn.Module):
         sink: WeightGradSink | None = None,
         recompute: Recomputation | None = None,
         keep: Keep | None = None,
-        lent: LentExperts | None = None,
+        replicas: ReplicaExperts | None = None,
         ready: ReadyRows | None = None,
     ) -> Tensor:
-        """(silu(r·up[:, :F]) · (r·up[:, F:]))·down of every row r, with the weights of its expert.
+        """Compute (silu(r·up[:, :F]) · (r·up[:, F:]))·down of every row r with its expert's
+        weights.
 
         R × D -> R × D (SwiGLU, arXiv 2002.05202); rows and `ends_E` as in `GroupedLinear`.
-        `recompute` may have backward compute the activation again. `keep` says where backward has
-        rows from: those that came, those between the products, and the result for who reads that.
-        The last rows may be of experts that are `lent` by other ranks. Rows may be `ready` in eight
-        bits, where products read these.
+        `recompute` may discard the activation and recompute it in backward. `keep` stores for
+        backward the input rows, the rows between the GEMMs, and the output. `replicas`: remote
+        experts that own the last rows. `ready` may hold rows that a kernel has already quantised to
+        FP8.
         """
         up, down = (None, None)
-        if lent is not None:
-            up, down = lent.of(self.w_up.weight, self.w_down.weight)
+        if replicas is not None:
+            up, down = replicas.of(self.w_up.weight, self.w_down.weight)
 
         def kept(rows: Tensor) -> Tensor:
             if keep is not None and recompute is not None:
                 recompute.replace(rows, keep(rows))
             return rows
 
-        both_R2F = self.w_up.forward(kept(rows_RD), ends_E, sink, keep=keep, lent=up, ready=ready)
+        both_R2F = self.w_up.forward(
+            kept(rows_RD), ends_E, sink, keep=keep, replicas=up, ready=ready
+        )
         kept(both_R2F)
         # there may be several times as many rows as tokens, and only the device knows
         activation = partial(swiglu, used=ends_E[-1:], ready=ready)
@@ -76,4 +78,6 @@ class Experts(nn.Module):
             act_RF = recompute.checkpoint_and_discard(Recompute.experts_act, activation, both_R2F)
         else:
             act_RF = kept(activation(both_R2F))
-        return kept(self.w_down.forward(act_RF, ends_E, sink, keep=keep, lent=down, ready=ready))
+        return kept(
+            self.w_down.forward(act_RF, ends_E, sink, keep=keep, replicas=down, ready=ready)
+        )

@@ -1,4 +1,4 @@
-"""Memory of GPUs of one node that each of them can read and write over NVLink."""
+"""Symmetric memory: buffers that all GPUs of a node can read and write over NVLink."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ ALIGNMENT = 256  # bytes at which buffers begin
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Values that a rank keeps for others to read, or for others to write to."""
+    """Shape and dtype of a buffer that a rank keeps for others to read or write."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parted: bool  # the first dimension has a part for each rank, which that rank writes
+    parted: bool  # the first dimension has one part per rank, which that rank writes
 
     @property
     def bytes(self) -> int:
-        """Of the values."""
+        """Bytes of the values."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property
     def space(self) -> int:
-        """Bytes with what is left free behind them."""
+        """Bytes including the padding to the alignment."""
         return -(-self.bytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory that every rank of the group has, and can reach on the others."""
+    """Buffer that every rank of the group has, with the addresses of the others'."""
 
     own: Tensor
-    addresses_P: Tensor  # int64, on the device: of each rank's; or of this rank's part of each
+    addresses_P: Tensor  # int64, on the device: each rank's buffer, or this rank's part of it
 
 
 class PeerMemory:
-    """A buffer for each layout, equal on all P ranks of the group. Creating it is collective.
+    """One buffer per layout, equal on all P ranks of the group. Creating it is collective.
 
-    Needs GPUs that reach each other's memory. All ranks come to the same barriers, from one stream
-    or from streams that wait for each other.
+    Needs GPUs with peer access. All ranks call the same barriers, from one stream or from streams
+    that wait for each other.
     """
 
     def __init__(
@@ -71,5 +71,5 @@ class PeerMemory:
         return Buffer(own, torch.tensor(addresses, dtype=torch.int64, device=own.device))
 
     def barrier(self) -> None:
-        """What ranks have written before it can be read behind it."""
+        """Make what ranks have written before visible to all ranks after it."""
         self._handle.barrier(channel=0)

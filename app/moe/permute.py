@@ -1,7 +1,7 @@
-"""Token rows to their experts and back, by gathers and ordered sums: results repeat bit for bit.
+"""Permutation of token rows to experts and back, by gathers and ordered sums: bitwise reproducible.
 
 Shapes: T tokens · K experts per token · R rows, one per (token, expert), the choices · D width · E
-experts. No atomics and no wait for the device in either direction: backward never scatters with
+experts. No atomics and no synchronization in either direction: backward never scatters with
 addition, because a permutation's transpose is a gather by its inverse.
 """
 
@@ -17,34 +17,33 @@ from torch.autograd.function import once_differentiable
 from app.kernels import rows as kernels
 from app.kernels.common import usable
 from app.kernels.expert_rows import counts_fast, expert_rows
-from app.kernels.fp8.quantise import InEight, empty_in_8
+from app.kernels.fp8.quantise import Fp8Rows, empty_fp8_rows
 from app.model.fp8.ready import ReadyRows
 
 
 @dataclass(frozen=True, slots=True)
 class Permutation:
-    """Where rows grouped by expert come from and go back to.
+    """Map between tokens and rows grouped by expert.
 
-    R is T·K, unless rows are left out because nobody chose them here, or added to fill experts up.
-    A choice that was dropped has no row of its own: its entry of `row_of_TK` means nothing, and no
-    row is read for it.
+    R is T·K, unless rows are left out because nobody chose them here, or added to pad experts. A
+    dropped choice has no row: its entry of `row_of_TK` is meaningless, and no row is read for it.
     """
 
     token_of_row_R: Tensor  # int64: the token each row is a copy of
     row_of_TK: Tensor  # int64: the row of each token's k-th expert
     ends_E: Tensor  # int32: the first row after each expert's, as `grouped_mm` takes it
-    kept_TK: Tensor | None = None  # bool: choices that have a row; None: all
+    kept_TK: Tensor | None = None  # bool: choices that have a row; None means all
 
 
 def sort_by_expert(
     experts_TK: Tensor, num_experts: int, drops: bool = False, rows_per_expert: int | None = None
 ) -> Permutation:
-    """Rows in order of expert, tokens ascending within an expert; expert ids in [0, num_experts).
+    """Sort choices by expert, tokens ascending within an expert; expert ids in [0, num_experts).
 
-    drops: larger ids are choices without a row. Their number is known to the device alone, so R
-    stays T·K, and rows from ends[-1] on belong to nobody. `rows_per_expert` gives every expert that
-    many rows: the ids may not repeat more often, and what nobody reads fills the rest: copies of
-    the first token, or zeros. A token's ids below `num_experts` differ from each other.
+    drops: larger ids are choices without a row. Only the device knows their number, so R stays T·K,
+    and rows from ends[-1] on are unused. `rows_per_expert` gives every expert that many rows: no id
+    may occur more often, and unread padding, copies of the first token or zeros, fills the rest. A
+    token's ids below `num_experts` differ from each other.
     """
     on_gpu = experts_TK.is_cuda and usable()
     if rows_per_expert is None and on_gpu and counts_fast(len(experts_TK), num_experts):
@@ -61,7 +60,7 @@ def sort_by_expert(
         count = num_experts * rows_per_expert
         shift_E = ids_E * rows_per_expert - starts_E
         rows_R = rows_R + shift_E[sorted_R.clamp(max=num_experts - 1)]
-        rows_R = rows_R.masked_fill(sorted_R >= num_experts, count)  # the place of dropped choices
+        rows_R = rows_R.masked_fill(sorted_R >= num_experts, count)  # the index of dropped choices
         tokens_R = tokens_R.new_zeros(count + 1).scatter_(0, rows_R, tokens_R)[:count]
         ends_E = ((ids_E + 1) * rows_per_expert).to(torch.int32)
     else:
@@ -71,7 +70,9 @@ def sort_by_expert(
 
 
 def _placed(experts_TK: Tensor, num_experts: int, drops: bool) -> Permutation:
-    """The same by a kernel that counts instead of sorting; rows of nobody are the first token's."""
+    """Build the permutation with a counting kernel instead of a sort; unused rows take the first
+    token.
+    """
     count = experts_TK.numel()
     make = experts_TK.new_zeros if drops else experts_TK.new_empty
     token_of_R = make(count, dtype=torch.int64)
@@ -83,8 +84,9 @@ def _placed(experts_TK: Tensor, num_experts: int, drops: bool) -> Permutation:
 
 
 def permute(x_TD: Tensor, permutation: Permutation, ready: ReadyRows | None = None) -> Tensor:
-    """Token rows grouped by expert: [R, D]. A token's gradient sums its K rows in fp32. Kernels
-    leave rows `ready` in FP8 besides, where every row is a token's.
+    """Return token rows grouped by expert: [R, D]; a token's gradient sums its K rows in fp32.
+
+    Kernels also leave rows in `ready` as FP8, if every row is a token's.
     """
     if ready is not None and (permutation.kept_TK is not None or not usable(x_TD)):
         ready = None
@@ -97,10 +99,11 @@ def permute(x_TD: Tensor, permutation: Permutation, ready: ReadyRows | None = No
 def combine(
     rows_RD: Tensor, probs_TK: Tensor, permutation: Permutation, ready: ReadyRows | None = None
 ) -> Tensor:
-    """out[t] = Σ_k probs[t, k] · rows[row_of[t, k]], in fp32 in order of k: [T, D], rows' dtype.
+    """Return out[t] = Σ_k probs[t, k] · rows[row_of[t, k]], in fp32 in order of k: [T, D], rows'
+    dtype.
 
     Dropped choices count as 0, and so does their gradient, whatever the rows hold. The gradient of
-    rows is left `ready` as `permute` leaves rows.
+    rows is left in `ready`, as `permute` does.
     """
     if ready is not None and (permutation.kept_TK is not None or not usable(rows_RD)):
         ready = None
@@ -116,7 +119,7 @@ def combine(
 
 
 def reorder(rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
-    """rows[index] for a bijection of the rows, which `inverse_R` undoes: [R, D]."""
+    """Return rows[index] for a bijection of the rows, whose inverse is `inverse_R`: [R, D]."""
     out_RD: Tensor = _Reorder.apply(rows_RD, index_R, inverse_R)
     return out_RD
 
@@ -128,10 +131,11 @@ def sum_rows(
     kept_TK: Tensor | None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Σ_k weights[t, k] · rows[row_of[t, k]], weight 1 for None: one fp32 accumulator, [T, D].
+    """Return Σ_k weights[t, k] · rows[row_of[t, k]], weight 1 for None, accumulated in fp32: [T,
+    D].
 
-    Without a gradient; fp64 for fp64 rows. Choices that `kept_TK` leaves out count as 0. In
-    `dtype`, or that of the sums.
+    Without a gradient; fp64 for fp64 rows. Choices not in `kept_TK` count as 0. The result has
+    `dtype`, by default that of the accumulator.
     """
     if usable(rows_RD):
         return kernels.sum_rows(
@@ -153,23 +157,24 @@ def combine_gradients(
     token_of_row_R: Tensor,
     row_of_TK: Tensor,
     kept_TK: Tensor | None,
-    in_8: InEight | None = None,
+    fp8_rows: Fp8Rows | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the rows [R, D] and of the probabilities [T, K] in `combine`. Kernels fill
-    `in_8` with the rows' besides.
+    """Return the gradients of `combine`: of the rows [R, D] and of the probabilities [T, K].
+
+    Kernels also fill `fp8_rows` with the rows' gradients.
     """
     if usable(rows_RD):
         return kernels.combine_gradients(
-            grad_TD, rows_RD, probs_TK, row_of_TK=row_of_TK, kept_TK=kept_TK, in_8=in_8
+            grad_TD, rows_RD, probs_TK, row_of_TK=row_of_TK, kept_TK=kept_TK, fp8_rows=fp8_rows
         )
-    assert in_8 is None, "kernels alone write it"
+    assert fp8_rows is None, "only kernels write fp8_rows"
     count = len(rows_RD)
     if kept_TK is None:
         probs_R = probs_TK.new_empty(count).scatter_(0, row_of_TK.flatten(), probs_TK.flatten())
-    else:  # one place more, for what has no row
+    else:  # one extra entry takes choices without a row
         places_R = row_of_TK.masked_fill(~kept_TK, count).flatten()
         probs_R = probs_TK.new_zeros(count + 1).scatter_(0, places_R, probs_TK.flatten())[:count]
-    # in place, so that the product with fp32 probabilities is rounded once and never stored in fp32
+    # in place: rows · fp32 probabilities is rounded once and never stored in fp32
     grad_RD = grad_TD.index_select(0, token_of_row_R).mul_(probs_R[:, None])
     dots_KT = [
         dot_rows(pick_rows(rows_RD, row_of_TK, kept_TK, k=k), grad_TD)
@@ -191,9 +196,9 @@ class _Permute(torch.autograd.Function):
         ctx.save_for_backward(row_of_TK, kept_TK)
         if ready is not None:
             rows = len(token_of_row_R)
-            in_8 = empty_in_8((rows, x_TD.shape[1]), x_TD.device)
-            rows_RD = kernels.spread_rows(x_TD, row_of_TK, None, num_rows=rows, in_8=in_8)
-            return ready.put((rows_RD, *in_8))
+            fp8_rows = empty_fp8_rows((rows, x_TD.shape[1]), x_TD.device)
+            rows_RD = kernels.spread_rows(x_TD, row_of_TK, None, num_rows=rows, fp8_rows=fp8_rows)
+            return ready.put((rows_RD, *fp8_rows))
         if usable(x_TD):
             return kernels.spread_rows(x_TD, row_of_TK, kept_TK, num_rows=len(token_of_row_R))
         return x_TD.index_select(0, token_of_row_R)
@@ -230,7 +235,7 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         rows_RD, probs_TK, token_of_row_R, row_of_TK, kept_TK = ctx.saved_tensors
-        in_8 = None if ctx.ready is None else empty_in_8(rows_RD.shape, grad_TD.device)
+        fp8_rows = None if ctx.ready is None else empty_fp8_rows(rows_RD.shape, grad_TD.device)
         grad_RD, dots_TK = combine_gradients(
             grad_TD,
             rows_RD,
@@ -238,10 +243,10 @@ class _Combine(torch.autograd.Function):
             token_of_row_R=token_of_row_R,
             row_of_TK=row_of_TK,
             kept_TK=kept_TK,
-            in_8=in_8,
+            fp8_rows=fp8_rows,
         )
-        if in_8 is not None:
-            ctx.ready.put((grad_RD, *in_8))
+        if fp8_rows is not None:
+            ctx.ready.put((grad_RD, *fp8_rows))
         return grad_RD, dots_TK, None, None, None, None
 
 
@@ -259,8 +264,8 @@ class _Reorder(torch.autograd.Function):
 
 
 def _narrow(experts_R: Tensor, num_experts: int) -> Tensor:
-    """The ids in the fewest bytes, since a radix sort makes a pass for each; those that no
-    expert has may become equal.
+    """Cast ids to the narrowest dtype, since a radix sort makes a pass per byte; ids beyond
+    `num_experts` may become equal.
     """
     for dtype in (torch.uint8, torch.int16):
         largest = torch.iinfo(dtype).max
@@ -270,17 +275,17 @@ def _narrow(experts_R: Tensor, num_experts: int) -> Tensor:
 
 
 def widened(x: Tensor) -> Tensor:
-    """In fp32, or what has more bits as it is."""
+    """Cast to fp32, unless the dtype is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def dot_rows(a_TD: Tensor, b_TD: Tensor) -> Tensor:
-    """Row-wise dot products in fp32: [T]."""
+    """Return row-wise dot products in fp32: [T]."""
     return (widened(a_TD) * b_TD).sum(dim=-1)
 
 
 def pick_rows(rows_RD: Tensor, row_of_TK: Tensor, kept_TK: Tensor | None, k: int) -> Tensor:
-    """The rows of the tokens' k-th experts, zero where there is none: [T, D], new memory."""
+    """Return the rows of the tokens' k-th experts, zero if there is none: [T, D], new memory."""
     if kept_TK is None:
         return rows_RD.index_select(0, row_of_TK[:, k])
     if not len(rows_RD):

@@ -1,8 +1,8 @@
-"""The feed-forward part of a mixture-of-experts layer as phases.
+"""Feed-forward part of a mixture-of-experts layer as phases.
 
-`norm · shared · route · preprocess · dispatch · experts · combine · finish`: routing and the
-exchange of tokens are separate phases, and what a dispatcher learns travels between them in frozen
-records of its own. `MoEBody` has them as a program.
+`norm · shared · route · preprocess · dispatch · experts · combine · finish`: routing and token
+dispatch are separate phases, and a dispatcher passes what it computes from phase to phase in frozen
+records of its own. `MoEBody` shows the phases as a program.
 
 Shapes: B sequences, s tokens per sequence of this rank, T = B·s tokens, D hidden, F feed-forward
 hidden, E experts, K experts per token, R rows (a token once per expert it goes to).
@@ -37,11 +37,11 @@ from app.plan.model.phases import PhaseName
 
 
 class Router(nn.Module):
-    """Scores tokens in fp32 and chooses `top_k` experts each; its losses keep experts in use.
+    """Scores tokens in fp32, chooses `top_k` experts for each, and computes the auxiliary losses.
 
-    The ranks of `layer_groups.tp_cp_control` have parts of the same sequences. The load that a
-    balancing loss looks at is the sum over all of them, the scores are a rank's own: what the ranks
-    report adds up to the loss of the whole microbatch.
+    The ranks of `layer_groups.tp_cp_control` hold parts of the same sequences. A balancing loss
+    uses the load summed over all of them and a rank's own scores, so that the ranks' losses sum to
+    that of the whole microbatch.
     """
 
     bias_E: Tensor
@@ -61,20 +61,21 @@ class Router(nn.Module):
             self.register_buffer("microbatches", microbatches, persistent=False)
 
     def start_step(self) -> None:
-        """Forget the load of the step before; called before the first microbatch of each.
+        """Reset the load of the previous step; called before the first microbatch of each step.
 
-        The loss of balance=global_batch evens the mean load of the microbatches so far, hence its
-        value depends on how the batch is cut into microbatches, and on running every microbatch's
-        forward once.
+        The loss of balance=global_batch evens the mean load of the microbatches so far; its value
+        therefore depends on how the batch is split into microbatches, and assumes that every
+        microbatch's forward runs exactly once.
         """
         if self.moe.balance is Balance.global_batch:
             self.load_E.zero_()
             self.microbatches.zero_()
 
     def forward(self, x_BsD: Tensor) -> tuple[Tensor, Tensor, RoutingReport]:
-        """B × s × D -> fp32 probabilities T × K, experts T × K (ascending per token), report.
+        """Map B × s × D to fp32 probabilities T × K, experts T × K (ascending per token) and a
+        report.
 
-        A pair beyond an expert's capacity has probability 0 and the expert id E.
+        A choice beyond an expert's capacity has probability 0 and the expert id E.
         """
         moe = self.moe
         logits_TE = router_matmul(self._jittered(x_BsD.flatten(0, -2)), self.weight)
@@ -101,7 +102,7 @@ class Router(nn.Module):
         return probs_TK, experts_TK, self._report(logits_TE, experts_TK, len(x_BsD))
 
     def _jittered(self, x_TD: Tensor) -> Tensor:
-        """In training, times noise of the device's generator (Switch, arXiv 2101.03961)."""
+        """In training, multiply by noise from the device's generator (Switch, arXiv 2101.03961)."""
         eps = self.moe.jitter_eps
         if not eps or not torch.is_grad_enabled():
             return x_TD
@@ -109,7 +110,7 @@ class Router(nn.Module):
         return wide_TD * torch.empty_like(wide_TD).uniform_(1 - eps, 1 + eps)
 
     def _forced(self, logits_TE: Tensor) -> Tensor | None:
-        """Experts in turn, going on from rank to rank; None: the router chooses."""
+        """Return experts in round-robin order across ranks; None lets the router choose."""
         if not self.moe.force_balance:
             return None
         top_k = self.moe.top_k
@@ -159,7 +160,9 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _mean_load(self, counts_E: Tensor) -> Tensor:
-        """Tokens per expert of the step's mean microbatch so far, over data-parallel ranks."""
+        """Return the tokens per expert of the step's mean microbatch so far, over data-parallel
+        ranks.
+        """
         self.load_E += _summed(counts_E, self.layer_groups.tp_cp_dp_control)
         self.microbatches += size(self.layer_groups.tp_cp_dp_control) // size(
             self.layer_groups.tp_cp_control
@@ -177,28 +180,28 @@ class MoEBody(Body, Generic[Prepared, Origin]):
     """Norm, router, experts and optional shared expert of one layer. Its phases, as they run:
 
         x, h = norm(x, context)
-        shared = shared(h, context)                          # beside the rest, if there is one
+        shared = shared(h, context)                          # overlaps the rest, if there is one
 
-        # 1. Each token chooses K experts, with probabilities. This alone has learned weights.
+        # 1. The router chooses K experts per token, with probabilities; it has learned weights.
         probs, chosen, routing = route(h)
-        # 2. Where rows go and come from, as far as the device knows: sorted by expert, counted.
+        # 2. Lay out the rows as far as the device knows: sorted by expert, counted.
         prepared = preprocess(chosen)
-        # 3. Tokens go to the ranks of their experts, and lie expert-major there.
+        # 3. Dispatch tokens to the ranks of their experts, expert-major there.
         dispatched, origin, ready = dispatch(h, prepared)
-        # 4. Two grouped products, over rows of equal experts.
+        # 4. Two grouped GEMMs over the rows of this rank's experts.
         expert_out = experts(dispatched, ready, context)
-        # 5. Rows come home; a token's K are added up, weighted, in a fixed order.
+        # 5. Combine: return rows to the source ranks; sum a token's K, weighted, in a fixed order.
         y = combine(expert_out, probs, origin, ready)
 
         x = finish(x, y, shared)
 
-    `prepared` and `origin` are records of the dispatcher alone, `dispatched` is of one type for
-    all (`app.moe.protocol`). Only `dispatch` may wait for the device. Captured intervals and
-    recomputed parts are ranges of this same list. With experts in FP8 `ready` is where who
-    makes their rows, forward or backward, leaves them quantised.
+    `prepared` and `origin` are private records of the dispatcher, `dispatched` has one type for all
+    (`app.moe.protocol`). Only `dispatch` may synchronize with the device. Captured intervals and
+    recomputed parts are ranges of this list. With FP8 experts, kernels that produce rows, in
+    forward or backward, leave them quantised in `ready`.
 
-    `layer_groups.ep_rank` of `layer_groups.ep` ranks holds experts
-    [ep_rank·E/ep, (ep_rank+1)·E/ep), or a part of each of them.
+    `layer_groups.ep_rank` of `layer_groups.ep` ranks holds experts [ep_rank·E/ep,
+    (ep_rank+1)·E/ep), or a part of each of them.
     """
 
     def __init__(
@@ -209,7 +212,7 @@ class MoEBody(Body, Generic[Prepared, Origin]):
         layer_groups: LayerGroups,
         side: torch.cuda.Stream | None = None,
     ) -> None:
-        """`side`: where the shared expert computes, beside the rest; None: with the rest."""
+        """`side`: stream of the shared expert, for overlap; None runs it on the main stream."""
         super().__init__()
         weights = MoEBodyWeights.of(model, moe)
         self.norm = RMSNorm(weights.norm, model.norm_eps)
@@ -284,7 +287,7 @@ class MoEBody(Body, Generic[Prepared, Origin]):
                 context.sink,
                 recompute=context.recompute,
                 keep=dispatched.keep,
-                lent=dispatched.lent,
+                replicas=dispatched.replicas,
                 ready=ready,
             ),
         )

@@ -1,6 +1,6 @@
-"""What a dispatcher does, and what it leaves for the experts.
+"""Interface of a dispatcher, and the record it hands to the experts.
 
-What it needs of ranks, memory and links is said once, in `app.plan.dispatchers`.
+`app.plan.dispatchers` describes the ranks, memory and links that each dispatcher needs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from app.model.fp8.ready import ReadyRows
 from app.model.recompute import Keep
-from app.moe.experts import LentExperts
+from app.moe.experts import ReplicaExperts
 
 # A dispatcher's own records, frozen dataclasses: what `preprocess` has found out for `dispatch`,
 # and what `combine` needs to know besides.
@@ -22,42 +22,43 @@ Origin = TypeVar("Origin")
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
-    """Rows for the experts of this rank, of whatever dispatcher.
+    """Dispatched tokens as rows of this rank's experts.
 
-    They are expert-major: those of the first expert here, then those of the second … Rows from
-    ends[-1] on are nobody's.
+    Rows are expert-major: those of this rank's first expert, then of the second, … Rows from
+    ends[-1] on are unused.
     """
 
     rows_RD: Tensor
     ends_E: Tensor  # int32, on the device: the first row after each expert's
-    # where backward has a tensor of as many rows from; None: they are kept as they are
+    # how backward keeps tensors with this many rows; None leaves them to autograd
     keep: Keep | None = None
-    lent: LentExperts | None = None  # experts of other ranks, of which the last rows are
+    replicas: ReplicaExperts | None = None  # remote experts that own the last rows
 
 
 class Dispatcher(Protocol[Prepared, Origin]):
-    """Transport of tokens to the experts of this rank and back."""
+    """Dispatches tokens to the experts' ranks and combines the results at the source ranks."""
 
     def preprocess(
         self, experts_TK: Tensor, drops: bool = False, rows_per_expert: int | None = None
     ) -> Prepared:
-        """What the device can say of where rows go; never waits.
+        """Compute the layout of rows as far as the device can, without synchronizing.
 
-        drops: some choices have the id E, and have no part in the rest. `rows_per_expert`: every
-        expert is filled up to so many rows from this rank (`PlannedDispatcher.rows_per_expert`); no
-        expert may be chosen more often, and they must be as many on all ranks, as T must.
+        drops: some choices have the id E and are ignored. `rows_per_expert`: every expert is padded
+        to that many rows from this rank (`PlannedDispatcher.rows_per_expert`); no expert may be
+        chosen more often, and the number, like T, must be equal on all ranks.
         """
         ...
 
     def dispatch(
         self, x_TD: Tensor, prepared: Prepared, ready: ReadyRows | None = None
     ) -> tuple[Dispatched, Origin]:
-        """Tokens T × D -> rows of this rank's experts, and where these came from.
+        """Dispatch tokens T × D; return the rows of this rank's experts and the record for
+        `combine`.
 
-        Rows, and in backward the gradient of what experts made of them, may be left `ready` for
-        products in FP8; who does not quantise them on the way leaves that to the products.
+        Kernels that produce rows, or in backward the gradient of expert outputs, may also quantise
+        them into `ready` for FP8 GEMMs; otherwise the GEMM quantises them.
 
-        Only this may wait for the device (`PlannedDispatcher.waits_for_host`).
+        Only this method may synchronize with the device (`PlannedDispatcher.waits_for_host`).
         """
         ...
 
@@ -68,5 +69,7 @@ class Dispatcher(Protocol[Prepared, Origin]):
         origin: Origin,
         ready: ReadyRows | None = None,
     ) -> Tensor:
-        """Expert outputs -> the probability-weighted sum per token, T × D."""
+        """Return expert outputs summed per token at its source rank, weighted by probability: T ×
+        D.
+        """
         ...

@@ -1,9 +1,9 @@
-"""Which experts each token goes to and with what weight; losses and bias that even their load.
+"""Router: choice of experts per token with probabilities, auxiliary losses, and balancing bias.
 
 Shapes: T tokens · E experts · K experts per token (top_k) · G groups of X = E/G experts. Scores,
-probabilities and losses are computed in fp32 (fp64 for fp64 logits). Nothing here waits for the
-device, and no result depends on the order of additions between threads, so all of it can be
-captured in a CUDA graph and repeats bit for bit.
+probabilities and losses are computed in fp32 (fp64 for fp64 logits). Nothing here synchronizes with
+the device or depends on the order of atomic additions, so all of it can be captured in a CUDA graph
+and is bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def route(
     group_best: int | None = None,
     norm_topk_prob: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Dense form of `choose`: probabilities [T, E] in the logits' dtype, zero elsewhere, and the
-    chosen map [T, E] (bool). For other programs, and for tests that compare with theirs.
+    """Return `choose` in dense form: probabilities [T, E] in the logits' dtype, zero elsewhere, and
+    the map of chosen experts [T, E] (bool). For other programs, and for tests that compare with
+    theirs.
     """
     probs_TK, experts_TK = choose(
         logits_TE,
@@ -63,17 +64,17 @@ def choose(
     group_best: int | None = None,
     norm_topk_prob: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Probabilities [T, K] fp32 and ids [T, K] int64 of each token's top_k experts, ids ascending.
+    """Return probabilities [T, K] fp32 and ids [T, K] int64 of each token's top_k experts, ids
+    ascending.
 
-    softmax: over the chosen logits, or with `pre_softmax` over all logits before choosing, not
-    normalised again. sigmoid: of each logit, divided by the sum over the chosen ones where
-    `norm_topk_prob` says so; None: when top_k > 1.
-    `bias_E` is added to sigmoid scores for the choice only (loss-free balancing, arXiv 2408.15664);
-    softmax ignores it. With `groups`, only the `topk_groups` groups with the largest sum of their
-    `group_best` best scores stay eligible: top_k // topk_groups of them unless given (DeepSeek-V3,
-    arXiv 2412.19437), 1 in DeepSeek-V2 (arXiv 2405.04434). `scale` multiplies the probabilities.
-    `forced_TK` takes the place of the choice. Raises ValueError for an unknown score or sizes that
-    do not fit together.
+    softmax: over the chosen logits; with `pre_softmax` over all logits before choosing, not
+    renormalised. sigmoid: of each logit, divided by the sum over the chosen ones if
+    `norm_topk_prob`; None means when top_k > 1. `bias_E` is added to sigmoid scores for the choice
+    only (loss-free balancing, arXiv 2408.15664); softmax ignores it. With `groups`, only the
+    `topk_groups` groups with the largest sum of their `group_best` best scores stay eligible: by
+    default top_k // topk_groups scores (DeepSeek-V3, arXiv 2412.19437); 1 in DeepSeek-V2 (arXiv
+    2405.04434). `scale` multiplies the probabilities. `forced_TK` replaces the choice. Raises
+    ValueError for an unknown score or sizes that do not fit together.
     """
     score = _known(score)
     _check_sizes(logits_TE.shape[1], top_k, groups, topk_groups=topk_groups)
@@ -93,10 +94,10 @@ def choose(
 
 
 def in_turn(like_TE: Tensor, top_k: int, first: int = 0) -> Tensor:
-    """Experts by turns, for benchmarks that need an even load: token t takes (first + t·K + k) mod
-    E, ascending: int64 [T, K].
+    """Return experts in round-robin order, for benchmarks with even load: int64 [T, K].
 
-    With `first` the number of choices before this rank's, the turn goes on from rank to rank.
+    Token t takes (first + t·K + k) mod E, ascending. Set `first` to the number of choices on the
+    ranks before to continue the round across ranks.
     """
     num_tokens, num_experts = like_TE.shape
     turns_R = torch.arange(num_tokens * top_k, device=like_TE.device) + first % num_experts
@@ -104,7 +105,7 @@ def in_turn(like_TE: Tensor, top_k: int, first: int = 0) -> Tensor:
 
 
 def aux_scores(logits_TE: Tensor, score: Score | str) -> Tensor:
-    """Scores of the balancing loss, [T, E] fp32: softmax, or sigmoids over their sum."""
+    """Return the scores of the balancing loss, [T, E] fp32: softmax, or normalised sigmoids."""
     score = _known(score)
     scores_TE = _plain_scores(logits_TE, score)
     if score is Score.softmax:
@@ -113,9 +114,10 @@ def aux_scores(logits_TE: Tensor, score: Score | str) -> Tensor:
 
 
 def aux_routing(logits_TE: Tensor, top_k: int, score: Score | str) -> tuple[Tensor, Tensor]:
-    """For the balancing loss: `aux_scores` [T, E] and their top_k experts [T, E] (bool).
+    """Return `aux_scores` [T, E] and the map of their top_k experts [T, E] (bool) for the balancing
+    loss.
 
-    The map knows neither bias nor groups nor drops.
+    The map ignores bias, groups and drops.
     """
     scores_TE = aux_scores(logits_TE, score)
     experts_TK = _top_experts(scores_TE.detach(), top_k)
@@ -129,13 +131,14 @@ def aux_loss(
     coeff: float,
     num_tokens: int | Tensor,
 ) -> Tensor:
-    """Load-balancing loss of a microbatch, coeff · E · Σ_e f_e · P_e; `coeff` at an even load.
+    """Return the load-balancing loss of a microbatch, coeff · E · Σ_e f_e · P_e; `coeff` at even
+    load.
 
     f_e is the share of the num_tokens · top_k assignments that expert e received (`map_TE.sum(0)`
-    of `aux_routing`), and P_e its mean score over the tokens. `num_tokens` is at least 1; a device
-    scalar will do. Where ranks have a part of the tokens each, both count all of them and the
-    scores are a part: the losses of the ranks add up. Source: GShard (arXiv 2006.16668) and Switch
-    Transformer (arXiv 2101.03961).
+    of `aux_routing`), and P_e its mean score over the tokens. `num_tokens` is at least 1, or a
+    device scalar. If ranks hold parts of the tokens, counts and `num_tokens` cover all of them and
+    scores only the rank's own; the ranks' losses then sum to the whole. Source: GShard (arXiv
+    2006.16668) and Switch Transformer (arXiv 2101.03961).
     """
     num_experts = scores_TE.shape[1]
     overlap = (scores_TE.sum(dim=0) * tokens_per_expert_E).sum()
@@ -149,7 +152,7 @@ def sequence_aux_loss(
     coeff: float,
     num_tokens: int | Tensor,
 ) -> Tensor:
-    """The mean over sequences of `aux_loss` for each by itself: scalar.
+    """Return the mean over sequences of each sequence's `aux_loss`: scalar.
 
     `num_tokens` counts the tokens of a sequence: a number, or [B] on the device. Source:
     DeepSeek-V3 (arXiv 2412.19437).
@@ -160,17 +163,17 @@ def sequence_aux_loss(
 
 
 def z_loss(logits_TE: Tensor, coeff: float, num_tokens: int | None = None) -> Tensor:
-    """coeff · mean over tokens of logsumexp(logits)² (ST-MoE, arXiv 2202.08906): scalar.
+    """Return coeff · mean over tokens of logsumexp(logits)² (ST-MoE, arXiv 2202.08906): scalar.
 
-    `num_tokens` counts all tokens where these are a part of them: then the losses of the parts add
-    up.
+    `num_tokens` counts all tokens if ranks hold parts of them; the ranks' losses then sum to the
+    whole.
     """
     squares_T = _wide(logits_TE).logsumexp(dim=-1).square()
     return squares_T.sum() / (num_tokens or len(squares_T)) * coeff
 
 
 def update_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
-    """The selection bias after a step: `rate` up where tokens are below the mean, down where above.
+    """Return the selection bias after a step: up by `rate` for experts below mean load, down above.
 
     `counts_E` holds the step's tokens per expert over all ranks that share the bias. Compares E ·
     count with the sum, so integer counts are exact. Source: arXiv 2408.15664.
@@ -194,7 +197,7 @@ def _top_experts(scores_TE: Tensor, top_k: int) -> Tensor:
 
 
 def _within_best_groups(scores_TE: Tensor, groups: int, topk_groups: int, per_group: int) -> Tensor:
-    """The scores, -inf outside the best groups."""
+    """Return the scores with -inf outside the best groups."""
     scores_TGX: Tensor = scores_TE.unflatten(1, (groups, -1))
     group_TG = scores_TGX.topk(per_group, dim=-1).values.sum(dim=-1)
     best = group_TG.topk(topk_groups, dim=-1, sorted=False).indices
@@ -205,7 +208,7 @@ def _within_best_groups(scores_TE: Tensor, groups: int, topk_groups: int, per_gr
 def _weigh(
     chosen_TK: Tensor, score: Score, pre_softmax: bool, *, norm_topk_prob: bool | None
 ) -> Tensor:
-    """Probabilities of the chosen experts from their scores."""
+    """Return the probabilities of the chosen experts from their scores."""
     if score is Score.softmax:
         return chosen_TK if pre_softmax else chosen_TK.softmax(dim=-1)
     normalizes = chosen_TK.shape[1] > 1 if norm_topk_prob is None else norm_topk_prob

@@ -1,5 +1,5 @@
-"""A router's scores in fp32, and their gradients, by products of bf16 matrices where tokens and
-weights are bf16: tensor cores sum in fp32, and fp32 gradients are taken in three parts.
+"""Router logits in fp32 and their gradients from bf16 GEMMs, if tokens and weight are bf16: tensor
+cores accumulate in fp32, and fp32 gradients are split into three bf16 parts.
 
 Shapes: T tokens, D hidden width, E experts.
 """
@@ -19,10 +19,10 @@ from app.torch_versions import wide_gemm
 
 
 def router_matmul(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """fp32 [T, E]: x · weightᵀ as if both were widened to fp32 first, and so are the gradients
-    computed, each rounded to the type of what it is of at its end.
+    """Return x · weightᵀ, fp32 [T, E], as if both were cast to fp32 first; gradients likewise, each
+    rounded to the dtype of its tensor at the end.
 
-    In bf16 nothing is widened: that takes a third of the time of fp32 products, and backward keeps
+    In bf16 nothing is cast, which takes a third of the time of fp32 GEMMs, and backward saves
     `x_TD` itself.
     """
     if x_TD.dtype == weight_ED.dtype == torch.bfloat16:

@@ -1,9 +1,9 @@
 """AdamW on this rank's shard of one bucket, in fp32.
 
-The shard is a contiguous part of the buffer; a parameter that crosses a shard's border is updated
+The shard is a contiguous part of the buffer; a parameter that crosses a shard boundary is updated
 in parts, each on the rank that owns it (`ParamShard`). Decoupled weight decay differs per
-parameter. On GPUs one kernel updates a shard (`app.kernels.adamw`), elsewhere torch's, in two
-groups.
+parameter. On GPUs one kernel updates a shard (`app.kernels.adamw`), elsewhere torch's fused AdamW,
+in two groups.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from app.config import OptimConfig
-from app.kernels.adamw import AdamWSettings, Pieces, adamw_update
+from app.kernels.adamw import AdamWSettings, ShardSlices, adamw_update
 from app.kernels.common import usable
 from app.optim.buffers import FlatBuffer, ParamSpec
 from app.plan.shards import Range
@@ -25,27 +25,27 @@ from app.plan.shards import Range
 
 @dataclass(frozen=True, slots=True)
 class ParamShard:
-    """The part of one parameter that this rank owns, as views of the shard."""
+    """Part of one parameter that this rank owns, as views of the shard."""
 
     spec: ParamSpec
     start: int  # first element within the flattened local parameter
     main: Tensor  # fp32 parameter
-    grad: Tensor  # in the type of the gradient buffer
+    grad: Tensor  # in the dtype of the gradient buffer
     exp_avg: Tensor  # first moment
     exp_avg_sq: Tensor  # second moment
     step: Tensor  # scalar: updates so far
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of this part."""
+        """Return the tensors of this part that a checkpoint holds."""
         return {"main": self.main, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
 
 class AdamShard:
-    """fp32 parameters and moments, and the gradients, of the part of a bucket that this rank owns.
+    """fp32 parameters, moments and gradients of the part of a bucket that this rank owns.
 
-    In fp32 training the parameters are the buffer itself; otherwise they are a copy with more bits.
-    Gradients are summed in place: the shard is this rank's part of the gradient buffer.
+    In fp32 training the parameters are the buffer itself, otherwise an fp32 copy. The gradients are
+    a view of this rank's part of the gradient buffer.
     """
 
     def __init__(self, buffer: FlatBuffer, bucket: int, group: dist.ProcessGroup) -> None:
@@ -63,7 +63,7 @@ class AdamShard:
         parts = list(self._parts(group.rank()))
         self.param_shards = tuple(self._param_shard(spec, part) for spec, part in parts)
         ranges = ((*part.local, spec.decay) for spec, part in parts)
-        self._pieces = Pieces.of(ranges, self.main.device)
+        self._slices = ShardSlices.of(ranges, self.main.device)
         specs = [spec for spec, _ in buffer.of_bucket(bucket)]
         self.tied = any(spec.tied for spec in specs)
         assert not self.tied or len(specs) == 1, "a tied parameter has a bucket of its own"
@@ -85,7 +85,7 @@ class AdamShard:
         )
 
     def counted_grads(self) -> list[Tensor]:
-        """The gradient parts that count in norms, as few as there can be."""
+        """Return the gradient parts that count in norms, merged where contiguous."""
         if all(owned.spec.counted for owned in self.param_shards):
             return [self.grad]
         return [owned.grad for owned in self.param_shards if owned.spec.counted]
@@ -97,7 +97,7 @@ class AdamShard:
         grad_divisor: Tensor,
         skip: Tensor,
     ) -> None:
-        """One AdamW step on grad / `grad_divisor`; none where `skip` is 1 (fp32 scalars).
+        """Run one AdamW step on grad / `grad_divisor`; no-op if `skip` is 1 (fp32 scalars).
         `rates_2`: see `update_rates`.
         """
         if not self.param_shards:
@@ -135,14 +135,14 @@ class AdamShard:
     def _update_at_once(
         self, settings: AdamWSettings, rates_2: Tensor, grad_divisor: Tensor, *, skip: Tensor
     ) -> None:
-        """All parts have seen as many updates."""
+        """Update the whole shard; all its parts must have seen equally many updates."""
         steps = [owned.step for owned in self.param_shards]
         adamw_update(
             self.main,
             self.grad,
             (self.exp_avg, self.exp_avg_sq),
             rounded_N=None if self.main is self.own_params else self.own_params,
-            pieces=self._pieces,
+            slices=self._slices,
             rates_2=rates_2,
             step=steps[0],
             divisor=grad_divisor,

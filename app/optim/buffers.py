@@ -1,7 +1,7 @@
-"""A chunk's parameters and gradients in contiguous buffers, cut into equal shards over ranks.
+"""Contiguous parameter and gradient buffers of a chunk, in equal shards over ranks.
 
-The layout is a value of `app.plan.shards`: parameters in reverse order of use (the order in which
-their gradients arrive), in buckets that are padded so that every rank owns an equal shard of each.
+`app.plan.shards` plans the layout: parameters in reverse order of use (the order in which their
+gradients arrive), in buckets padded so that every rank owns an equal shard of each.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from app.plan.shards import BufferLayout
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """A parameter as the whole model sees it."""
+    """Parameter with its identity in the whole model."""
 
     name: str  # global name, the same in every layout
     param: nn.Parameter
     expert: bool  # belongs to routed experts
     decay: bool  # weight decay applies
-    block: Block  # the part of the global parameter that this rank holds
-    tied: bool = False  # other stages hold copies, whose gradients belong together
+    block: Block  # block of the global parameter that this rank holds
+    tied: bool = False  # other stages hold copies; their gradients are summed
     # tensor-parallel ranks hold it whole, and their gradients belong together
     replica: bool = False
     counted: bool = True  # the copy that counts in norms and is saved
 
 
 class FlatBuffer:
-    """One dtype's parameters of one kind (dense or expert), as views of one tensor; gradient sums
-    likewise, in `grads`. Where both are of one type, autograd adds to the sums itself.
+    """Parameters of one dtype and kind (dense or expert) as views of one tensor; main gradients
+    likewise, in `grads`. If both have one dtype, autograd accumulates into the main gradients
+    itself.
     """
 
     def __init__(
@@ -56,12 +57,12 @@ class FlatBuffer:
                 spec.param.grad = grad
 
     def grad_views(self) -> Iterator[tuple[ParamSpec, Tensor]]:
-        """Every parameter with its gradient sum, in the parameter's shape."""
+        """Yield every parameter with its main gradient, in the parameter's shape."""
         for spec, (start, stop) in zip(self.specs, self.layout.params, strict=True):
             yield spec, self.grads[start:stop].view_as(spec.param)
 
     def of_bucket(self, bucket: int) -> Iterator[tuple[ParamSpec, Tensor]]:
-        """The parameters of one bucket, with their gradient sums."""
+        """Yield the parameters of one bucket with their main gradients."""
         return (
             view
             for view, number in zip(self.grad_views(), self.layout.bucket_of, strict=True)

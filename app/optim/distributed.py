@@ -1,15 +1,20 @@
-"""ZeRO-1: every data-parallel rank updates its shard of the parameters (Rajbhandari et al. 2020).
+"""Distributed optimizer (ZeRO-1): every data-parallel rank updates its shard of the parameters
+(Rajbhandari et al. 2020).
 
-A step: backward fills the gradient buffers. When a chunk's last backward begins (`expect_grads`),
-each bucket is reduce-scattered over the data-parallel ranks as soon as its last gradient has been
-added, beside the rest of backward; `finish_grads` waits (`app.optim.grad_buckets`). `local_norm_sq`
-and one all-reduce elsewhere give the global norm; `step` clips and updates the shards in fp32. The
-updated parameters are all-gathered in the order in which forward reads them, from the update on, or
-from the beginning of the next step where that is recorded as one graph (`begin`); `gather_params`
-waits for a chunk's, or each layer for its own (`app.optim.param_gather`). World size 1 is the same
-code with nothing to send. Dense parameters are sharded over the data- and context-parallel ranks,
-experts over those that hold the same ones. What tensor-parallel ranks hold whole is summed over
-these as well, as each has seen other tokens.
+A step:
+1. Backward accumulates into the gradient buffers.
+2. When a chunk's last backward begins (`expect_grads`), each bucket is reduce-scattered over the
+   data-parallel ranks as soon as its last gradient has been added, overlapping the rest of
+   backward; `finish_grads` waits (`app.optim.grad_buckets`).
+3. `local_norm_sq` and one all-reduce elsewhere give the global norm.
+4. `step` clips and updates the shards in fp32.
+5. The updated parameters are all-gathered in the order in which forward reads them, after the
+   update, or at the start of the next step if that is captured as one graph (`begin`);
+   `gather_params` waits for a chunk's, or each layer for its own (`app.optim.param_gather`).
+
+World size 1 runs the same code without communication. Dense parameters are sharded over data- and
+context-parallel ranks, experts over the ranks that hold the same ones. Gradients of parameters that
+tensor-parallel ranks replicate are summed over these as well, as each has seen other tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ NORM_EPS = 1e-6  # keeps the clipping factor finite
 
 @dataclass(frozen=True, slots=True)
 class OptimizerGroups:
-    """Who shares what an optimizer updates, by the names in `app.plan.groups`."""
+    """Process groups of the optimizer, by the names in `app.plan.groups`."""
 
     dp_cp: dist.ProcessGroup  # ranks that hold the same dense parameters
     edp: dist.ProcessGroup  # ranks that hold the same experts
@@ -54,7 +59,7 @@ def sum_over(group: dist.ProcessGroup, grads: Sequence[Tensor]) -> None:
 
 
 def in_use_order(specs: Sequence[ParamSpec], shards: Sequence[AdamShard]) -> list[AdamShard]:
-    """A chunk's shards, dense and expert, in the order in which forward first reads them."""
+    """Return a chunk's shards, dense and expert, in the order in which forward first reads them."""
     place = {spec.name: number for number, spec in enumerate(specs)}
     return sorted(
         shards,
@@ -63,9 +68,9 @@ def in_use_order(specs: Sequence[ParamSpec], shards: Sequence[AdamShard]) -> lis
 
 
 def grad_divisor(norm: Tensor, clip_norm: float, scale: Tensor | None) -> Tensor:
-    """fp32 scalar by which an update divides gradients, given their global norm.
+    """Return the fp32 scalar by which an update divides gradients, given their global norm.
 
-    It takes out the loss `scale`, and clips to `clip_norm` the norm without it; 0: no clipping.
+    Undoes the loss `scale`, and clips the unscaled norm to `clip_norm`; 0 disables clipping.
     """
     true_norm = norm if scale is None else norm / scale
     if clip_norm:
@@ -78,11 +83,11 @@ def grad_divisor(norm: Tensor, clip_norm: float, scale: Tensor | None) -> Tensor
 class DistributedOptimizer:
     """Sharded AdamW over the parameters of this rank's chunks.
 
-    `chunks[c]` lists the parameters of chunk c in the order of use, and `buffers[c]` says where
-    they lie; `grads` is the type in which gradients are summed. A chunk, or all of them, may have
-    none: what is summed over ranks is then zero, on `device`. With `full_iteration`, a step is one
-    graph, and gathers updated parameters itself (`in_graph`). `writes_first`: the sums of experts
-    are not cleared, their first gradients in a step are written.
+    `chunks[c]` lists the parameters of chunk c in the order of use, and `buffers[c]` gives their
+    layout; `grads` is the dtype of main gradients. Chunks may have no parameters: sums over ranks
+    are then zero, on `device`. With `full_iteration`, a step is one graph, and gathers updated
+    parameters itself (`in_graph`). `writes_first`: main gradients of experts are not cleared; the
+    first gradient of a step overwrites them.
     """
 
     def __init__(
@@ -121,17 +126,17 @@ class DistributedOptimizer:
         ]
         at_update = config.overlap_params and not full_iteration
         self._param_gather = ParamGather(self._in_use_order, at_update)
-        # replaced where something is made of parameters that holds until they change; called when
-        # they have, or will have in what is recorded now and replayed later
+        # callback when parameters have changed, or will have when captured work is replayed;
+        # replaced by users that cache something derived from parameters
         self.changed: Callable[[], None] = nothing
-        if full_iteration:  # the first eager step connects what recorded gathers will go through
+        if full_iteration:  # capture needs NCCL connections: the first eager step makes them
             for shard in self._in_use_order:
                 self._param_gather.updated(shard)
 
     def _grad_buckets(
         self, specs: Sequence[ParamSpec], layouts: ChunkBuffers, grads: torch.dtype
     ) -> Iterator[GradBuckets]:
-        """Put a chunk's parameters into their buffers, dense ones and experts."""
+        """Move a chunk's parameters into their buffers, dense ones and experts."""
         for expert, layout, group in (
             (False, layouts.dense, self.groups.dp_cp),
             (True, layouts.expert, self.groups.edp),
@@ -148,17 +153,17 @@ class DistributedOptimizer:
                 )
 
     def zero_grad(self) -> None:
-        """Forget the gradient sums before the first backward of a step."""
+        """Clear the main gradients before the first backward of a step."""
         for buckets in self._all_grad_buckets():
             buckets.zero()
 
     def add_grad(self, param: nn.Parameter, gradient: WeightGrad) -> None:
-        """Add to the gradient sum of a parameter what autograd does not."""
+        """Add a gradient that autograd does not accumulate to a parameter's main gradient."""
         self._buckets_of[param].add(param, gradient)
 
     def main_grad_sink(self) -> MainGradSink | None:
-        """What adds gradients of weights to sums of more bits; None: the sums have the weights'
-        type, and autograd adds in place.
+        """Return the sink that adds weight gradients to wider main gradients; None if these have
+        the weights' dtype, where autograd accumulates in place.
         """
         first = next(self._all_grad_buckets(), None)
         if first is None or first.buffer.autograd_adds:
@@ -166,15 +171,15 @@ class DistributedOptimizer:
         return MainGradSink(self.add_grad)
 
     def expect_grads(self, chunk: int, last: bool) -> None:
-        """A backward of a chunk follows; the `last` one of a step completes sums of gradients."""
+        """Announce a backward of a chunk; the `last` one of a step completes its main gradients."""
         if last:
             for buckets in self.grad_buckets[chunk]:
                 buckets.expect_last()
 
     @contextmanager
     def listing_arrivals(self) -> Iterator[list[Arrival]]:
-        """Within the block arriving gradients are listed, not counted: a graph is recorded or run,
-        and `count_listed` counts them once their values are there.
+        """List arriving gradients within the block instead of counting them, while a graph is
+        captured or run; `count_listed` counts them once their values are there.
         """
         listed: list[Arrival] = []
         for buckets in self._all_grad_buckets():
@@ -191,17 +196,18 @@ class DistributedOptimizer:
             buckets.arrive(bucket)
 
     def reduce_grads(self, chunk: int) -> None:
-        """Start to sum what is left of a chunk's gradients: dense ones over dp_cp, those of experts
-        over edp. Each rank keeps its shard.
+        """Start the remaining reduce-scatters of a chunk's gradients: dense ones over dp_cp,
+        experts over edp.
         """
         for buckets in self.grad_buckets[chunk]:
             buckets.reduce()
 
     def finish_grads(self) -> None:
-        """Wait until all gradients have been summed, then add up those of copies.
+        """Wait for all reduce-scatters, then sum the gradients of replicated parameters.
 
-        What two stages or all tensor-parallel ranks hold is summed last, by shards: a sum over
-        other ranks behind it could differ in its order, and copies in their bits.
+        Parameters replicated on two stages or on all tensor-parallel ranks are summed last, by
+        shards: another reduction after this one could add in another order on each copy, and the
+        copies' bits would differ.
         """
         for buckets in self._all_grad_buckets():
             buckets.finish()
@@ -211,7 +217,7 @@ class DistributedOptimizer:
             sum_over(self.groups.tp, shared)
 
     def _sum_tied(self) -> None:
-        """Add up the two gradients of a tied parameter: a + b has the same bits on both sides."""
+        """Sum the two gradients of a tied parameter: a + b has the same bits on both sides."""
         match [shard.grad for shard in self._all_shards() if shard.tied]:
             case [one]:
                 all_reduce(one, self.groups.embedding)
@@ -219,7 +225,9 @@ class DistributedOptimizer:
                 second.copy_(first.add_(second))
 
     def local_norm_sq(self) -> Tensor:
-        """fp32 scalar: this rank's share of the squared norm; a sum over all ranks makes it."""
+        """Return this rank's share of the squared norm, an fp32 scalar; the sum over all ranks is
+        the norm's.
+        """
         grads = [grad for shard in self._all_shards() for grad in shard.counted_grads()]
         if not grads:  # of an empty stage, or where another tensor-parallel rank's count
             return torch.zeros((), device=self.device)
@@ -227,18 +235,19 @@ class DistributedOptimizer:
         return torch.stack(norms).square().sum()
 
     def local_zeros(self) -> Tensor:
-        """fp32 scalar: this rank's share of the gradient's zero elements; all ranks sum it."""
+        """Return this rank's share of the gradient's zero elements, an fp32 scalar to be summed
+        over ranks.
+        """
         counts = [(owned.grad == 0).sum() for owned in self.param_shards() if owned.spec.counted]
         return torch.stack(counts).sum().float() if counts else torch.zeros((), device=self.device)
 
     def step(self, rates_2: Tensor, norm: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Clip to `clip_norm` and update this rank's shards; returns 1.0 where the update was
-        skipped, otherwise 0.0 (fp32 scalar).
+        """Clip to `clip_norm` and update this rank's shards; return 1.0 if the update was skipped,
+        otherwise 0.0 (fp32 scalar).
 
         `rates_2`: learning rate and weight decay (`app.kernels.adamw.update_rates`). `norm`: of the
-        whole gradient, over all ranks. `scale`: what gradients, and `norm`, have been multiplied
-        with. A norm that is not finite skips the update: parameters, moments and step counts stay
-        as they are.
+        whole gradient, over all ranks. `scale`: the loss scale contained in gradients and `norm`. A
+        norm that is not finite skips the update: parameters, moments and step counts are unchanged.
         """
         skip = (~norm.isfinite()).float()
         divisor = grad_divisor(norm, self.config.clip_norm, scale)
@@ -250,44 +259,44 @@ class DistributedOptimizer:
         return skip
 
     def gather_params(self, chunk: int) -> None:
-        """Make all parameters of a chunk whole on every rank, where they are not yet."""
+        """All-gather the parameters of a chunk that are not complete yet."""
         for shard in self.shards[chunk]:
             self._param_gather.make_whole(shard)
 
     def begin(self) -> None:
-        """Work on all chunks begins: with `overlap_params`, bring the parameters on their way that
-        are neither whole nor on it, in the order of use.
+        """Start work on all chunks: with `overlap_params`, start the all-gathers that have not
+        started, in the order of use.
         """
         if self.config.overlap_params:
             for shard in self._in_use_order:
                 self._param_gather.start(shard)
 
     def in_graph(self, updates: bool = False) -> AbstractContextManager[None]:
-        """Within the block such work is recorded or replayed. It makes all parameters whole, and
-        `updates` them behind that or not.
+        """Capture or replay work within the block. It gathers all parameters, and then `updates`
+        them or not.
         """
         self.changed()
         return self._param_gather.in_graph(updates)
 
     def start_gather(self, chunk: int) -> None:
-        """Before a chunk's first forward: make its parameters whole, unless they are on their way
-        and `gate`s wait for them.
+        """Gather a chunk's parameters before its first forward, unless their all-gathers have
+        started and `gate`s wait for them.
         """
         if not self.config.overlap_params:
             self.gather_params(chunk)
 
     def gate(self, params: Iterable[nn.Parameter]) -> Callable[[], None]:
-        """A function that waits until these parameters have been gathered."""
+        """Return a function that waits until these parameters have been gathered."""
         return self._param_gather.gate(params)
 
     def param_shards(self) -> Iterator[ParamShard]:
-        """Every part of a parameter that this rank owns, with its optimizer state."""
+        """Yield every part of a parameter that this rank owns, with its optimizer state."""
         for shard in self._all_shards():
             yield from shard.param_shards
 
     def restored(self, updates: int) -> None:
-        """The parts in `param_shards` were filled from a checkpoint taken after `updates`
-        updates: make the parameters those of the checkpoint on all ranks.
+        """Update all ranks' parameters after the parts in `param_shards` were filled from a
+        checkpoint taken after `updates` updates.
         """
         for owned in self.param_shards():
             owned.step.fill_(updates)
@@ -305,10 +314,10 @@ class DistributedOptimizer:
 
 
 def nothing() -> None:
-    """Return at once: nobody asks."""
+    """No-op: nothing depends on the parameters."""
 
 
 def adam_shards(buckets: GradBuckets) -> Iterator[AdamShard]:
-    """This rank's shards of a buffer's buckets."""
+    """Return this rank's shards of a buffer's buckets."""
     for bucket in range(buckets.num_buckets):
         yield AdamShard(buckets.buffer, bucket, buckets.group)

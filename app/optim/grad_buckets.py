@@ -1,8 +1,9 @@
-"""Gradients of one flat buffer on one rank: counted as they arrive, summed over ranks by buckets.
+"""Gradient buckets of one flat buffer on one rank: arrivals are counted, full buckets reduced.
 
 As in PyTorch's DistributedDataParallel (Li et al. 2020) a bucket is sent when its last gradient has
-arrived, beside the rest of backward, and always behind the bucket before it, so that all ranks send
-in one order. Here each is a reduce-scatter, which leaves every rank its shard of the sum (ZeRO).
+arrived, overlapping the rest of backward, and always after the bucket before it, so that all ranks
+send in one order. Here each is a reduce-scatter, which leaves every rank its shard of the sum
+(ZeRO).
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from app.optim.buffers import FlatBuffer
 
 
 class GradState(Enum):
-    """Where the gradients of a buffer stand within a step."""
+    """State of a buffer's gradients within a step."""
 
-    accumulating = "accumulating"  # gradients of microbatches are added up
-    expecting = "expecting"  # the step's last backward: what arrives now is a parameter's last
+    accumulating = "accumulating"  # microbatches' gradients are accumulated
+    expecting = "expecting"  # the step's last backward: arriving gradients are a parameter's last
     reducing = "reducing"  # the reduce-scatters of all buckets have begun
     reduced = "reduced"  # this rank's shards hold sums over all ranks
 
 
 class Arrival(NamedTuple):
-    """A gradient that has been added to the sum of a parameter in a bucket."""
+    """Gradient that has been added to a parameter's main gradient, and its bucket."""
 
     buckets: GradBuckets
     bucket: int
@@ -58,19 +59,19 @@ class GradBuckets:
                   accumulating
     ============  ============  ===============  ===============  ===============  ================
 
-    [1] With `overlaps`; without, it stays accumulating, and a reduce-scatter is waited for at once.
-    Of a split backward nothing is expected (`last_backwards`): it too is reduced at its end.
-    [2] Buckets that miss none start in order; behind the last one it is reducing. A gradient more
-    than a bucket has parameters is a bug.
+    [1] With `overlaps`; otherwise it stays accumulating, and reduce-scatters are synchronous. A
+    split backward expects nothing (`last_backwards`), and is reduced at its end as well.
+    [2] Complete buckets start in order; after the last one the state is reducing. More gradients
+    than a bucket has parameters are a bug.
 
-    With `pairs`, the gradient of an experts' weight in every other microbatch waits, and arrives
-    with the next one's as one product; the last of an odd number arrives by itself where it is
-    expected, and else is added when sums are reduced.
+    With `pairs`, the gradient of an experts' weight in every other microbatch is held back and
+    added with the next one's by one grouped GEMM. The last of an odd number is added alone: on
+    arrival if it is expected, otherwise before the buckets are reduced.
 
-    With `writes_first`, sums are not cleared: the first gradient of a step is written instead of
-    added, and what none has come for is cleared before it is reduced. That cannot be where one
-    recording serves the first microbatch and others. There the next replay also overwrites where
-    experts' rows end, so that a gradient that waits keeps a copy.
+    With `writes_first`, main gradients are not cleared: the first gradient of a step overwrites
+    them, and those without a gradient are cleared before they are reduced. This is impossible if
+    one captured graph serves the first microbatch and others. There the next replay also overwrites
+    the offsets of experts' rows, so that a gradient held back keeps a copy of them.
 
     A bug is an AssertionError. While arrivals are listed, `arrive` lists in every state.
     """
@@ -86,11 +87,12 @@ class GradBuckets:
     ) -> None:
         self.buffer = buffer
         self.group = group
-        self.overlaps = overlaps  # reduce-scatters run beside the rest of backward
-        self.pairs = pairs  # gradients of experts of two microbatches are added as one product
+        self.overlaps = overlaps  # reduce-scatters overlap the rest of backward
+        self.pairs = pairs  # experts' gradients of two microbatches are added by one grouped GEMM
         self.writes_first = writes_first
-        self._unwritten: set[nn.Parameter] = set()  # whose sums hold those of the step before
-        self._held: dict[nn.Parameter, GroupedLinearGrad] = {}  # of the first of two
+        self._unwritten: set[nn.Parameter] = set()  # main gradients still hold the previous step's
+        # gradient of the first of two microbatches
+        self._held: dict[nn.Parameter, GroupedLinearGrad] = {}
         self.state = GradState.accumulating
         layout = buffer.layout
         rank = group.rank()
@@ -105,17 +107,19 @@ class GradBuckets:
         self._streams: set[torch.cuda.Stream] = set()  # on which expected gradients were added
         self._listing = False  # arrivals are listed instead of counted, for a graph's replay
         self._listed: list[Arrival] = []
-        self._sums: dict[nn.Parameter, tuple[int, Tensor]] = {}  # bucket, and sum of gradients
+        self._sums: dict[nn.Parameter, tuple[int, Tensor]] = {}  # bucket, and main gradient
         for (spec, total), bucket in zip(buffer.grad_views(), layout.bucket_of, strict=True):
             self._sums[spec.param] = bucket, total
             self._hook(spec.param, bucket, total)
 
     def zero(self) -> None:
-        """Before the first backward of a step, clear the sums, or with `writes_first` forget what
-        they hold until it is overwritten.
+        """Clear the main gradients before the first backward of a step, or with `writes_first` mark
+        them to be overwritten.
         """
-        assert self.state in (GradState.accumulating, GradState.reduced), "a step is not over"
-        assert not self._held, "the sums were reduced without what has been held back"
+        assert self.state in (GradState.accumulating, GradState.reduced), (
+            "the previous step has not been finished"
+        )
+        assert not self._held, "buckets were reduced without the gradients held back"
         if self.writes_first:
             self._unwritten.update(self._sums)
         else:
@@ -123,15 +127,17 @@ class GradBuckets:
         self.state = GradState.accumulating
 
     def expect_last(self) -> None:
-        """The step's last backward follows: each gradient completes its parameter's sum."""
+        """Announce the step's last backward: each gradient completes its parameter's main
+        gradient.
+        """
         assert self.state is GradState.accumulating, f"a backward after the last: {self.state}"
         if self.overlaps:
             self._missing = self._params_in.copy()
             self.state = GradState.expecting
 
     def add(self, param: nn.Parameter, gradient: WeightGrad) -> None:
-        """Add a gradient that does not come from autograd to its parameter's sum, or hold it back
-        until that of the next microbatch is there too.
+        """Add a gradient that does not come from autograd to its main gradient, or hold it back
+        until that of the next microbatch has arrived too.
         """
         if self.pairs and isinstance(gradient, GroupedLinearGrad):
             earlier = self._held.pop(param, None)
@@ -149,7 +155,9 @@ class GradBuckets:
         self.arrive(bucket)
 
     def arrive(self, bucket: int) -> None:
-        """A gradient has been added to the sum of one of the bucket's parameters."""
+        """Record that a gradient has been added to the main gradient of one of the bucket's
+        parameters.
+        """
         if self._listing:
             self._listed.append(Arrival(self, bucket))
             return
@@ -162,26 +170,30 @@ class GradBuckets:
                 raise AssertionError(f"a gradient came too late for its bucket: {self.state}")
 
     def list_arrivals(self, into: list[Arrival]) -> None:
-        """From here on append arrivals to `into`: a graph is being recorded, or replayed."""
+        """Append arrivals to `into` from here on: a graph is being captured or replayed."""
         self._listing = True
         self._listed = into
 
     def stop_listing(self) -> None:
-        """From here on arrivals count again."""
+        """Count arrivals again."""
         self._listing = False
         self._listed = []
 
     def reduce(self) -> None:
         """Start the reduce-scatters that have not begun."""
-        assert self.state is not GradState.reduced, "the sums are those over all ranks already"
+        assert self.state is not GradState.reduced, "the gradients have been reduced already"
         self._add_held()
         while self._started < self.num_buckets:
             self._start_next()
 
     @torch.no_grad()
     def _add_held(self) -> None:
-        """Of an odd number of microbatches the last gradients have met no others."""
-        assert not self._held or self._started == 0, "these sums are on their way already"
+        """Add the gradients still held back, which after an odd number of microbatches have no
+        partner.
+        """
+        assert not self._held or self._started == 0, (
+            "the reduce-scatter of these gradients has begun already"
+        )
         for param, gradient in self._held.items():
             assert param not in self._unwritten, (
                 "a step has two microbatches or more, and the first two are one"
@@ -200,7 +212,7 @@ class GradBuckets:
         self.state = GradState.reduced
 
     def _count(self, bucket: int) -> None:
-        """Start the buckets that have become complete, in order."""
+        """Count an arrival and start the buckets that are complete, in order."""
         assert self._missing[bucket] > 0, f"one gradient too many in bucket {bucket}"
         self._missing[bucket] -= 1
         if self.buffer.grads.is_cuda:
@@ -223,7 +235,7 @@ class GradBuckets:
             self.state = GradState.reducing
 
     def _clear_unwritten(self, bucket: int) -> None:
-        """Sums that no gradient of this step has come for."""
+        """Clear main gradients for which no gradient has arrived in this step."""
         for param in [*self._unwritten]:
             of, total = self._sums[param]
             if of == bucket:
@@ -231,16 +243,16 @@ class GradBuckets:
                 self._unwritten.remove(param)
 
     def _hook(self, param: nn.Parameter, bucket: int, total: Tensor) -> None:
-        """Count each gradient that autograd has accumulated for the parameter; where the sum has
-        another type, first add it to the sum.
+        """Return the hook that counts each gradient autograd has accumulated for the parameter; if
+        the main gradient has another dtype, the hook first adds to it.
 
-        torch calls the hook also for a weight whose gradient a sink has taken. Where the sum has
-        another type, `param.grad` is None then, and nothing arrives. Where autograd adds to the sum
-        itself, `param.grad` is the sum in any case, and the call would count as one arrival too
-        many. It never does: where autograd adds, only a split backward has a sink
+        torch also calls the hook for a weight whose gradient a sink has taken. With main gradients
+        of another dtype, `param.grad` is None then, and nothing arrives. If autograd accumulates
+        into the main gradient itself, `param.grad` is always set, and the call would count one
+        arrival too many. That never happens: there only a split backward has a sink
         (`main_grad_sink`), and of that no arrivals are expected (`last_backwards`).
         """
-        # weak: torch keeps hooks where the garbage collector does not see a cycle
+        # weak reference: torch stores hooks where the garbage collector cannot see a cycle
         here = weakref.ref(self)
         autograd_adds, unwritten = self.buffer.autograd_adds, self._unwritten
 
@@ -255,7 +267,7 @@ class GradBuckets:
                     total.add_(param.grad)
                 param.grad = None
             buckets = here()
-            assert buckets is not None, "lives as long as its parameters are trained"
+            assert buckets is not None, "the buckets must outlive the hooks of their parameters"
             buckets.arrive(bucket)
 
         param.register_post_accumulate_grad_hook(accumulated)

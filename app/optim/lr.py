@@ -1,9 +1,9 @@
 """Learning rate and weight decay as functions of the step: plain floats, no state, no torch.
 
-`step` is where the schedule stands: 0 before the first update, n for the n-th. The two functions on
-plain numbers serve parameter groups with a peak or minimum of their own; `lr_at` and
-`weight_decay_at` read a run. A length in steps may be a fraction, where it was given in samples:
-the schedule then stands at step · train.global_batch samples.
+`step` is 0 before the first update, n for the n-th. The two functions on plain numbers serve
+parameter groups with a peak or minimum of their own; `lr_at` and `weight_decay_at` read a run.
+Lengths in steps may be fractions if they were given in samples: step n then means n ·
+train.global_batch samples.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from app.config import Run
 
 
 def lr_at(step: int, run: Run) -> float:
-    """Learning rate at update `step`, counted from 1."""
+    """Return the learning rate at update `step`, counted from 1."""
     config = run.optim
     return learning_rate(
         step,
@@ -31,7 +31,9 @@ def lr_at(step: int, run: Run) -> float:
 
 
 def weight_decay_at(step: int, run: Run) -> float:
-    """Weight decay at `step`; reaches its last value when the learning rate's decay ends."""
+    """Return the weight decay at `step`; it reaches its last value when the learning rate's decay
+    ends.
+    """
     config = run.optim
     start = run.optim.weight_decay
     end = start if config.weight_decay_end is None else config.weight_decay_end
@@ -52,11 +54,11 @@ def learning_rate(
     wsd_steps: float,
     wsd_decay: WsdDecay,
 ) -> float:
-    """Linear from `init` to `peak` over `warmup_steps`, then `decay` to `low` at step
-    `decay_steps`, then `low`.
+    """Return the rate: linear from `init` to `peak` over `warmup_steps`, then `decay` to `low` at
+    step `decay_steps`, then `low`.
 
-    Constant decay stays at `peak` for ever. Inverse square root is peak·√(warmup_steps / step),
-    never below `low` (Vaswani et al. 2017). Needs warmup_steps < decay_steps.
+    Constant decay stays at `peak`. Inverse square root is peak·√(warmup_steps / step), never below
+    `low` (Vaswani et al. 2017). Needs warmup_steps < decay_steps.
     """
     if warmup_steps > 0 and step <= warmup_steps:
         return init + (peak - init) * step / warmup_steps
@@ -74,7 +76,9 @@ def learning_rate(
 
 
 def weight_decay(step: int, *, start: float, end: float, ramp_steps: float, ramp: Ramp) -> float:
-    """From `start` to `end` over `ramp_steps`, then `end`; a constant ramp is `end` throughout."""
+    """Return the decay: from `start` to `end` over `ramp_steps`, then `end`; a constant ramp is
+    `end` throughout.
+    """
     if ramp is Ramp.constant or step > ramp_steps:
         return end
     done = step / ramp_steps
@@ -82,7 +86,9 @@ def weight_decay(step: int, *, start: float, end: float, ramp_steps: float, ramp
 
 
 def _wsd_share(step: float, steps: float, shape: WsdDecay) -> float:
-    """Share of (peak - low) left `step` steps into WSD's decay of `steps` (Hu et al. 2024)."""
+    """Return the share of (peak - low) left `step` steps into WSD's decay of `steps` (Hu et al.
+    2024).
+    """
     if step <= 0:
         return 1.0
     done = step / steps
@@ -98,5 +104,5 @@ def _wsd_share(step: float, steps: float, shape: WsdDecay) -> float:
 
 
 def _half_cosine(done: float) -> float:
-    """1 at 0, falling along half a cosine to 0 at 1."""
+    """Return 1 at 0, falling along half a cosine to 0 at 1."""
     return 0.5 * (math.cos(math.pi * done) + 1)

@@ -1,4 +1,4 @@
-"""Parameters of which every rank has updated its shard are made whole again, bucket by bucket."""
+"""All-gathers of parameters, bucket by bucket, after every rank has updated its shard."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from app.optim.adam import AdamShard
 
 
 class ParamGather:
-    """Which buckets of parameters are not whole on this rank, and their all-gathers.
+    """State of each parameter bucket on this rank, and its all-gather; "whole" means gathered.
 
     ============  ===================  ============================  ================  ============
     a bucket is   its shards will      all ranks have updated their  work that reads   its
@@ -28,18 +28,17 @@ class ParamGather:
     on its way    waits: whole         bug                           nothing           waits: whole
     ============  ===================  ============================  ================  ============
 
-    Work that is recorded and replayed (`in_graph`) finds every bucket stale, and leaves it whole,
-    or stale where it ends with an update: a recording has to gather what a later update will have
-    changed, whatever was whole when it was made, and its kernels gather in a replay, where none of
-    this is called. What is on its way before such work cannot be waited for in it, nor behind it
-    what has started in it: bugs.
+    Captured work (`in_graph`) treats every bucket as stale, and leaves it whole, or stale if it
+    ends with an update: the graph must gather whatever a later update will have changed, and its
+    kernels gather in each replay, where none of these methods are called. An all-gather started
+    before such work cannot be waited for within it, nor one started within it afterwards: bugs.
 
-    A bug is an AssertionError. Over a single rank nothing is on its way: a bucket is whole again at
-    once.
+    A bug is an AssertionError. In a group of one rank nothing is ever on its way: a bucket is whole
+    again at once.
     """
 
     def __init__(self, shards: Sequence[AdamShard], at_update: bool) -> None:
-        self.at_update = at_update  # all-gathers start there, and run beside what follows
+        self.at_update = at_update  # all-gathers start after the update and overlap what follows
         self._shards = tuple(shards)
         self._shard_of = {
             spec.param: shard
@@ -50,19 +49,19 @@ class ParamGather:
         self._on_its_way: dict[AdamShard, dist.Work] = {}
 
     def settle(self, shard: AdamShard) -> None:
-        """The shard will change: what still reads it, and writes it, has to end first."""
+        """Wait for all-gathers that read and write the shard, before it changes."""
         if shard in self._on_its_way:
             self._on_its_way.pop(shard).wait()
 
     def updated(self, shard: AdamShard) -> None:
-        """All ranks have updated their shards of a bucket."""
-        assert shard not in self._on_its_way, "its gather still reads and writes the shard"
+        """Note that all ranks have updated their shards of a bucket."""
+        assert shard not in self._on_its_way, "the all-gather of this shard has not finished"
         self._stale.add(shard)
         if self.at_update:
             self.start(shard)
 
     def start(self, shard: AdamShard) -> None:
-        """Work has begun that reads the parameters of a bucket."""
+        """Note that work has begun that will read the parameters of a bucket."""
         if shard not in self._stale:
             return
         self._stale.remove(shard)
@@ -71,7 +70,7 @@ class ParamGather:
             self._on_its_way[shard] = work
 
     def make_whole(self, shard: AdamShard) -> None:
-        """The parameters of a bucket are needed."""
+        """Complete the parameters of a bucket now."""
         if shard in self._stale:
             self._stale.remove(shard)
             all_gather(shard.params, shard.own_params, shard.group)
@@ -79,22 +78,22 @@ class ParamGather:
 
     @contextmanager
     def in_graph(self, updates: bool) -> Iterator[None]:
-        """Within the block work is recorded or replayed that gathers all buckets, and behind that
-        `updates` their shards or not.
+        """Capture or replay work within the block that gathers all buckets and then `updates` their
+        shards or not.
         """
-        assert not self._on_its_way, "a recording cannot wait for what has started before it"
+        assert not self._on_its_way, "captured work cannot wait for an all-gather started before it"
         self._stale.update(self._shards)
         yield
-        assert not self._on_its_way, "a recording has to wait for what it starts"
+        assert not self._on_its_way, "captured work must wait for the all-gathers it starts"
         if not updates:
             self._stale.clear()
 
     def gate(self, params: Iterable[nn.Parameter]) -> Callable[[], None]:
-        """A function that makes these parameters whole."""
+        """Return a function that completes these parameters."""
         shards = list(dict.fromkeys(self._shard_of[param] for param in params))
 
         def wait() -> None:
-            if self._stale or self._on_its_way:  # else this costs a forward next to nothing
+            if self._stale or self._on_its_way:  # cheap check: it runs in every forward
                 for shard in shards:
                     self.make_whole(shard)
 

@@ -1,4 +1,4 @@
-"""The factor on the loss that keeps small gradients out of underflow (Micikevicius et al. 2018)."""
+"""Loss scale that keeps small gradients from underflowing (Micikevicius et al. 2018)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from app.config import PrecisionConfig
 
 
 class LossScaleState(TypedDict):
-    """What a checkpoint holds of a `LossScale`."""
+    """State of a `LossScale` in a checkpoint."""
 
     scale: float
     clean: int
@@ -22,10 +22,10 @@ class LossScaleState(TypedDict):
 
 @dataclass(slots=True)
 class LossScale:
-    """A scale that falls when gradients overflow, and rises after a long time without.
+    """Scale that falls when gradients overflow, and rises after many steps without overflow.
 
-    `value` is a device scalar, so that what reads it can be captured once; the counters live on the
-    host, which learns about an overflow with the other facts of a step.
+    `value` is a device scalar, so that work that reads it can be captured once; the counters live
+    on the host, which learns of an overflow with the step's other results.
     """
 
     config: PrecisionConfig
@@ -36,7 +36,7 @@ class LossScale:
 
     @classmethod
     def start(cls, config: PrecisionConfig, device: torch.device) -> LossScale | None:
-        """The scale of a new run; None where none is needed."""
+        """Return the scale of a new run; None if none is needed."""
         scale = config.loss_scale
         if scale is None:
             if config.params is not Dtype.float16:
@@ -50,11 +50,11 @@ class LossScale:
         )
 
     def update(self, overflow: bool) -> None:
-        """Follow one step. A constant scale stays.
+        """Update the scale after one step; a constant scale is unchanged.
 
-        An overflow takes one of `loss_scale_hysteresis` chances, and without any left halves the
-        scale, each time anew, down to `min_loss_scale`; `loss_scale_window` clean steps double it
-        and give all chances back.
+        An overflow uses up one of `loss_scale_hysteresis` chances; with none left, every overflow
+        halves the scale, down to `min_loss_scale`. `loss_scale_window` clean steps double it and
+        restore all chances.
         """
         if self.config.loss_scale is not None:
             return
@@ -75,11 +75,11 @@ class LossScale:
         self.value.fill_(scale)
 
     def state(self) -> LossScaleState:
-        """What a checkpoint holds."""
+        """Return the state for a checkpoint."""
         return {"scale": self.scale, "clean": self.clean, "tolerated": self.tolerated}
 
     def load(self, state: LossScaleState) -> None:
-        """Go on from a checkpoint within this run's bounds; a constant scale stays."""
+        """Resume from a checkpoint within this run's bounds; a constant scale is unchanged."""
         if self.config.loss_scale is not None:
             return
         self.clean = state["clean"]

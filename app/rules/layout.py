@@ -166,7 +166,7 @@ def check_clones(run: Run) -> None:
         raise ConfigError(key, echo.spares, rule, nearest=most)
     if echo.spares > 1 and echo.algorithm is CloneAlgorithm.approx_bin_packing:
         rule = "algorithm=approx_bin_packing fills one slot of a rank"
-        near = (Instead(f"{section}.algorithm=exact"), 1)
+        near = (Instead(f"{section}.algorithm=target_search"), 1)
         raise ConfigError(key, echo.spares, rule, nearest=near)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from app.choices import CloneAlgorithm
 from app.moe.echo import plan_clones, reroute
-from tests.echo_plans import EXACT, PACKS, check_kernel, check_reroute_kernel, draw_counts
+from tests.echo_plans import PACKS, SEARCHES, check_kernel, check_reroute_kernel, draw_counts
 from tests.moe_kernels import without_kernels
 
 pytestmark = [
@@ -37,7 +37,7 @@ def test_tokens(ranks: int, local: int, top_k: int, plain: None):
     check_reroute_kernel(ranks, local, top_k, 3000, seed=ranks)
 
 
-@pytest.mark.parametrize("algorithm", [CloneAlgorithm.one_shot_greedy, EXACT])
+@pytest.mark.parametrize("algorithm", [CloneAlgorithm.one_shot_greedy, SEARCHES])
 def test_a_graph_replays_plans_and_what_follows_them(algorithm: CloneAlgorithm):
     ranks, experts, top_k = 8, 256, 8
 

@@ -101,7 +101,7 @@ def test_the_plan_counts_what_travels():
 
 def test_a_line_at_the_start_says_so():
     (line,) = [line for name, line in summary_lines(Plan(run_of(1))) if name == "dispatch"]
-    assert line.endswith("1 slot per rank for clones of hot experts, by exact")
+    assert line.endswith("1 slot per rank for clones of hot experts, by target_search")
 
 
 FOUR = ("model=moe_tiny", "parallel.dp=4", "parallel.ep=4", "train.global_batch=32")

@@ -135,7 +135,7 @@ def launches(rank: int, memory: Tensor, sizes: CloneSizes) -> int:
             for kind in (1, 0):
                 exchanges.send(kind, values.weights_EIO, plan)
                 exchanges.grads(kind, plan)
-                exchanges.add_home(kind, values.totals_EIO[kind], plan)
+                exchanges.return_grads(kind, values.totals_EIO[kind], plan)
     return len(launched)
 
 

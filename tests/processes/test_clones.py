@@ -225,7 +225,7 @@ def layer_of(rank: int, spares: int, dtype: torch.dtype) -> dict[str, Tensor]:
     sums = Sums()
     dispatched, origin = dispatcher.dispatch(x_TD, dispatcher.preprocess(experts_TK))
     rows_RD = experts.forward(
-        dispatched.rows_RD, dispatched.ends_E, MainGradSink(sums.add), lent=dispatched.lent
+        dispatched.rows_RD, dispatched.ends_E, MainGradSink(sums.add), replicas=dispatched.replicas
     )
     y_TD = dispatcher.combine(rows_RD, probs_TK.to(dtype), origin)
     y_TD.backward(grad_TD)
@@ -291,7 +291,7 @@ def exchanged(rank: int, ranks: int, spares: int) -> int:
             transport.grads(kind, clones).copy_(terms_SIO[mine.start : mine.stop])
             total = torch.randn(local, *shape, generator=generator)
             wanted, backward = total.clone(), total.clone()
-            transport.add_home(kind, total, clones)
+            transport.return_grads(kind, total, clones)
             order = [s for s in range(slots) if filled_S[s] and expert_S[s] // local == rank]
             for slot, last in zip(order, reversed(order), strict=True):
                 wanted[expert_S[slot] % local] += terms_SIO[slot]
@@ -333,7 +333,7 @@ def test_a_plan_is_made_as_configured(algorithm: CloneAlgorithm):
         found[threshold] = clones.moved_S.tolist()
         others = [plan_clones(counts_RE, 1, a)[0].sum(0) for a in CloneAlgorithm if a != algorithm]
         assert threshold or all((each != clones.moved_S).any() for each in others)
-    assert found[0.0] != found[0.4] or algorithm is CloneAlgorithm.exact
+    assert found[0.0] != found[0.4] or algorithm is CloneAlgorithm.target_search
     planner.start_step()
     assert planner.sums_4.tolist() == [0, 0, 0, 0]
 

@@ -53,7 +53,7 @@ def exchanged(
     owned = row_of_NK[row_of_NK < num_rows].unique().long()
     several = [draw(sizes, rank, seed + nth).x_TD for nth in range(3)]
     rows = [transport.spread(x_TD, row_of_NK, num_rows) for x_TD in several]
-    sums = [transport.sum_home(each, None, row_of_NK, given.experts_TK) for each in rows]
+    sums = [transport.combine(each, None, row_of_NK, given.experts_TK) for each in rows]
     for nth in range(3):
         found |= {f"rows {nth}": rows[nth][owned], f"sums {nth}": sums[nth]}
     return found

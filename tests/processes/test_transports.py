@@ -71,9 +71,9 @@ def exchanged(rank: int, scenario: str, ep: int, etp: int, multiple: int) -> dic
     factors = [factor(first + e, rank % etp) for e in range(local)] + [float("nan")]
     out_RD = rows_RD * torch.tensor(factors)[mine][:, None]  # what nobody owns is not a number
     given = placed.row_of_NK, experts_TK
-    y_TD = transport.sum_home(out_RD, probs_TK, *given)
+    y_TD = transport.combine(out_RD, probs_TK, *given)
     grad_RD, dots_TK = transport.spread_gradients(grad_TD, out_RD, probs_TK, *given)
-    back_TD = transport.sum_home(grad_RD.masked_fill((mine < 0)[:, None], torch.nan), None, *given)
+    back_TD = transport.combine(grad_RD.masked_fill((mine < 0)[:, None], torch.nan), None, *given)
     used = [row for row, expert in enumerate(mine.tolist()) if expert >= 0]
     gaps = sorted(set(range(int(placed.ends_E[-1]))) - set(used))
     return {

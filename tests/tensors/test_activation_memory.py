@@ -51,7 +51,7 @@ from app.kernels import (
 from app.kernels.attention import heads
 from app.kernels.common import DTYPES
 from app.kernels.fp8 import quantise, weights
-from app.kernels.fp8 import swiglu as swiglu_in_8
+from app.kernels.fp8 import swiglu as swiglu_fp8
 from app.kernels.routing import parts
 from app.model import layers, loss
 from app.model.attention import modules as attention
@@ -130,7 +130,7 @@ LAUNCHED = {
     parts: ("_split",),
     quantise: ("_by_rows",),
     weights: ("_largest", "_both"),
-    swiglu_in_8: ("_forward", "_backward"),
+    swiglu_fp8: ("_forward", "_backward"),
     pages: ("_take", "_put_back", "_copy"),
     peer_rows: ("_pull", "_pull_gradients"),
     peer_sums: ("_push", "_sum_partials", "_sum_dots"),
@@ -164,7 +164,7 @@ def with_kernels() -> Iterator[None]:
         )
         patch.setattr(
             router_matmul,
-            "wide_product",
+            "wide_gemm",
             lambda left, right, dtype=torch.float32: left.new_zeros(
                 len(left), right.shape[1], dtype=dtype
             ),
@@ -223,7 +223,7 @@ def chunk_of(run: Run, embedding: bool = True, head: bool = True) -> Chunk:
 
 @dataclasses.dataclass
 class Batch:
-    """What a chunk computes on."""
+    """Input tensors of a chunk."""
 
     tokens: Tensor
     labels: Tensor
@@ -415,7 +415,7 @@ PARTS = {
     Recompute.norm: {"attn": 3, "mlp": 2, "shared": 1},
     Recompute.mlp_act: {"mlp": 2 * 352 / 128},  # silu(gate) · up
     Recompute.experts_act: {"experts": 4 * 64 / 128},
-    # queries, keys and values; but the product that they come from stays
+    # queries, keys and values are freed, but the projection's output that they come from stays
     Recompute.attn_core: {"attn": 3 * (3 - 3)},
 }
 # fp32 numbers per token
@@ -437,7 +437,7 @@ def test_recomputed_parts_keep_nothing_that_they_make(part: Recompute):
     assert after.total + after.backward <= before.total + before.backward
 
 
-def test_the_moe_part_keeps_its_input_only_and_the_shared_expert_nothing():
+def test_recomputed_moe_keeps_its_input_shared_expert_nothing():
     model = dataclasses.replace(
         DENSE, num_layers=1, moe=dataclasses.replace(SIGMOID, first_k_dense=0)
     )
@@ -448,8 +448,8 @@ def test_the_moe_part_keeps_its_input_only_and_the_shared_expert_nothing():
     } == {"norm": stream}
     shared = planned(run_of(model, Dtype.bfloat16, phases=(Recompute.shared,)))
     nothing = planned(run_of(model, Dtype.bfloat16))
-    # its gate and up, their product, its result, the gate's number per token; what it reads goes to
-    # the router
+    # the shared expert's gate and up, the activation, its result, the gate's number per token; its
+    # input is saved by the router anyway
     widths = 2 * SEQUENCES * LENGTH * (3 * 96 + 128 + 1)
     assert sum(nothing.kept.values()) - sum(shared.kept.values()) == widths
 
@@ -457,9 +457,7 @@ def test_the_moe_part_keeps_its_input_only_and_the_shared_expert_nothing():
 @pytest.mark.parametrize("dtype", TORCH, ids=lambda dtype: dtype.value)
 @pytest.mark.parametrize("model", WORKING.values(), ids=WORKING)
 def test_a_split_backward_and_what_it_leaves(model: ModelConfig, dtype: Dtype):
-    """The queue of weight gradients holds the inputs of matrix products and the gradients of
-    their outputs.
-    """
+    """The queue of weight gradients holds the GEMMs' inputs and output gradients."""
     run = dataclasses.replace(
         run_of(model, dtype), schedule=ScheduleConfig(ScheduleName.zero_bubble_h1)
     )

@@ -34,7 +34,7 @@ STATE = 2  # numbers
 
 
 class Library:
-    """Its two functions: products and gradients by torch, and what they were called with."""
+    """Stand-in for the library's two functions: computes with torch and records its arguments."""
 
     FusedAttnBackend = MappingProxyType({"F16_arbitrary_seqlen": "kernels"})
 
@@ -161,7 +161,7 @@ def test_a_host_without_it_is_told_what_to_install():
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What looks for a GPU like Hopper and for the library finds them."""
+    """Make the checks for a Hopper GPU and for the library succeed."""
     monkeypatch.setattr(library.metadata, "version", lambda name: "2.20.2")
     monkeypatch.setattr(library, "import_module", lambda name: None)
     zeros = torch.zeros

@@ -1,4 +1,4 @@
-"""What `app.cli.calibrate` measures, on a CPU with small sizes, and what it writes."""
+"""`app.cli.calibrate` on a CPU with small sizes: what it measures and writes."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_lines_have_a_start_and_a_slope():
 
 
 def test_every_recipe_in_fp8_is_measured():
-    """By the reference on a CPU: three products of 2·64³ operations by each recipe, and what
-    quantises 64² elements: `current` moves 6 bytes for each.
+    """By the reference on a CPU: three GEMMs of 2·64³ operations per recipe, and quantisation of
+    64² elements: `current` moves 6 bytes for each.
     """
     given = {"other_gb_s": [1.0, 1.0], "gemm_memory": 0.5, "kernel_us": 1.0}
     reference = LinearBackendKind.torch
@@ -286,7 +286,7 @@ def test_options_of_the_users_own_are_found(monkeypatch, tmp_path: Path):
 
 
 def test_two_processes_measure_and_one_writes(tmp_path: Path):
-    """As torchrun starts them: everything but the GPUs is what it is there."""
+    """Environment as set by torchrun; only the GPUs are stand-ins."""
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     line += ["-m", "tests.tensors.calibrated", "name=mine", f"out={tmp_path}"]
     root = Path(__file__).resolve().parents[2]

@@ -229,7 +229,7 @@ def test_nothing_waits_for_the_device(padded: bool):
             "x": x,
             "context": layer_context(torch.zeros(1, 20, dtype=torch.int64), None, Rope(8, 1e4)),
         }
-        for phase in body.phases[:-3]:  # the experts' products loop on the host here
+        for phase in body.phases[:-3]:  # the experts' grouped GEMMs loop on the host here
             values.update(
                 zip(phase.outputs, phase.run(*(values[name] for name in phase.inputs)), strict=True)
             )

@@ -16,7 +16,7 @@ BYTES = ByteTokenizer()
 
 
 def shown(tokens: list[int], *stop: str) -> tuple[list[str], Continuation]:
-    """What each token adds, and what the end does."""
+    """Return the text that each token adds, and that the end adds."""
     text = Continuation(BYTES, stop)
     parts = []
     for token in tokens:
@@ -63,7 +63,7 @@ PROSE = "the cat sat — déjà vu, ‘so’ 12345\n\n  the    dog €€ 日本
 
 
 def byte_level() -> Tokenizer:
-    """As those of GPT-2, Llama 3 and Qwen: tokens may be parts of characters."""
+    """Tokenizer like GPT-2's, Llama 3's and Qwen's: tokens may be parts of characters."""
     found = Tokenizer.from_str(bytes_as_json())
     found.train_from_iterator(
         [PROSE],
@@ -78,8 +78,8 @@ def byte_level() -> Tokenizer:
 
 
 def words_with_spaces() -> Tokenizer:
-    """As those of Llama 2 and Mixtral: a space in front of the text is none, and what has no token
-    becomes bytes.
+    """Tokenizer like Llama 2's and Mixtral's: it drops a space before the text, and encodes unknown
+    text as bytes.
     """
     pieces = [f"<0x{byte:02X}>" for byte in range(256)]
     found = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
@@ -104,7 +104,7 @@ def words_with_spaces() -> Tokenizer:
 
 
 def parts_of_words() -> Tokenizer:
-    """As those of BERT: whether there is a space depends on the token behind it."""
+    """Tokenizer like BERT's: a space depends on the token after it."""
     words = ["[UNK]", "[SEP]", "the", "cat", "##s", "##at", "dog", ",", "déjà", "##日"]
     found = Tokenizer(
         models.WordPiece({word: at for at, word in enumerate(words)}, unk_token="[UNK]")
@@ -155,7 +155,7 @@ def test_stop_text_is_looked_for_behind_the_prompt():
 
 @pytest.mark.parametrize("length", [1, 12, 40])
 def test_bytes_as_tokens_complete_characters_behind_a_prompt(length: int):
-    """Of a run of bytes with an incomplete end decoders read nothing, the prompt's neither."""
+    """Decoders drop a run of bytes whose end is incomplete, including the prompt's."""
     tokenizer = spaced()
     prompt = "日" * length
     new = tokenizer.encode(prompt + "本語")[len(tokenizer.encode(prompt)) :]

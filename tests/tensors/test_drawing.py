@@ -1,4 +1,4 @@
-"""What a token is drawn of, by hand."""
+"""Sampling of a token, compared with distributions computed by hand."""
 
 from __future__ import annotations
 

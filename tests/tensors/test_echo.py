@@ -59,7 +59,7 @@ def test_worked_examples_of_the_source():
     assert moved_RS.tolist() == [[0, 26, 0], [0, 41, 0], [0, 16, 0]]
 
 
-def test_a_threshold_leaves_slots_empty_unless_a_rank_stays_above_it():
+def test_threshold_empties_slots_unless_a_rank_stays_above_it():
     counts_RE = torch.zeros(5, 15, dtype=torch.int64)
     counts_RE[0] = torch.tensor(STAYS_ABOVE)
     assert plan_clones(counts_RE, 1)[0].sum(dim=0).tolist() == [0, 0, 150, 130, 40]

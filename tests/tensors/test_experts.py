@@ -57,7 +57,7 @@ def fast_layer(
 def slow_layer(
     x: Tensor, router: Tensor, w1: Tensor, w2: Tensor, **routing: Any
 ) -> tuple[Tensor, Tensor]:
-    """The same by loops: output [T, D], probabilities [T, E]."""
+    """Compute the layer by loops: output [T, D], probabilities [T, E]."""
     logits = F.linear(x, router) + offset(x)
     probs = torch.stack([route_token(row, K, **routing) for row in logits])
     probs.retain_grad()

@@ -1,7 +1,7 @@
-"""Matrices in FP8 on the CPU: scales, rounding, and the three products beside fp64.
+"""FP8 matrices on the CPU: scales, rounding, and the three GEMMs against fp64.
 
-A bound is what the format promises: an entry in FP8 is off by half a step, which is a share
-of itself, or where the type runs out of exponents a share of its scale.
+Bounds are those of the format: an FP8 entry is off by half a step, which is a share of itself, or
+where the dtype runs out of exponents a share of its scale.
 
 Shapes: T rows, IN and OUT widths.
 """
@@ -42,7 +42,9 @@ def largest_of(x: Tensor, recipe: str, by_columns: bool, weight: bool) -> Tensor
 
 
 def off_by(x: Tensor, dtype: torch.dtype, largest: Tensor) -> Tensor:
-    """What an entry in FP8 may be off; a scale may be half of what would fit."""
+    """Return the rounding error an FP8 entry may have; a scale may be half of the largest that
+    fits.
+    """
     return x.abs() * HALF_STEP[dtype] + 2 * largest / torch.finfo(dtype).max * LAST[dtype]
 
 
@@ -55,8 +57,8 @@ def check_gemms(
     *,
     sums: float = torch.finfo(torch.float32).eps,
 ) -> None:
-    """The three products, in fp32, beside fp64; `sums`: what adding two numbers may be off, in
-    parts of the largest partial sum.
+    """Compare the three GEMMs, in fp32, with fp64; `sums`: rounding error of adding two numbers,
+    relative to the largest partial sum.
     """
     back = E4M3 if recipe == "block" else E5M2
     in_8 = arithmetic.input(x), arithmetic.weight(weight), arithmetic.grad(grad)
@@ -140,7 +142,7 @@ def test_scales_make_the_largest_entry_the_largest_number(dtype: torch.dtype):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_is_not_finite_stays_visible(recipe: str):
-    """A NaN goes through every product, and spoils no scale of what has none."""
+    """A NaN goes through every GEMM, and does not affect the scales of other matrices."""
     arithmetic: Reference = RECIPES[recipe]
     x, weight = normal(16, IN), arithmetic.weight(normal(OUT, IN, seed=1))
     x[3, 5] = math.nan

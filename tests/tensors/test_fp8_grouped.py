@@ -1,8 +1,8 @@
-"""Experts in FP8: products beside fp64, every way of a weight's gradient, what is kept, the
-layouts that a GPU's product takes, and which gradients' format errs least.
+"""FP8 experts: grouped GEMMs against fp64, every way of a weight's gradient, what is saved, the
+layouts that a GPU's kernel takes, and the gradient format with the smallest error.
 
-A bound is what the format promises: an entry in FP8 is off by half a step, a share of
-itself, or near zero a share of the largest entry of its row (`tests.fp8_cases.off_by`).
+Bounds are those of the format: an FP8 entry is off by half a step, a share of itself, or near zero
+a share of its row's amax (`tests.fp8_cases.off_by`).
 
 Shapes: E experts, T rows, IN and OUT widths.
 """
@@ -85,8 +85,8 @@ def test_a_rows_bits_depend_on_that_row_alone():
 
 @pytest.mark.parametrize("spread", [0.0, 2.0, 8.0])
 def test_gradients_err_half_as_much_in_e4m3_as_in_e5m2(spread: float):
-    """Entries of a row differ by factors of exp(spread · normal): even where many of them fall out
-    of E4M3's range, those that count for a product have a digit more in it.
+    """Entries of a row differ by factors of exp(spread · normal): even if many of them fall out of
+    E4M3's range, those that matter in a GEMM have one more digit.
     """
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731

@@ -1,5 +1,5 @@
-"""Transformer Engine's back end beside the reference, on a stand-in for the library: which record
-goes where, in which layout, and what is filled up. Its kernels are tested on a GPU.
+"""Transformer Engine's back end against the reference, on a stand-in for the library: which record
+goes where, in which layout, and what is padded. Its kernels are tested on a GPU.
 
 Shapes: T rows, IN and OUT widths.
 """
@@ -144,8 +144,8 @@ def general_gemm(
     use_split_accumulator: bool = False,
     grad: bool = False,
 ) -> tuple[Tensor, None, None, None]:
-    """As Transformer Engine says it: of A the row-wise copy where it is transposed, of B where it
-    is not; both gradients have exact partial sums.
+    """Stand-in with Transformer Engine's conventions: reads A's row-wise copy if transposed, B's if
+    not; both gradients have exact partial sums.
     """
     left = b.wide(layout[1] == "T")
     right = a.wide(layout[0] != "T")

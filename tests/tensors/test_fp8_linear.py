@@ -115,7 +115,7 @@ def test_backward_keeps_a_byte_per_element_of_the_input():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_weight_is_quantised_once_until_it_changes_and_never_moves(recipe: str):
+def test_weight_is_quantised_once_per_change_in_fixed_memory(recipe: str):
     chunk = make_chunk(DENSE)
     layers = Fp8Layers([chunk], lambda name: RECIPES[recipe])
     names = [each.name for each in fp8_weights(DENSE, in_8(recipe), stage_of(chunk))]
@@ -264,7 +264,7 @@ def refusal(asked: LinearBackendKind = LinearBackendKind.auto) -> str:
     return str(refused.value)
 
 
-def test_a_host_that_lacks_transformer_engine_is_told_what_to_install(
+def test_error_without_transformer_engine_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ):
     def version(text: str) -> None:
@@ -290,8 +290,7 @@ def test_a_host_that_lacks_transformer_engine_is_told_what_to_install(
     )
     monkeypatch.setattr(transformer_engine, "import_library", lambda refused: lacks)
     assert refusal().startswith(
-        "precision.fp8.recipe=block: this GPU has no products in FP8 by this recipe: "
-        "needs CUDA 12.9"
+        "precision.fp8.recipe=block: this GPU has no FP8 GEMM for this recipe: needs CUDA 12.9"
     )
     by_library = in_8(backend=LinearBackendKind.transformer_engine)
     with pytest.raises(ConfigError, match="computes on GPUs, and this run does on a CPU"):

@@ -1,5 +1,5 @@
-"""The planned activations in FP8 against real chunks, whose products and quantisers take the
-memory that Transformer Engine's take on a GPU like Hopper, and compute nothing.
+"""Planned FP8 activations against real chunks. Stand-ins for GEMMs and quantizers compute nothing,
+and allocate what Transformer Engine's do on a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Allocating:
 def allocated(
     rows: Quantised, matrix_ENK: Tensor, scales_EN: Tensor, ends_E: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Memory of a product of experts (`GroupedProduct`)."""
+    """Stand-in for an expert GEMM that only allocates its result (`GroupedGemm`)."""
     assert rows.by_rows is not None
     return torch.zeros(len(rows.by_rows), matrix_ENK.shape[1], dtype=dtype)
 

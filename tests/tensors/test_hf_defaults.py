@@ -1,4 +1,4 @@
-"""What a config.json lacks is what the configuration class of `transformers` has there."""
+"""Keys missing from a config.json get the defaults of `transformers`' configuration class."""
 
 from __future__ import annotations
 

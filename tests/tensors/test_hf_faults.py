@@ -1,4 +1,4 @@
-"""What is wrong with a folder of a Hugging Face model is said in one line, with file and tensor."""
+"""Errors in the folder of a Hugging Face model give one line, with file and tensor."""
 
 from __future__ import annotations
 
@@ -321,7 +321,7 @@ OF_DEEPSEEK = {
 
 
 @pytest.mark.parametrize("key", OF_DEEPSEEK)
-def test_values_with_which_transformers_computes_otherwise_are_refused(key: str, tmp_path: Path):
+def test_values_that_transformers_reads_differently_are_refused(key: str, tmp_path: Path):
     save_random("deepseek_v3", tmp_path)
     value, told = OF_DEEPSEEK[key]
     edit_config(tmp_path, **{key: value})
@@ -340,7 +340,7 @@ def keys_of(section: dict[str, Any], before: tuple[str, ...] = ()) -> Iterator[t
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_whatever_config_json_has_in_place_of_a_value_is_one_line(name: str, tmp_path: Path):
+def test_any_wrong_value_in_config_json_gives_one_line(name: str, tmp_path: Path):
     save_random(name, tmp_path)
     path = tmp_path / "config.json"
     plain = path.read_text()

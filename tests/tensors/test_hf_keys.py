@@ -54,7 +54,7 @@ def test_every_key_of_a_class_has_a_rule(model_type: str):
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_key_in_the_sources_has_a_rule(model_type: str):
-    """Those too that no class declares, as `is_causal`."""
+    """Includes keys that no class declares, such as `is_causal`."""
     model = f"models.{model_type}.modeling_{model_type}"
     found = set()
     for name in (model, *SOURCES):

@@ -89,8 +89,8 @@ def dense(
 
 
 def qwen3_moe(normalised: bool, tied: bool, sparse_step: int = 1) -> Any:
-    """As `dense`: 12 experts of which 3 are chosen; with a sparse step of 2 the layers 1 and 3
-    have experts.
+    """Like `dense`, with 12 experts and top-3; with a sparse step of 2 the layers 1 and 3 have
+    experts.
     """
     theirs = transformers.Qwen3MoeConfig(
         **HF_SIZES,
@@ -129,7 +129,7 @@ def qwen3_moe(normalised: bool, tied: bool, sparse_step: int = 1) -> Any:
 
 
 def mixtral(kv_heads: int, tied: bool) -> Any:
-    """As `dense`: 8 experts of which 2 are chosen."""
+    """Like `dense`, with 8 experts and top-2."""
     theirs = transformers.MixtralConfig(
         **HF_SIZES,
         num_hidden_layers=3,
@@ -154,7 +154,7 @@ def mixtral(kv_heads: int, tied: bool) -> Any:
 
 
 def olmoe(kv_heads: int, normalised: bool) -> Any:
-    """As `dense`: 8 experts of which 3 are chosen, norms over all heads."""
+    """Like `dense`, with 8 experts, top-3 and norms over all heads."""
     theirs = transformers.OlmoeConfig(
         **HF_SIZES,
         num_hidden_layers=3,
@@ -180,7 +180,7 @@ def olmoe(kv_heads: int, normalised: bool) -> Any:
 
 
 def qwen2_moe() -> Any:
-    """As `dense`: a shared expert behind a gate."""
+    """Like `dense`, with a gated shared expert."""
     theirs = transformers.Qwen2MoeConfig(
         **HF_SIZES,
         num_hidden_layers=3,
@@ -201,8 +201,8 @@ def qwen2_moe() -> Any:
 
 
 def glm4_moe() -> Any:
-    """As `dense`: 16 experts in 4 groups, of which 4 experts from 2 groups are chosen; the first
-    layer is dense.
+    """Like `dense`, with 16 experts in 4 groups and top-4 from 2 groups; the first layer is
+    dense.
     """
     theirs = transformers.Glm4MoeConfig(
         **HF_SIZES,
@@ -299,9 +299,8 @@ def deepseek(
     top_k: int = 4,
     normalised: bool = True,
 ) -> Any:
-    """As `dense`: multi-head latent attention with YaRN; the first layer is dense, then 16 experts,
-    maybe in 4 groups, of which `top_k` experts from 2 groups are chosen. `normalised`: sigmoid
-    scores.
+    """Like `dense`, with multi-head latent attention and YaRN; the first layer is dense, then 16
+    experts, optionally in 4 groups, with `top_k` from 2 groups. `normalised`: sigmoid scores.
     """
     yarn = {"factor": 8.0, "mscale": mscale, **TURNS}
     limits = {"groups": 4, "topk_groups": 2} if groups else {}
@@ -401,7 +400,7 @@ def fused_qkv(hf: dict[str, Tensor], prefix: str, kv_heads: int, kind: str = "we
 
 
 def latents(hf: dict[str, Tensor], ours: str, theirs: str) -> dict[str, Tensor]:
-    """What makes queries, keys and values with multi-head latent attention."""
+    """Return the modules that make queries, keys and values with multi-head latent attention."""
     names = {
         "q_a": "q_a_proj",
         "q_a_norm.weight": "q_a_layernorm",

@@ -75,7 +75,9 @@ def test_several_files_are_read_by_their_index(tmp_path: Path):
 @pytest.mark.parametrize("index", ["{}", None])
 @torch.no_grad()
 def test_of_one_file_and_an_index_the_file_counts(index: str | None, tmp_path: Path):
-    """As in `transformers`; the other weights are twice as large, or the index is broken."""
+    """The single file wins, as in `transformers`; the other weights are twice as large, or the
+    index is broken.
+    """
     save_random("qwen3", tmp_path)
     one = (tmp_path / ONE_FILE).read_bytes()
     edit_tensors(tmp_path, lambda tensors: [value.mul_(2) for value in tensors.values()])
@@ -203,7 +205,7 @@ def quantised(tensors: dict[str, Tensor]) -> None:
         tensors[f"{name}_scale_inv"] = scales
 
 
-def test_fp8_weights_stand_for_numbers_times_the_scale_of_their_block(tmp_path: Path):
+def test_fp8_weights_are_multiplied_by_scales_of_their_blocks(tmp_path: Path):
     save_random("deepseek_v3", tmp_path)
     edit_tensors(tmp_path, quantised)
     how = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}

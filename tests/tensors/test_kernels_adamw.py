@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from app.kernels import adamw
-from app.kernels.adamw import AdamWSettings, Pieces, adamw_update, update_rates
+from app.kernels.adamw import AdamWSettings, ShardSlices, adamw_update, update_rates
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -21,7 +21,7 @@ RATES = (0.02, 0.1)  # learning rate, weight decay
 
 @dataclass
 class Shard:
-    """What one update reads and writes."""
+    """Tensors that one update reads and writes."""
 
     main: Tensor
     grad: Tensor
@@ -51,7 +51,7 @@ class Shard:
             self.grad,
             (self.exp_avg, self.exp_avg_sq),
             rounded_N=rounded,
-            pieces=Pieces.of(RANGES, self.main.device),
+            slices=ShardSlices.of(RANGES, self.main.device),
             rates_2=update_rates(*rates, self.main.device),
             step=self.step,
             divisor=torch.tensor(divisor, device=DEVICE),
@@ -85,7 +85,7 @@ def by_torch(
 
 @pytest.fixture(params=[256, 4096])
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranges of several pieces, of several blocks each, and of less than one."""
+    """Ranges of several slices, of several blocks each, and of less than one."""
     monkeypatch.setattr(adamw, "BLOCK", request.param)
     monkeypatch.setattr(adamw, "CHUNK", 2 * request.param)
 
@@ -111,7 +111,7 @@ def test_steps_are_torchs(grads: torch.dtype, block: None):
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.999, 0.9999999])
 @pytest.mark.parametrize("updates", [0, 1, 999])
 def test_bias_corrections(beta: float, updates: int):
-    """Where moments are those of a constant gradient, corrections undo them: a step of lr."""
+    """With the moments of a constant gradient, corrections undo them: a step of lr."""
     shard = Shard.drawn(torch.float32)
     before = shard.main.clone()
     grad = torch.ones_like(shard.main)
@@ -169,7 +169,7 @@ def test_nothing_to_update():
         empty,
         (empty, empty),
         rounded_N=None,
-        pieces=Pieces.of([], empty.device),
+        slices=ShardSlices.of([], empty.device),
         rates_2=update_rates(*RATES, empty.device),
         step=one,
         divisor=one,

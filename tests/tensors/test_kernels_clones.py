@@ -25,7 +25,7 @@ SIZES = [(2, 2, 1, (5, 7)), (3, 1, 2, (8, 16)), (1, 1, 1, (3, 1)), (2, 3, 2, (4,
 @pytest.mark.parametrize(("width", "columns"), [(40, 136), (136, 8)])
 @pytest.mark.parametrize(("counts", "first"), ROWS, ids=str)
 def test_grouped_gemm(counts: list[int], first: int, width: int, columns: int, transposed: bool):
-    # interpreted products of bfloat16 are wrong
+    # Triton's interpreter multiplies bfloat16 wrongly
     check_grouped_gemm(
         counts, first, width, columns=columns, dtype=torch.float16, transposed=transposed
     )

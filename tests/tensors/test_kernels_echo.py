@@ -9,8 +9,8 @@ from app.choices import CloneAlgorithm
 from app.moe.echo import plan_slots
 from tests.cases import sampled
 from tests.echo_plans import (
-    EXACT,
     PACKS,
+    SEARCHES,
     STAYS_ABOVE,
     check_kernel,
     check_reroute_kernel,
@@ -25,8 +25,8 @@ plain = pytest.fixture(autouse=True)(without_kernels)
 
 @pytest.fixture(autouse=True)
 def few_targets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of `exact`: interpreted, each program takes 30 ms."""
-    monkeypatch.setattr("app.kernels.clones.exact.TARGETS", 3)
+    """`target_search`, interpreted, each program takes 30 ms."""
+    monkeypatch.setattr("app.kernels.clones.target_search.TARGETS", 3)
 
 
 # ranks, experts of each, tokens of a rank for an expert at most
@@ -97,7 +97,7 @@ def test_nothing_is_tried_while_no_rank_is_above_the_threshold(algorithm: CloneA
 
 @pytest.mark.parametrize("spares", [1, 2])
 def test_exact(spares: int):
-    check_kernel(draw_counts(5, 3, 300, seed=spares), spares, EXACT, threshold=0.02 * spares)
+    check_kernel(draw_counts(5, 3, 300, seed=spares), spares, SEARCHES, threshold=0.02 * spares)
 
 
 @pytest.mark.parametrize(

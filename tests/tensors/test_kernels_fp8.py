@@ -16,8 +16,8 @@ from app.config import MoEConfig
 from app.config.model import StaticConfig
 from app.kernels import peer_rows
 from app.kernels.fp8.quantise import (
-    InEight,
-    empty_in_8,
+    Fp8Rows,
+    empty_fp8_rows,
     quantise_rows,
     quantise_rows_into,
 )
@@ -128,14 +128,14 @@ def test_gradients_of_rows_that_have_no_scale():
     probs = probs.expand(tokens, top_k).contiguous()
     row_of = torch.arange(tokens * top_k, dtype=torch.int32, device=DEVICE).view(tokens, top_k)
     rows = entries(tokens * top_k, width, dtype=torch.bfloat16)
-    found = empty_in_8(rows.shape, rows.device)
+    found = empty_fp8_rows(rows.shape, rows.device)
     made, _ = combine_gradients(grad, rows, probs, row_of, None, found)
     wanted = quantise_rows(made)
     assert all(same(one, other) for one, other in zip(found, wanted, strict=True))
-    found = empty_in_8(rows.shape, rows.device)
+    found = empty_fp8_rows(rows.shape, rows.device)
     addresses, dots = peer_rows.addresses_in, torch.empty_like(probs)
     pulled = peer_rows.pull_gradients(
-        addresses(grad), rows, probs, row_of, addresses(dots), in_8=found
+        addresses(grad), rows, probs, row_of, addresses(dots), fp8_rows=found
     )
     assert same(pulled, made)
     assert all(same(one, other) for one, other in zip(found, wanted, strict=True))
@@ -151,19 +151,19 @@ class OneRank:
     def gather_choices(self, experts_TK: Tensor) -> Tensor:
         return experts_TK
 
-    def spread(self, x_TD: Tensor, *where: Any, in_8: InEight | None = None) -> Tensor:
-        return expert_rows.spread_rows(x_TD, *where, in_8=in_8)
+    def spread(self, x_TD: Tensor, *where: Any, fp8_rows: Fp8Rows | None = None) -> Tensor:
+        return expert_rows.spread_rows(x_TD, *where, fp8_rows=fp8_rows)
 
-    def sum_home(
+    def combine(
         self, rows_RD: Tensor, probs_TK: Tensor | None, row_of_NK: Tensor, experts_TK: Tensor
     ) -> Tensor:
         return expert_rows.partial_sums(rows_RD, probs_TK, row_of_NK)
 
     def spread_gradients(
-        self, *given: Tensor, in_8: InEight | None = None
+        self, *given: Tensor, fp8_rows: Fp8Rows | None = None
     ) -> tuple[Tensor, Tensor]:
         *given, _ = given
-        return expert_rows.row_gradients(*given, in_8=in_8)
+        return expert_rows.row_gradients(*given, fp8_rows=fp8_rows)
 
 
 def dispatcher_of(kind: str) -> Any:
@@ -222,7 +222,7 @@ def test_rows_that_are_ready_are_those_that_gemms_would_quantise(
 ):
     """Four of them; between the rows of experts there may be zeros that nobody has quantised."""
     for module in (layers, row_scaled, permute, expert_rows, static):
-        # plain products take no memory that kernels would describe
+        # kernels for bf16 only
         monkeypatch.setattr(module, "usable", lambda *given: given[0].dtype == torch.bfloat16)
     apart, of_own = trained(kind, False, part)
     found, quantised = trained(kind, True, part)

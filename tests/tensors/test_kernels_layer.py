@@ -287,8 +287,11 @@ def test_rms_norm_of_a_strided_input():
         normal(16, dtype=torch.float32, seed=1),
     )
     close(rms_norm(x, weight, EPS), F.rms_norm(x.double(), (16,), weight.double(), EPS))
-    turned = normal(16, 9, dtype=torch.float32).T
-    close(rms_norm(turned, weight, EPS), F.rms_norm(turned.double(), (16,), weight.double(), EPS))
+    transposed = normal(16, 9, dtype=torch.float32).T
+    close(
+        rms_norm(transposed, weight, EPS),
+        F.rms_norm(transposed.double(), (16,), weight.double(), EPS),
+    )
 
 
 def test_swiglu_under_a_checkpoint():

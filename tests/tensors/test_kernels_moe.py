@@ -142,7 +142,7 @@ def test_narrow_ids_sort_as_wide_ones(num_experts: int, drops: bool):
 @pytest.mark.parametrize("counts", [[5, 0, 70, 32, 3], [0, 0, 33], [0, 0]], ids=str)
 def test_grouped_gradient(counts: list[int], width: int, columns: int):
     for spare in (0, 3):
-        # interpreted products of bfloat16 are wrong
+        # Triton's interpreter multiplies bfloat16 wrongly
         check_grouped_gradient(counts, width, columns, dtype=torch.float16, spare=spare)
 
 
@@ -166,7 +166,7 @@ def test_gradients_of_two_microbatches_in_one_gemm(counts: tuple[list[int], list
 
 
 def test_a_microbatch_without_memory_for_rows():
-    """Of either, or both."""
+    """The earlier, the later or both microbatches have no rows."""
     rows_TI, grad_TO = (torch.randn(3, width).half() for width in (8, 16))
     full = Operands(rows_TI, grad_TO, torch.tensor([1, 3], dtype=torch.int32))
     empty = Operands(rows_TI[:0], grad_TO[:0], torch.zeros(2, dtype=torch.int32))

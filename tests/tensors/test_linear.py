@@ -1,5 +1,5 @@
-"""Linear modules by themselves: values, every way that a weight's gradient can go, one back end for
-all products of layers, and global names.
+"""Linear modules alone: values, every way a weight's gradient can take, one back end for all GEMMs
+of layers, and global names.
 
 Shapes: B sequences, S tokens, IN and OUT widths, T rows, E experts.
 """
@@ -122,7 +122,7 @@ def test_gradients_that_wait_are_those_added_at_once():
 
 
 class Counted:
-    """A back end that counts which products it is asked for."""
+    """Back end that counts the GEMMs it computes."""
 
     def __init__(self, name: str, inner: Any, counts: Counter[tuple[str, str]]) -> None:
         self.name, self.inner, self.counts = name, inner, counts
@@ -136,7 +136,7 @@ class Counted:
 def test_one_back_end_computes_every_gemm(
     chunk_tokens: int | None, monkeypatch: pytest.MonkeyPatch
 ):
-    """Those of the layers, and of the head in the loss: 16 tokens are 3 chunks."""
+    """GEMMs of the layers and of the head in the loss: 16 tokens are 3 chunks."""
     counts: Counter[tuple[str, str]] = Counter()
     for name, inner in (("linear", TorchLinear()), ("grouped_linear", TorchGroupedLinear())):
         counted = Counted(name, inner, counts)

@@ -72,7 +72,7 @@ def test_who_has_one():
 
 
 def resumed(before: PrecisionConfig, now: PrecisionConfig, overflows: Sequence[bool]) -> LossScale:
-    """A scale that has seen some steps with one configuration, and goes on with another."""
+    """Return a scale that has run some steps with one configuration and resumes with another."""
     first, second = (LossScale.start(config, CPU) for config in (before, now))
     for overflow in overflows:
         first.update(overflow)

@@ -201,7 +201,7 @@ def test_another_batch_keeps_the_schedule_over_samples(decay: Decay):
     assert max(lr_at(step, large) for step in range(80)) <= optim.lr
 
 
-def test_the_last_part_may_fill_what_warm_up_leaves_to_the_sample():
+def test_wsd_decay_may_fill_all_samples_after_warm_up():
     check(
         Run(
             optim=OptimConfig(decay_samples=480, **wsd(100, 380)),
@@ -238,7 +238,7 @@ def lr(step: int, **changes: Any) -> float:
 
 
 @pytest.mark.parametrize("decay", Decay)
-def test_every_decay_starts_at_the_peak_and_ends_at_its_last_value(decay: Decay):
+def test_every_decay_goes_from_peak_to_its_last_value(decay: Decay):
     assert lr(0, decay=decay) == lr(10, decay=decay, warmup_steps=10) == 1.0
     last = 1.0 if decay is Decay.constant else 0.1
     assert lr(101, decay=decay) == lr(10**9, decay=decay) == last
@@ -261,7 +261,7 @@ def test_last_part_of_warmup_stable_decay(shape: WsdDecay, halfway: float):
     assert lr(100, decay=Decay.wsd, wsd_decay=shape) == pytest.approx(0.1)
 
 
-def test_inverse_square_root_follows_its_formula_and_stops_at_the_minimum():
+def test_inverse_square_root_follows_its_formula_to_the_minimum():
     curve = {"decay": Decay.inverse_square_root, "warmup_steps": 4, "decay_steps": 1000}
     assert lr(16, **curve) == pytest.approx(0.5)
     assert lr(999, **curve) == 0.1  # the formula alone says 0.063

@@ -1,5 +1,5 @@
-"""What every model must do whatever its weights: causality, documents apart, relative positions,
-initial weights, phases.
+"""Properties of every model: causality, separate documents, relative positions, initial weights,
+phases.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def test_a_token_changes_nothing_before_it(model: ModelConfig, masked: bool):
         other = tokens.clone()
         other[:, changed] = (other[:, changed] + 1) % model.vocab_size
         after = forward(chunk, other, positions, documents_BS=documents).x
-        # An expert's product has as many rows as tokens chose it, so its rounding may change.
+        # An expert's GEMM has as many rows as tokens chose it, so its rounding may change.
         if model.moe:
             expect_alike(
                 *({"x": values["0"][:, :changed]} for values in ({"0": after}, plain, exact))
@@ -124,13 +124,13 @@ def test_document_mask_entry_by_entry():
 def test_rotation_turns_pairs_by_position_times_frequency():
     width, theta, positions = 12, 500.0, torch.tensor([[0, 1, 7, 300]])
     x = torch.randn(1, 4, 2, width, generator=torch.Generator().manual_seed(0))
-    turned = rotate(x, layer_context(positions, None, Rope(width, theta)))
+    rotated = rotate(x, layer_context(positions, None, Rope(width, theta)))
     frequency = theta ** -(torch.arange(width // 2, dtype=torch.float64) * 2 / width)
     angle = positions[0, :, None, None] * frequency
     exact = torch.complex(*x.double().chunk(2, dim=-1)) * torch.polar(torch.ones_like(angle), angle)
     # An angle is rounded in parts of the position.
     expect_sums(
-        {"x": turned},
+        {"x": rotated},
         {"x": torch.cat((exact.real, exact.imag), dim=-1)},
         terms=int(positions.max()),
     )
@@ -144,11 +144,11 @@ def test_scores_depend_on_relative_positions_only():
     )
     positions = torch.arange(40)[None]
     with in_fp64():
-        turned = [
+        rotated = [
             rotate(x, layer_context(positions, None, Rope(width, 100.0)))[0, :, 0]
             for x in (query, key)
         ]
-    scores = torch.einsum("qh,kh->qk", *turned)
+    scores = torch.einsum("qh,kh->qk", *rotated)
     distance = positions - positions.T
     first = torch.where(
         distance < 0, scores[-distance.clamp(max=0), 0], scores[0, distance.clamp(min=0)]
@@ -241,7 +241,7 @@ def test_different_names_and_seeds_have_different_values():
 
 
 @pytest.mark.parametrize("ep", [2, 4])
-def test_initial_weights_are_the_same_for_every_split_of_the_experts(ep: int):
+def test_initial_weights_do_not_depend_on_expert_sharding(ep: int):
     whole, parts = weights_of(WIDE), [weights_of(WIDE, ep=ep, rank=rank) for rank in range(ep)]
     for name, value in whole.items():
         if ".experts." in name:
@@ -251,7 +251,7 @@ def test_initial_weights_are_the_same_for_every_split_of_the_experts(ep: int):
             assert all(torch.equal(part[name], value) for part in parts), name
 
 
-def test_initial_weights_are_the_same_for_every_split_into_stages_order_and_dtype():
+def test_initial_weights_do_not_depend_on_stages_order_or_dtype():
     whole = weights_of(WIDE)
     for other in (weights_of(WIDE, vpp=3), weights_of(WIDE, params=Dtype.bfloat16)):
         assert other.keys() == whole.keys()
@@ -345,7 +345,7 @@ def test_values_are_dropped_after_their_last_reader():
 @each_list
 def test_phases_without_host_sync_never_look_at_values(model: ModelConfig, names: list[str]):
     # Fake tensors have no values: reading one (item, nonzero, a boolean mask as index) raises.
-    # Grouped products: bf16 only.
+    # Grouped GEMMs: bf16 only.
     with FakeTensorMode():
         chunk = make_chunk(model, params=Dtype.bfloat16)
         assert not any(phase.host_sync for layer in chunk.layers.values() for phase in layer.phases)
@@ -378,7 +378,7 @@ def test_only_an_exchange_of_tokens_waits_for_the_device():
     assert not any(phase.host_sync for phase in layer.phases)
 
 
-def test_the_phases_of_experts_are_the_program_that_their_docstring_shows():
+def test_moe_phases_match_the_program_in_their_docstring():
     body = layers_of(dataclasses.replace(TINY, moe=SHARED))[0].body
     lines = [line.partition("  #")[0].strip() for line in MoEBody.__doc__.splitlines()]
     assert [line for line in lines if " = " in line] == [

@@ -1,4 +1,6 @@
-"""Pages of the stash: what comes back, in any order, by kernels and by plain torch alike."""
+"""Pages of the paged activation buffer: rows read back, in any order, by kernels and by plain
+torch.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def small(pages: int) -> PagedBuffer:
 
 
 def kept(pool: PagedBuffer, rows: Tensor, used: int) -> PagedRows:
-    """As many rows are somebody's."""
+    """Keep the first `used` rows in the pool."""
     ends_E = torch.tensor([0, used], dtype=torch.int32, device=DEVICE)
     source = PagedRows.of(pool, ends_E, rows)
     source.add_reader(rows)
@@ -62,7 +64,7 @@ def a_while(pool: PagedBuffer, seed: int) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("pages", [20, 60])
 def test_tensors_in_any_order(pages: int, monkeypatch: pytest.MonkeyPatch):
-    """Whether there are enough pages or not, and with kernels as without, to the last page."""
+    """With and without enough pages, by kernels and by plain torch, down to the last page."""
     monkeypatch.setattr(paged_buffer, "usable", lambda *_: False)
     pool = small(pages)
     plain = a_while(pool, 1)

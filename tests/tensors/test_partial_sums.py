@@ -50,7 +50,7 @@ def test_sums_of_parts(shape: tuple[int, int], dtype: torch.dtype):
 
 
 def test_sums_of_more_bits_are_added_to_unrounded():
-    """What autograd would add has been rounded to the type of the weight."""
+    """Unlike autograd, whose addends are rounded to the dtype of the weight."""
     gradient = PartialSums(normal(600, WIDTH, dtype=torch.float32), torch.bfloat16)
     total, written = (normal(WIDTH, dtype=torch.float32, seed=1) for _ in range(2))
     exact = gradient.partial_JW.double().sum(0)

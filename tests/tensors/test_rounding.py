@@ -1,4 +1,4 @@
-"""The bounds of other tests: products in fp32 have its bits, and what is further off is found."""
+"""Bounds of other tests: fp32 GEMMs satisfy them, and larger errors are found."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.rounding import (
     plain_and_exact,
 )
 
-N = 256  # terms of a product
+N = 256  # terms of a GEMM
 
 
 def draw(*shape: int) -> Tensor:
@@ -30,7 +30,7 @@ def draw(*shape: int) -> Tensor:
 
 
 ENDS = torch.tensor([5, 5, 40, 64], dtype=torch.int32)
-PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[Tensor, Tensor]]] = {
+GEMMS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[Tensor, Tensor]]] = {
     "matrices": (torch.matmul, (draw(64, N), draw(N, 32))),
     "one row": (torch.matmul, (draw(1, N), draw(N, 32))),
     "batches": (torch.matmul, (draw(3, 16, N), draw(3, N, 8))),
@@ -43,17 +43,17 @@ PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[Tensor, Tens
 }
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", GEMMS)
 def test_gemms_keep_all_bits_of_fp32(name: str):
     """No entry is off by more than n roundings of its terms' sizes; TF32 is off by far more."""
-    gemm, (a, b) = PRODUCTS[name]
+    gemm, (a, b) = GEMMS[name]
     with in_fp64():
         exact, sizes = gemm(a.double(), b.double()), gemm(a.double().abs(), b.double().abs())
     assert ((gemm(a, b) - exact).abs() <= N * EPS / 2 * sizes).all()
 
 
 def test_attention_keeps_all_bits_of_fp32():
-    """Products of the scores' width and of the keys, and one exponential."""
+    """GEMMs over the head width and over the keys, and one exponential."""
     q, k, v = draw(2, 4, 33, 16), draw(2, 4, 33, 16) * 2, draw(2, 4, 33, 16) * 3
     plain, exact = plain_and_exact(
         lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=True), q, k, v
@@ -73,7 +73,7 @@ def test_groups_in_fp64_are_those_of_torch(ends: list[int]):
         ),
         (grouped_mm(rows.T, grad, offs=offs), F.grouped_mm(rows.T, grad, offs=offs)),
     ):
-        expect_sums({"product": ours}, {"product": theirs}, terms=64)
+        expect_sums({"gemm": ours}, {"gemm": theirs}, terms=64)
 
 
 def test_another_order_of_sums_is_alike_and_fewer_bits_are_not():

@@ -1,4 +1,4 @@
-"""Scores of routers: products of bf16 matrices beside those of fp64, and fp32 in parts."""
+"""Router scores: GEMMs of bf16 matrices against fp64, and fp32 split into bf16 parts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def given(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def off(found: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Of the exact product, over the sum of its terms' magnitudes."""
+    """Return the error against the exact GEMM, relative to the sum of its terms' magnitudes."""
     left, right = left.detach().double(), right.detach().double()
     return (found.double() - left @ right).abs() / (left.abs() @ right.abs())
 

@@ -1,4 +1,4 @@
-"""What counts in which window, and questions as windows."""
+"""Windows of evaluation: the tokens counted in each, and questions as windows."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from app.engine.calibration import solve
 from app.engine.calibration.clock import Clock, Outputs
 from app.engine.calibration.solve import GIGA, MICRO, TERA
 from app.kernels import cross_entropy
-from app.kernels.adamw import AdamWSettings, Pieces, adamw_update, update_rates
+from app.kernels.adamw import AdamWSettings, ShardSlices, adamw_update, update_rates
 from app.kernels.attention.heads import split_and_rotate
 from app.kernels.common import usable
 from app.model.attention.kernels import TorchAttention
@@ -293,7 +293,7 @@ class _Measure:
             grad,
             (exp_avg, exp_avg_sq),
             rounded_N=rounded,
-            pieces=Pieces.of([(0, count, True)], device),
+            slices=ShardSlices.of([(0, count, True)], device),
             rates_2=update_rates(1e-3, 0.1, device),
             step=one,
             divisor=one,

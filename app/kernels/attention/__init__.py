@@ -1,1 +1,1 @@
-"""What lies between the products of attention."""
+"""Kernels between the qkv projection and attention."""

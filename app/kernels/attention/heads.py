@@ -1,4 +1,5 @@
-"""`wqkv`'s product -> contiguous queries, keys, values: split, norms, rotary positions in one pass.
+"""Split of `wqkv`'s output into contiguous queries, keys and values, with norms and rotary
+positions, in one pass.
 
 A program takes some tokens and some key/value heads with their query heads, and holds the two
 halves of one head at a time.
@@ -22,7 +23,7 @@ from app.kernels.tiling import head_tiling
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMSNorm of every query and key, in front of the rotation."""
+    """RMSNorm weights of every query and key, applied before the rotation."""
 
     query_H: Tensor
     key_H: Tensor
@@ -37,12 +38,12 @@ def split_and_rotate(
     queries_per_kv: int,
     norms: HeadNorms | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """B × S × G·(P+2)·H -> queries B × S × G·P × H, keys and values B × S × G × H: contiguous,
+    """Map B × S × G·(P+2)·H to queries B × S × G·P × H, keys and values B × S × G × H: contiguous,
     rounded once from fp32.
 
     `qkv_BSF` holds, per key/value head, its P query heads, its key, its value. The tables are fp32
     with two equal halves (Su et al. 2021, rotating the two halves of a head); their B may be 1. H
-    is even. Keeps the tables for backward, and `qkv_BSF` if there are norms. fp32, bf16 or fp16.
+    is even. Saves the tables for backward, and `qkv_BSF` if there are norms. fp32, bf16 or fp16.
     """
     tiling = _Tiling(qkv_BSF.shape, num_kv_heads, queries_per_kv, norms=norms)
     heads: tuple[Tensor, Tensor, Tensor] = _SplitAndRotate.apply(
@@ -57,7 +58,7 @@ def split_and_rotate(
 
 
 class _Tiling:
-    """How the work is cut: by shape alone, so that equal runs add in the same order."""
+    """Tiling by shape alone, so that equal runs add in the same order."""
 
     def __init__(
         self, shape: torch.Size, num_kv_heads: int, queries_per_kv: int, norms: HeadNorms | None
@@ -78,7 +79,7 @@ class _Tiling:
         }
 
     def outputs(self, qkv_BSF: Tensor) -> tuple[Tensor, ...]:
-        """Memory for queries, keys and values."""
+        """Allocate queries, keys and values."""
         kv_heads, queries, width = (self.constants[name] for name in "GPH")
         return tuple(
             qkv_BSF.new_empty(*self.shape[:2], heads, width)
@@ -86,7 +87,9 @@ class _Tiling:
         )
 
     def sizes(self, cos_BS1H: Tensor) -> dict[str, float]:
-        """Sizes that both kernels take; `table_stride` lies between the tables of two sequences."""
+        """Return sizes that both kernels take; `table_stride` lies between the tables of two
+        sequences.
+        """
         batch, length, _ = self.shape
         return {
             "eps": self.eps,

@@ -1,4 +1,4 @@
-"""The two passes of `heads`, in Triton: a program takes some tokens and groups of heads."""
+"""Triton kernels of `heads`: a program takes some tokens and groups of heads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def _place(
     C: tl.constexpr,
     HALF: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """This program's first key/value head; its tokens, their sequences and places there;
-    columns; what exists of the tile.
+    """Return this program's first key/value head; its tokens, their sequences and positions;
+    columns; and the mask of the tile.
     """
     parts: tl.constexpr = G // TAKEN
     token = tl.program_id(0) // parts * C + tl.arange(0, C)[:, None]
@@ -30,7 +30,7 @@ def _place(
 
 @jit
 def _load(pointers: tl.tensor, exists: tl.tensor, H: tl.constexpr) -> tuple[tl.tensor, ...]:
-    """Both halves of a head in fp32; zeros where nothing is."""
+    """Load both halves of a head in fp32; masked values are zero."""
     left = tl.load(pointers, mask=exists, other=0.0).to(tl.float32)
     return left, tl.load(pointers + H // 2, mask=exists, other=0.0).to(tl.float32)
 
@@ -44,7 +44,7 @@ def _store(
 
 
 @jit
-def _turned(
+def _rotated(
     left: tl.tensor, right: tl.tensor, cos: tl.tensor, sin: tl.tensor
 ) -> tuple[tl.tensor, ...]:
     return left * cos - right * sin, right * cos + left * sin
@@ -52,7 +52,7 @@ def _turned(
 
 @jit
 def _inverse_rms(left: tl.tensor, right: tl.tensor, eps: float, H: tl.constexpr) -> tl.tensor:
-    """C × 1."""
+    """Return 1 / rms per token: C × 1."""
     return tl.rsqrt(tl.sum(left * left + right * right, 1)[:, None] / H + eps)
 
 
@@ -69,14 +69,14 @@ def _one_forward(
     H: tl.constexpr,
     NORMS: tl.constexpr,
 ) -> None:
-    """A query or a key: normed and turned."""
+    """Normalise and rotate a query or a key."""
     left, right = _load(source, exists, H)
     if NORMS:
         inverse = _inverse_rms(left, right, eps, H=H)
         weight_left, weight_right = _load(weight_H + column, column < H // 2, H)
         left = left * inverse * weight_left
         right = right * inverse * weight_right
-    left, right = _turned(left, right, cos, sin=sin)
+    left, right = _rotated(left, right, cos, sin=sin)
     _store(target, left, right, exists=exists, H=H)
 
 
@@ -102,7 +102,7 @@ def heads_forward(
     C: tl.constexpr,
     HALF: tl.constexpr,
 ) -> None:
-    """Queries, keys and values of some tokens and groups of heads, normed and turned."""
+    """Normalise and rotate the queries, keys and values of some tokens and groups of heads."""
     first, token, sequence, place, column, exists = _place(
         tokens, length, G, H=H, TAKEN=TAKEN, C=C, HALF=HALF
     )
@@ -158,9 +158,11 @@ def _one_backward(
     H: tl.constexpr,
     NORMS: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """The gradient of a query or key into that of `qkv`; returns sums for the weight's: C × h."""
+    """Write the gradient of a query or key to that of `qkv`; return the weight gradient's partial
+    sums: C × h.
+    """
     left, right = _load(grad, exists, H)
-    left, right = _turned(left, right, cos, sin=-sin)
+    left, right = _rotated(left, right, cos, sin=-sin)
     if NORMS:
         x_left, x_right = _load(source, exists, H)
         inverse = _inverse_rms(x_left, x_right, eps, H=H)
@@ -211,7 +213,9 @@ def heads_backward(
     C: tl.constexpr,
     HALF: tl.constexpr,
 ) -> None:
-    """Gradients come with any strides but that of a head's values."""
+    """Compute the gradient of `qkv`; output gradients may have any strides except in a head's
+    values.
+    """
     first, token, sequence, place, column, exists = _place(
         tokens, length, G, H=H, TAKEN=TAKEN, C=C, HALF=HALF
     )

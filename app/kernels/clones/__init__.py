@@ -1,1 +1,1 @@
-"""Kernels of plans of clones, and what they share."""
+"""Kernels that plan clones (expert replicas, `app.moe.clones`), reroute tokens and send weights."""

@@ -1,11 +1,11 @@
-"""Barriers between GPUs that reach each other's memory, of which only the device knows the need or
-that are part of another kernel.
+"""Barriers between GPUs with peer access: conditional on a value on the device, or part of another
+kernel.
 
-What others are to read has been written before, on the same stream: a number for each rank
-grows by one with every meeting, in the memory of every other rank. It is written behind all that
-this rank has written before, and what others have written before theirs can be read behind it.
+Each rank increments a counter of its own in every other rank's memory at each barrier, with release
+semantics; waiting for the others' counters acquires what they have written before, on the same
+stream.
 
-Shapes: P ranks · S numbers that say whether ranks meet, PLACES ≥ S, a power of two.
+Shapes: P ranks · S numbers that say whether to run the barrier, PLACES ≥ S, a power of two.
 """
 
 from __future__ import annotations
@@ -20,17 +20,15 @@ from app.kernels.tiling import block_of
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """How often ranks have met: int64, on the device, all 0 before the first meeting."""
+    """Barrier counters: int64, on the device, all 0 before the first barrier."""
 
-    own_P: Tensor  # in memory that others write, rank p its own number
-    addresses_P: Tensor  # of this rank's number with each rank
-    passed_P: Tensor  # this rank's alone
+    own_P: Tensor  # written by other ranks; rank p writes entry p
+    addresses_P: Tensor  # address of this rank's counter in each rank's memory
+    passed_P: Tensor  # barriers passed, private to this rank
 
 
 def meet_if(needed_S: Tensor, arrivals: Arrivals) -> None:
-    """Wait for all ranks if any of the numbers (int64), which are equal on all of them, is above
-    0.
-    """
+    """Run the barrier if any of the numbers (int64), which are equal on all ranks, is above 0."""
     _meet[(len(arrivals.own_P),)](
         needed_S,
         arrivals.own_P,
@@ -44,9 +42,9 @@ def meet_if(needed_S: Tensor, arrivals: Arrivals) -> None:
 
 @jit
 def meet_one(other: tl.tensor, arrived: tl.tensor, addresses: tl.tensor, passed: tl.tensor) -> None:
-    """Wait for one rank, in one program, behind all that its threads have written."""
+    """Wait for one rank, in one program, after all writes of its threads."""
     nth = tl.load(passed + other) + 1
-    tl.debug_barrier()  # all threads have read it, and written what they had to
+    tl.debug_barrier()  # all threads have read it, and written their data
     tl.store(passed + other, nth)
     told = tl.load(addresses + other).to(tl.pointer_type(tl.int64))
     tl.atomic_xchg(told, nth, sem="release", scope="sys")

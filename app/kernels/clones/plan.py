@@ -1,10 +1,9 @@
-"""The whole plan of which experts are cloned where (`app.moe.echo.plan_clones`), by one program:
-integers, sums in any order, no atomics.
+"""The whole clone plan of `app.moe.echo.plan_clones` in one program: integers, sums in any order,
+no atomics.
 
-Planning compares what would be sorted with everything else instead: the sum of all that comes
-before is what a place in the sorted order is needed for. Vectors that are compared with themselves
-go through memory, behind a barrier, and from there one by one; of spills only those that are not
-empty, which are few.
+Instead of sorting, each element is compared with all others: the sum over everything before it
+replaces its place in the sorted order. Vectors compared with themselves go through memory, behind a
+barrier, and are read one element at a time; of spills only the few that are not empty.
 
 Shapes: R ranks · E experts, L of each rank · S slots. In kernels R, E, LOCAL and S are powers of
 two that hold these.
@@ -24,17 +23,17 @@ from app.kernels.clones.slots import (
 from app.kernels.common import jit, tl
 from app.kernels.tiling import block_of
 
-WARPS = 4  # of the one program
+WARPS = 4  # of the only program
 
 
 def plan_clones(
     counts_RE: Tensor, spares: int, packs: bool, *, threshold: float, sums_4: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Expert of each slot, and tokens that move: by slot, and by rank and slot; int64 [S], [S],
-    [R, S].
+    """Return the expert of each slot, and tokens that move by slot and by source rank and slot:
+    int64 [S], [S], [R, S].
 
-    packs: by `approx_bin_packing`, not `one_shot_greedy`. What the plan does to loads is added to
-    `sums_4` (`app.moe.echo.plan_slots`).
+    packs: use `approx_bin_packing`, not `one_shot_greedy`. Adds loads to `sums_4`
+    (`app.moe.echo.plan_slots`).
     """
     ranks, experts = counts_RE.shape
     slots = ranks * spares
@@ -102,7 +101,7 @@ def _plan(
     rank_load = tl.sum(tl.load(scratch + rank[:, None] * local + near, mask=own, other=0), axis=1)
     room = tl.where(rank < ranks, tl.maximum(average - rank_load, 0), 0)
     limit = average + (average.to(tl.float32) * threshold).to(tl.int64)
-    uneven = tl.max(rank_load, axis=0) > limit  # else nothing moves
+    uneven = tl.max(rank_load, axis=0) > limit  # otherwise nothing moves
     if uneven:
         spread_spills(
             slot_experts,
@@ -147,21 +146,23 @@ def _plan(
 
 @jit
 def _needed(
-    home: tl.tensor,
+    owner: tl.tensor,
     moved: tl.tensor,
     rank_load: tl.tensor,
     limit: tl.tensor,
     R: tl.constexpr,
     S: tl.constexpr,
 ) -> tl.tensor:
-    """The tokens of slots that must be filled so that no rank has more than `limit`, else 0."""
+    """Return the tokens of slots that must be filled so that no rank has more than `limit`,
+    otherwise 0.
+    """
     slot = tl.arange(0, S)
-    at_home = tl.arange(0, R)[:, None] == home[None, :]
-    left = rank_load - tl.sum(tl.where(at_home, moved[None, :], 0), axis=1)
+    at_owner = tl.arange(0, R)[:, None] == owner[None, :]
+    left = rank_load - tl.sum(tl.where(at_owner, moved[None, :], 0), axis=1)
     smaller = moved[:, None] < moved[None, :]
     before = smaller | ((moved[:, None] == moved[None, :]) & (slot[:, None] <= slot[None, :]))
-    before &= home[:, None] == home[None, :]
+    before &= owner[:, None] == owner[None, :]
     stays = tl.sum(tl.where(before, moved[:, None], 0), axis=0)
-    stays += tl.sum(tl.where(at_home, left[:, None], 0), axis=0)
+    stays += tl.sum(tl.where(at_owner, left[:, None], 0), axis=0)
     anywhere = tl.max((left > limit).to(tl.int32), axis=0)
     return tl.where((stays > limit) | (anywhere > 0), moved, 0)

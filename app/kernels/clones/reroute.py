@@ -1,11 +1,11 @@
-"""Choices that a rank counts for a plan of clones, and where they go by it (`app.moe.echo`).
+"""Counts of a rank's choices for the clone plan, and the choices' destinations (`app.moe.echo`).
 
-What is counted by blocks of tokens (`app.kernels.expert_rows`) is added up where it is sent; which
-of an expert's tokens a token is, is looked for only if any of them go to clones.
+Counts by blocks of tokens (`app.kernels.expert_rows`) are added up by the kernel that sends them. A
+token's position among its expert's tokens is computed only for experts with clones.
 
 Shapes: T tokens of this rank, K experts of each · E experts · R ranks · S slots · C blocks of B
 tokens. In kernels E and S are powers of two that hold these, CHUNK blocks are added up and CHOICES
-choices looked at together.
+choices processed together.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from app.kernels.common import jit, tl
 from app.kernels.expert_rows import block_sizes, chosen_of_block, sums_of_blocks
 from app.kernels.tiling import block_of
 
-PAIRS = 4096  # (choice, slot) pairs that are looked at together
-COUNTS = 8192  # that are added up at once
+PAIRS = 4096  # (choice, slot) pairs processed together
+COUNTS = 8192  # added up at once
 
 
-def exchange_counts(counts_CE: Tensor, addresses_R: Tensor, arrivals: Arrivals) -> None:
-    """Write the sums of the blocks' counts, int64 [E], to each of the addresses, and wait for what
-    all ranks write here.
+def all_gather_counts(counts_CE: Tensor, addresses_R: Tensor, arrivals: Arrivals) -> None:
+    """Write the sums of the blocks' counts, int64 [E], to each of the addresses, and wait for all
+    ranks'.
     """
     blocks, experts = counts_CE.shape
-    _exchange_counts[(len(addresses_R),)](
+    _all_gather_counts[(len(addresses_R),)](
         counts_CE,
         addresses_R,
         arrivals.own_P,
@@ -49,10 +49,10 @@ def reroute(
     moved_R_S: Tensor,
     ranks: int,
 ) -> Tensor:
-    """Where each choice goes, int64 [T, K], ids as in `app.moe.echo.reroute`.
+    """Return the destination of each choice, int64 [T, K], ids as in `app.moe.echo.reroute`.
 
     `counts_CE` are those of `app.kernels.expert_rows.count_choices` for all experts; `moved_R_S` is
-    how many tokens of the rank that has these go to each slot.
+    the number of tokens that move from the rank of these counts to each slot.
     """
     tokens, top_k = experts_TK.shape
     (blocks, experts), slots = counts_CE.shape, len(expert_S)
@@ -82,7 +82,7 @@ def reroute(
 
 
 @jit
-def _exchange_counts(
+def _all_gather_counts(
     counts: tl.tensor,
     addresses: tl.tensor,
     arrived: tl.tensor,
@@ -132,7 +132,7 @@ def _reroute(
     inside = slot < slots
     filled = tl.load(moved_of_slot + slot, mask=inside, other=0) > 0
     moves = tl.max(filled.to(tl.int32), axis=0) > 0
-    if moves:  # the place of each choice among those of its expert
+    if moves:  # position of each choice among those of its expert
         _, before = sums_of_blocks(counts, blocks, begin=0, local=experts, CHUNK=CHUNK, E=E)
         own = chosen_of_block(chosen, tokens, 0, local=experts, K=K, B=B, E=E)
         place = before[:, None] + tl.cumsum((own > 0).to(tl.int32), axis=1) - 1

@@ -1,5 +1,5 @@
-"""How slots are filled by the simpler algorithms of `app.moe.echo.plan_clones`, and how a plan is
-written: parts of kernels, each done by one program with all of its threads.
+"""Device functions of clone planning: the simpler algorithms of `app.moe.echo.plan_clones`, and the
+output of a plan. Each runs in one program with all its threads.
 
 Shapes: R ranks · E experts, L of each rank · S slots. R, E and S are powers of two that hold these.
 """
@@ -9,18 +9,18 @@ from __future__ import annotations
 from app.kernels.common import jit, tl
 from app.kernels.tiling import block_of
 
-PRIORITIES = 8  # of `approx_bin_packing`
-SOURCES = 4096  # (rank, slot, slot) triples that are looked at together
+PRIORITIES = 8  # priority classes of `approx_bin_packing`
+SOURCES = 4096  # (rank, slot, slot) triples processed together
 
 
 def sources_at_once(ranks: int, slots: int) -> int:
-    """Ranks whose share of all slots a plan finds at once."""
+    """Return the number of ranks whose share of all slots is computed at once."""
     return min(block_of(ranks), max(1, SOURCES // block_of(slots) ** 2))
 
 
 def scratch_of(ranks: int, experts: int) -> int:
-    """Integers that `spread_spills` needs: loads of experts, their spills, and of as many as there
-    are ranks the expert and tokens of the largest spills, the rank and tokens of the largest rooms.
+    """Return the number of integers that `spread_spills` needs: loads and spills of experts, then
+    per rank expert and tokens of the largest spills, rank and tokens of the largest rooms.
     """
     return 2 * experts + 4 * ranks
 
@@ -34,7 +34,9 @@ def _spilled(
     local: tl.constexpr,
     E: tl.constexpr,
 ) -> tl.tensor:
-    """Tokens of each expert beyond the average of its rank, where small experts come first: [E]."""
+    """Return the tokens of each expert beyond the average of its rank, smallest experts first:
+    [E].
+    """
     expert = tl.arange(0, E)
     start = tl.zeros((E,), tl.int64)
     for place in range(local):
@@ -49,8 +51,8 @@ def _spilled(
 def _spills_before(
     spills: tl.tensor, spill: tl.tensor, nth: tl.tensor, count: tl.tensor, COUNTS: tl.constexpr
 ) -> tl.tensor:
-    """Tokens, or with COUNTS the number, of those of `count` spills before each, the largest first:
-    as `spill`, of which those that are not 0 are the `nth` of the spills.
+    """Return the sum of the spills sorted before each, largest first, or with COUNTS their number;
+    `nth` and `count` index the spills that are not 0.
     """
     before = tl.zeros_like(nth if COUNTS else spill)
     for other in range(count):
@@ -62,7 +64,7 @@ def _spills_before(
 
 @jit
 def _rooms_before(room: tl.tensor, R: tl.constexpr) -> tl.tensor:
-    """Whether the room of one rank, [:, None], comes before that of another: [R, R]."""
+    """Return whether the room of one rank, [:, None], sorts before that of another: [R, R]."""
     rank = tl.arange(0, R)
     larger = room[:, None] > room[None, :]
     return larger | ((room[:, None] == room[None, :]) & (rank[:, None] < rank[None, :]))
@@ -80,7 +82,7 @@ def _overlap_slots(
     R: tl.constexpr,
     E: tl.constexpr,
 ) -> None:
-    """Slots by `one_shot_greedy`."""
+    """Fill slots by `one_shot_greedy`."""
     rank = tl.arange(0, R)
     expert = tl.arange(0, E)[None, :].to(tl.int64)
     room_start = tl.sum(tl.where(_rooms_before(room, R=R), room[:, None], 0), axis=0)
@@ -114,11 +116,11 @@ def _pack_slots(
     R: tl.constexpr,
     E: tl.constexpr,
 ) -> None:
-    """Slots by `approx_bin_packing`.
+    """Fill slots by `approx_bin_packing`.
 
-    Of `count` spills only the R largest are looked at. As long as nothing has been taken of them
-    they come in that order, and what has been taken of comes later than before: so each of R steps
-    takes one of these. When nothing is left it does not matter who is taken.
+    Only the R largest of `count` spills matter: untouched spills are taken in that order, and a
+    spill that has given tokens moves back in the queue, so each of R steps takes one of these. Once
+    nothing is left it does not matter which is taken.
     """
     nth = tl.arange(0, R)
     room_nth = tl.sum(_rooms_before(room, R=R).to(tl.int32), axis=0)
@@ -137,10 +139,10 @@ def _pack_slots(
         at = queue + 2 * ranks + tl.full((R,), place, tl.int32)
         slot, room_here = tl.load(at), tl.load(at + ranks)
         priority = (left < average).to(tl.int32)
-        for below in tl.static_range(1, PRIORITIES - 1):  # a division would take longer
+        for below in tl.static_range(1, PRIORITIES - 1):  # comparisons are faster than a division
             priority += (average - left >= below * step).to(tl.int32)
         key = tl.where(left > 0, priority, PRIORITIES) * (2 * R) + turn
-        taken = key == tl.min(key, axis=0)  # one, as no two have the same turn
+        taken = key == tl.min(key, axis=0)  # exactly one, as turns are unique
         moved = tl.minimum(left, room_here)
         tl.store(slot_experts + slot, supplier, mask=taken)
         tl.store(slot_tokens + slot, moved, mask=taken)
@@ -164,13 +166,13 @@ def spread_spills(
     R: tl.constexpr,
     E: tl.constexpr,
 ) -> None:
-    """Slots by `approx_bin_packing`, if it PACKS, or by `one_shot_greedy`. All threads can read the
-    load at `scratch`, of `scratch_of` integers.
+    """Fill slots by `approx_bin_packing` if PACKS, otherwise by `one_shot_greedy`. All threads must
+    be able to read the load at `scratch`, of `scratch_of` integers.
     """
     local: tl.constexpr = experts // ranks
     spills = scratch + experts
     spill = _spilled(scratch, load, average, experts=experts, local=local, E=E)
-    filled = (spill > 0).to(tl.int32)  # a few of many
+    filled = (spill > 0).to(tl.int32)  # usually few
     nth, count = tl.cumsum(filled, axis=0) - 1, tl.sum(filled, axis=0)
     tl.store(spills + nth, spill, mask=spill > 0)
     tl.debug_barrier()
@@ -221,8 +223,8 @@ def write_plan(
     R: tl.constexpr,
     S: tl.constexpr,
 ) -> None:
-    """The plan that slots are filled by: by slot, and by rank and slot, SOURCES ranks at once. What
-    it does to `rank_load` is added to `sums`, if there are any.
+    """Write the plan by slot, and by source rank and slot, SOURCES ranks at once. Adds loads to
+    `sums` if given.
     """
     slot = tl.arange(0, S)
     tl.store(slot_experts + slot, supplier, mask=slot < slots)
@@ -262,7 +264,7 @@ def _add_loads(
     R: tl.constexpr,
     S: tl.constexpr,
 ) -> None:
-    """Tokens of the fullest rank before and after, of all ranks, and slots filled."""
+    """Add tokens of the fullest rank before and after, of all ranks, and filled slots."""
     nth = tl.arange(0, 4)
     sums += nth
     until_now = tl.load(sums)
@@ -291,8 +293,8 @@ def _sources(
     R: tl.constexpr,
     S: tl.constexpr,
 ) -> None:
-    """What each rank gives to each slot, SOURCES ranks at once: in proportion, then from the first
-    ranks on.
+    """Return the tokens each rank gives to each slot, SOURCES ranks at once: in proportion, then
+    from the first ranks on.
     """
     rank = tl.arange(0, R)[:, None]
     slot = tl.arange(0, S)

@@ -1,15 +1,14 @@
-"""Weights of experts to the slots of their clones, and the clones' gradients back, through
-addresses: of memory of other ranks that this one can read and write, or of parts of a tensor of its
-own.
+"""Copies of experts' weights to the slots of their clones, and of the clones' gradients back,
+through addresses of symmetric memory, or of parts of a local tensor.
 
 Sums are fp32 in order of slots, without atomics. Nothing here waits for other ranks: what is read
-has to be there.
+must have been written.
 
 Shapes: R ranks · L experts of this rank, from `first` on · s slots of a rank, S = R·s of all: slot
-j is number j % s on rank j // s · I × O a matrix. `expert_S` (int64) says whose clone a slot has,
-`moved_S` (int64) how many tokens go there; without any it is empty. `addresses_R` (int64, on the
-device): where each rank's s matrices begin, at 16 bytes. In kernels: BLOCK values of a matrix at a
-time, PLACES ≥ S, a power of two.
+j is number j % s on rank j // s · I × O a matrix. `expert_S` (int64) holds the expert of each slot,
+`moved_S` (int64) the tokens that go there; a slot without tokens is empty. `addresses_R` (int64, on
+the device): start of each rank's s matrices, aligned to 16 bytes. In kernels: BLOCK values of a
+matrix at a time, PLACES ≥ S, a power of two.
 """
 
 from __future__ import annotations
@@ -22,23 +21,22 @@ from app.kernels.common import jit, tl
 from app.kernels.tiling import MULTIPROCESSORS, block_of, cdiv
 
 BLOCK = 4096
-WARPS = 8  # 16 values of each thread: two accesses of 16 bytes in bf16, four in fp32
-PROGRAMS = 2 * MULTIPROCESSORS  # of a slot at most, so that one alone keeps its link busy
+WARPS = 8  # 16 values per thread: two accesses of 16 bytes in bf16, four in fp32
+PROGRAMS = 2 * MULTIPROCESSORS  # per slot at most: one slot alone keeps its link busy
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Where one kind of matrices goes."""
+    """Source and destination of one kind of matrices."""
 
-    weight_LIO: Tensor  # those of this rank's experts
-    addresses_R: Tensor  # of each rank's slots for them
+    weight_LIO: Tensor  # matrices of this rank's experts
+    addresses_R: Tensor  # of each rank's slots for such matrices
 
 
 def push_clones(up: Slots, down: Slots, expert_S: Tensor, moved_S: Tensor, first: int) -> None:
-    """Write weight[e - first] of both kinds to every filled slot whose expert e is one of this
-    rank's.
+    """Write weight[e - first] of both kinds to every filled slot whose expert e this rank owns.
 
-    Slots hold the weights' type. Nothing is read or written for others.
+    Slots have the weights' dtype. Nothing is read or written for other slots.
     """
     weights = up.weight_LIO, down.weight_LIO
     assert all(weight.is_contiguous() for weight in weights)
@@ -64,8 +62,8 @@ def push_clones(up: Slots, down: Slots, expert_S: Tensor, moved_S: Tensor, first
 def add_clones(
     total_LIO: Tensor, expert_S: Tensor, moved_S: Tensor, addresses_R: Tensor, first: int
 ) -> None:
-    """total[e - first] += the fp32 matrices of all filled slots with expert e, one after another in
-    order of slots; in fp32, rounded once, to the type of the total.
+    """Add to total[e - first] the fp32 matrices of all filled slots with expert e, in order of
+    slots; in fp32, rounded once to the dtype of the total.
 
     Experts without a clone are neither read nor written. Equal calls give equal bits.
     """
@@ -88,7 +86,7 @@ def add_clones(
 
 
 def _grid(count: int, expert_S: Tensor) -> tuple[int, int]:
-    """Neighbouring programs have different slots, so that all links are in use."""
+    """Return the grid; neighbouring programs have different slots, so that all links are in use."""
     return len(expert_S), min(PROGRAMS, cdiv(count, BLOCK))
 
 
@@ -129,7 +127,7 @@ def _push_matrix(
     count: int,
     BLOCK: tl.constexpr,
 ) -> None:
-    """This program's part of the nth matrix to a slot."""
+    """Copy this program's part of the nth matrix to a slot."""
     out = tl.load(addresses + slot // spares).to(tl.pointer_type(weights.dtype.element_ty))
     out = tl.multiple_of(out, 16) + (slot % spares).to(tl.int64) * count
     weight = weights + nth * count

@@ -1,1 +1,3 @@
-"""Rows and weights of experts in FP8, with a scale per row: for products on tensor cores."""
+"""Kernels that quantise experts' rows and weights to FP8 with a scale per row, for grouped
+GEMMs.
+"""

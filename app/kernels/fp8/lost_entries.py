@@ -1,10 +1,10 @@
-"""Entries of a matrix that FP8 have lost, counted where a number on the device says so.
+"""Count of matrix entries that FP8 loses, if a flag on the device asks for it.
 
-Otherwise programs end at once, so that a captured graph may hold the kernel and count in some
-replays only. Counts are integers: their sums are the same in any order.
+Otherwise programs return at once, so that a captured graph may hold the kernel and count in some
+replays only. Counts are integers, so their order does not matter.
 
-`counts_3`, int64: entries that are not zero, those of them that have become zero, and those beyond
-the largest number of their type, which have become that number.
+`counts_3`, int64: nonzero entries; those of them rounded to zero; entries beyond the dtype's
+maximum, which were clipped.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 from app.kernels.common import jit, tl
 from app.kernels.tiling import MULTIPROCESSORS, cdiv
 
-VALUES = 4096  # that a program reads at once: 16 bytes of bf16 for each thread, twice
+VALUES = 4096  # read by a program at once: 16 bytes of bf16 per thread, twice
 WARPS = 8
-PROGRAMS = 4  # that a multiprocessor runs at once
+PROGRAMS = 4  # resident programs per multiprocessor
 
 
 def count_lost(
@@ -28,10 +28,10 @@ def count_lost(
     scale: Tensor | None,
     largest: float,
 ) -> None:
-    """Add those of a matrix to `counts_3`, if `wanted` (int32 [1]) is not 0.
+    """Add a matrix's counts to `counts_3`, if `wanted` (int32 [1]) is not 0.
 
-    `data`: the entries of `x` in FP8, uint8; both contiguous. `scale`, fp32 [1]: what they
-    were multiplied with where that is not by their own largest one; None: none is beyond.
+    `data`: the entries of `x` in FP8, uint8; both contiguous. `scale`, fp32 [1]: the factor that
+    quantised them; None if it was their own amax, so that none is clipped.
     """
     programs = min(MULTIPROCESSORS * PROGRAMS, cdiv(x_N.numel(), VALUES))
     if programs:
@@ -69,7 +69,7 @@ def _count(
             # a matrix may have more than 2³¹ entries
             place = (tl.zeros((1,), tl.int64) + block) * BLOCK + tl.arange(0, BLOCK)
             entry = tl.load(x + place, mask=place < numel, other=0.0).to(tl.float32)
-            # without its sign zero is 0
+            # mask the sign: -0 is zero as well
             code = tl.load(data + place, mask=place < numel, other=0).to(tl.int32) & 127
             present += (entry != 0.0).to(tl.int32)
             zeroed += ((entry != 0.0) & (code == 0)).to(tl.int32)

@@ -1,5 +1,5 @@
-"""silu(gate) · up between the products of experts, with what it makes in FP8 besides: rows
-are not read again to be quantised.
+"""SwiGLU activation of experts that also writes its result in FP8, so that rows are not read again
+to be quantised.
 
 Shapes: R rows, F hidden width of an expert; the gate is the first half of a row of `both`.
 """
@@ -12,22 +12,22 @@ from typing import Any
 from torch import Tensor
 
 from app.kernels.common import jit, tl
-from app.kernels.fp8.quantise import empty_in_8, in_eight, reciprocal, scale_for
+from app.kernels.fp8.quantise import empty_fp8_rows, in_fp8, reciprocal, scale_for
 from app.kernels.tiling import MULTIPROCESSORS, block_of, cdiv
 
-InBoth = tuple[Tensor, Tensor, Tensor]  # as it is, in FP8, the factors of its rows
-PER_WARP = 256  # columns of a warp at once: 8 per thread, 16 bytes of bf16
-PARTS = 4  # of a row that a thread holds, in as many registers
-TOGETHER = 8  # warps of a program, each with a row where that is short
-WARPS = 16  # that share a row at most
-PROGRAMS = 16  # of a multiprocessor
+InBoth = tuple[Tensor, Tensor, Tensor]  # unquantised rows, FP8 data, factors of the rows
+PER_WARP = 256  # columns per warp at once: 8 per thread, 16 bytes of bf16
+PARTS = 4  # parts of a row per thread, each in registers of its own
+TOGETHER = 8  # warps per program, each with one row if rows are short
+WARPS = 16  # at most, sharing a row
+PROGRAMS = 16  # resident programs per multiprocessor
 
 
 def swiglu_rows(both_R2F: Tensor, used: Tensor) -> InBoth:
-    """[R, 2F] -> [R, F], computed in fp32 and rounded once; in FP8 what that has become.
+    """Map [R, 2F] -> [R, F], computed in fp32 and rounded once; also return the result in FP8.
 
-    fp32, bf16 or fp16. `used`, of one int32 on the device, is how many of the rows count: those
-    behind them are neither read nor written.
+    fp32, bf16 or fp16. `used`, one int32 on the device, is the number of valid rows: later ones are
+    neither read nor written.
     """
     rows, double = both_R2F.shape
     made = _empty(both_R2F, rows, double // 2)
@@ -36,19 +36,19 @@ def swiglu_rows(both_R2F: Tensor, used: Tensor) -> InBoth:
 
 
 def swiglu_rows_gradient(grad_RF: Tensor, both_R2F: Tensor, used: Tensor) -> InBoth:
-    """The gradient of `both`, of that of the result."""
+    """Return the gradient of `both`, plain and in FP8, from that of the result."""
     made = _empty(both_R2F, *both_R2F.shape)
     _launch(_backward, (grad_RF.contiguous(), both_R2F), made, used=used)
     return made
 
 
 def _empty(like: Tensor, rows: int, columns: int) -> InBoth:
-    return like.new_empty(rows, columns), *empty_in_8((rows, columns), like.device)
+    return like.new_empty(rows, columns), *empty_fp8_rows((rows, columns), like.device)
 
 
 def _launch(kernel: Any, read: Sequence[Tensor], made: InBoth, *, used: Tensor) -> None:
-    """By some programs that go through the rows, as only the device knows how many of them count.
-    Of what is read the last is R × 2F.
+    """Launch a resident set of programs that loop over the rows, as only the device knows their
+    number. The last tensor read is R × 2F.
     """
     rows, double = read[-1].shape
     width = double // 2
@@ -74,7 +74,9 @@ def _launch(kernel: Any, read: Sequence[Tensor], made: InBoth, *, used: Tensor) 
 def _place(
     row: tl.tensor, rows: int, width: int, COLUMNS: tl.constexpr, part: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Offsets of a part of some rows' columns in [R, F] and [R, 2F], and which of them exist."""
+    """Return offsets of a part of some rows' columns in [R, F] and [R, 2F], and which of them
+    exist.
+    """
     column = part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     line = row[:, None].to(tl.int64) * width  # R·2F may exceed 32 bits
     return line + column, 2 * line + column, (row < rows)[:, None] & (column < width)
@@ -97,7 +99,7 @@ def _forward(
     for tile in range(tl.program_id(0), tl.cdiv(rows, HEIGHT), tl.num_programs(0)):
         row = tile * HEIGHT + tl.arange(0, HEIGHT)
         read = ()  # type: tuple[tuple[tl.tensor, tl.tensor], ...]
-        for part in tl.static_range(PARTS):  # all on their way before the first is needed
+        for part in tl.static_range(PARTS):  # issue all loads before the first is used
             _, double, exists = _place(row, rows, width, COLUMNS=COLUMNS, part=part)
             gate = tl.load(both_R2F + double, mask=exists, other=0.0)
             up = tl.load(both_R2F + double + width, mask=exists, other=0.0)
@@ -116,7 +118,7 @@ def _forward(
         tl.store(scales_R + row, reciprocal(scale), mask=row < rows)
         for part in tl.static_range(PARTS):
             single, _, exists = _place(row, rows, width, COLUMNS=COLUMNS, part=part)
-            narrow = in_eight(made[part].to(tl.float32), scale[:, None])
+            narrow = in_fp8(made[part].to(tl.float32), scale[:, None])
             tl.store(data_RF + single, narrow, mask=exists)
 
 
@@ -139,7 +141,7 @@ def _backward(
     for tile in range(tl.program_id(0), tl.cdiv(rows, HEIGHT), tl.num_programs(0)):
         row = tile * HEIGHT + tl.arange(0, HEIGHT)
         read = ()  # type: tuple[tuple[tl.tensor, tl.tensor, tl.tensor], ...]
-        for part in tl.static_range(PARTS):  # all on their way before the first is needed
+        for part in tl.static_range(PARTS):  # issue all loads before the first is used
             single, double, exists = _place(row, rows, width, COLUMNS=COLUMNS, part=part)
             grad = tl.load(grad_RF + single, mask=exists, other=0.0)
             gate = tl.load(both_R2F + double, mask=exists, other=0.0)
@@ -164,7 +166,7 @@ def _backward(
         tl.store(scales_R + row, reciprocal(scale), mask=row < rows)
         for part in tl.static_range(PARTS):
             _, double, exists = _place(row, rows, width, COLUMNS=COLUMNS, part=part)
-            left = in_eight(made[part][0].to(tl.float32), scale[:, None])
-            right = in_eight(made[part][1].to(tl.float32), scale[:, None])
+            left = in_fp8(made[part][0].to(tl.float32), scale[:, None])
+            right = in_fp8(made[part][1].to(tl.float32), scale[:, None])
             tl.store(data_R2F + double, left, mask=exists)
             tl.store(data_R2F + double + width, right, mask=exists)

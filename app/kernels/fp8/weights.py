@@ -1,6 +1,6 @@
-"""Weights of experts in both copies that products read: a scale for each row, and for each column,
-whose copy is turned around. Two launches, each of which reads the weights once: the first finds the
-largest entries, the second writes both copies.
+"""Quantisation of experts' weights into both copies that grouped GEMMs read: one with a scale per
+row, one transposed with a scale per column. Two launches each read the weights once: the first
+finds the amax, the second writes both copies.
 
 Shapes: E experts, I × O each; B blocks of rows.
 """
@@ -11,18 +11,20 @@ import torch
 from torch import Tensor
 
 from app.kernels.common import jit, tl
-from app.kernels.fp8.quantise import InEight, in_eight, reciprocal, scale_for
+from app.kernels.fp8.quantise import Fp8Rows, in_fp8, reciprocal, scale_for
 from app.kernels.tiling import cdiv
 
-LOOKED_AT = (64, 64)  # rows and columns whose largest entries are found at once
-WRITTEN = (64, 64)  # that are written at once
-BLOCKS = 16  # of rows whose largest entries are compared at once
+LOOKED_AT = (64, 64)  # rows and columns per tile of the amax pass
+WRITTEN = (64, 64)  # rows and columns per tile of the writing pass
+BLOCKS = 16  # blocks of rows whose amax is reduced at once
 WARPS = 4
-STAGES = 3  # tiles that are on their way while one is computed
+STAGES = 3  # tiles loaded ahead of the one being computed
 
 
-def quantise_weight_into(x_EIO: Tensor, by_rows: InEight, by_columns: InEight) -> None:
-    """In memory that is there: data [E, I, O] with factors [E, I], and [E, O, I] with [E, O]."""
+def quantise_weight_into(x_EIO: Tensor, by_rows: Fp8Rows, by_columns: Fp8Rows) -> None:
+    """Quantise into existing memory: data [E, I, O] with factors [E, I], and [E, O, I] with
+    [E, O].
+    """
     experts, height, width = x_EIO.shape
     (rows_EIO, rows_EI), (columns_EOI, columns_EO) = by_rows, by_columns
     tall, across = LOOKED_AT
@@ -123,7 +125,7 @@ def _both(
         place = matrix + row[:, None] * width + column[None, :]
         x = tl.load(x_EIO + place, mask=exists, other=0.0).to(tl.float32)
         along = tl.load(scales_EI + expert * height + row, mask=row < height, other=0.0)
-        tl.store(rows_EIO + place, in_eight(x, along[:, None]), mask=exists)
-        turned = matrix + column[:, None] * height + row[None, :]
-        narrow = tl.trans(in_eight(x, down[None, :]))
-        tl.store(columns_EOI + turned, narrow, mask=tl.trans(exists))
+        tl.store(rows_EIO + place, in_fp8(x, along[:, None]), mask=exists)
+        transposed = matrix + column[:, None] * height + row[None, :]
+        narrow = tl.trans(in_fp8(x, down[None, :]))
+        tl.store(columns_EOI + transposed, narrow, mask=tl.trans(exists))

@@ -1,1 +1,1 @@
-"""Kernels of routers: the best experts, and scores in parts that tensor cores take."""
+"""Router kernels: top-k experts, and the split of fp32 into bf16 parts for tensor cores."""

@@ -1,5 +1,5 @@
-"""fp32 matrices as sums of three in bf16, which tensor cores multiply without losing a digit: 8 + 8
-+ 8 bits are the 24 of fp32 (Henry, Tang, Heinecke 2019, arXiv 1904.06376).
+"""Split of fp32 matrices into three bf16 parts, which tensor cores multiply without losing a digit:
+8 + 8 + 8 bits are the 24 of fp32 (Henry, Tang, Heinecke 2019, arXiv 1904.06376).
 
 Shapes: T rows of width E.
 """
@@ -12,13 +12,14 @@ from torch import Tensor
 from app.kernels.common import jit, tl, usable
 from app.kernels.tiling import PARTS, cdiv
 
-BLOCK = 2048  # values of a program: 16 per thread
+BLOCK = 2048  # values per program, 16 per thread
 
 
 def in_parts(wide_TE: Tensor) -> Tensor:
-    """fp32 [T, E] -> bf16 [T, 3·E], in each row the first parts, then the second ones, then the
-    third. They add up to `wide_TE`, but for what is below the smallest numbers of bf16, or beyond
-    its largest.
+    """Return fp32 [T, E] as bf16 [T, 3·E]: in each row the first parts, then the second, then the
+    third.
+
+    They sum to `wide_TE`, except below the smallest or beyond the largest numbers of bf16.
     """
     if not usable(wide_TE):
         first = wide_TE.bfloat16()

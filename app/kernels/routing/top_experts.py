@@ -1,4 +1,4 @@
-"""The experts with the largest scores: K rounds of finding the best in registers, without a sort.
+"""Top-k experts by score: K rounds of finding the maximum in registers, without a sort.
 
 Shapes: T tokens · E experts · K experts per token. In kernels: B tokens of a program, E padded to a
 power of two.
@@ -16,11 +16,10 @@ VALUES = 1024  # scores of one program
 
 
 def top_experts(scores_TE: Tensor, top_k: int) -> Tensor:
-    """Ids of the `top_k` largest scores of each token, ascending: int64 [T, K]. Among equals the
-    lowest id wins.
+    """Return the ids of the `top_k` largest scores of each token, ascending: int64 [T, K]. Among
+    equals the lowest id wins.
 
-    A score that is not a number counts as -inf. The ids differ from each other even where fewer
-    scores are above -inf.
+    NaN counts as -inf. The ids differ from each other even if fewer scores are above -inf.
     """
     tokens, experts = scores_TE.shape
     found_TK = torch.empty(tokens, top_k, dtype=torch.int64, device=scores_TE.device)
@@ -53,7 +52,7 @@ def _top(
     expert = tl.arange(0, E)[None, :]
     real = (token < tokens) & (expert < experts)
     score = tl.load(scores + token * experts + expert, mask=real, other=0.0).to(tl.float32)
-    score = tl.where(score == score, score + 0.0, float("-inf"))  # and -0 becomes 0, its equal
+    score = tl.where(score == score, score + 0.0, float("-inf"))  # NaN to -inf; -0 to 0
     # one integer orders by score, then by lower id: as integers, negative floats are in reverse
     bits = score.to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

@@ -1,1 +1,1 @@
-"""Attention: modules with their weights, whole sequences over ranks, kernels that compute it."""
+"""Attention: modules with weights, context parallelism, and the kernels that compute it."""

@@ -1,4 +1,4 @@
-"""Transformer Engine's attention for a run that asks for it, tried out on this host."""
+"""Transformer Engine's attention, checked on this host with a few tokens."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from app.model.attention.transformer_engine import TransformerEngineAttention
 from app.model.transformer_engine import INSTALL, import_library, library_version
 from app.rules.attention import KEY, ON_CPU
 
-ORDERED = 9  # major compute capability from which cuDNN has an ordered backward
+ORDERED = 9  # major compute capability from which cuDNN has a deterministic backward
 TRIED = 64  # tokens
 
 
 def library_attention(
     run: Run, dtype: torch.dtype, device: torch.device
 ) -> TransformerEngineAttention:
-    """Attention by Transformer Engine, in a type. Raises ConfigError for what this host lacks."""
+    """Return attention by Transformer Engine in this dtype. Raises ConfigError for what this host
+    lacks.
+    """
     deterministic = run.train.deterministic
     if device.type != "cuda":
         raise _refused(ON_CPU)
     import_library(lambda rule: _refused(rule, advice=INSTALL))
     if deterministic and torch.cuda.get_device_capability(device)[0] < ORDERED:
-        rule = "cuDNN has a fixed order on GPUs like Hopper and newer, not on this one"
+        rule = "cuDNN's backward is deterministic on Hopper and newer GPUs, not on this one"
         raise _refused(rule, Instead("train.deterministic=false"))
     attend = TransformerEngineAttention(deterministic)
     leaves = [
@@ -44,7 +46,7 @@ def library_attention(
 
 
 def _few_tokens(run: Run) -> Iterator[tuple[int, int, int, int]]:
-    """Shapes of queries, keys and values as a rank has them, but for their lengths."""
+    """Yield the shapes of a rank's queries, keys and values for a few tokens."""
     parallel, model = run.parallel, run.model
     gathers = parallel.cp > 1 and parallel.cp_comm_type is CpComm.all_gather
     parts = parallel.tp * (1 if gathers else parallel.cp)
@@ -55,7 +57,7 @@ def _few_tokens(run: Run) -> Iterator[tuple[int, int, int, int]]:
 
 
 def attention_line(train: TrainConfig) -> str:
-    """What Transformer Engine does of it, in words."""
+    """Return the report line that names the kernels in use."""
     order = ", gradients in a fixed order" if train.deterministic else ""
     return f"cuDNN by Transformer Engine {library_version()}{order}"
 

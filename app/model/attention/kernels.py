@@ -1,5 +1,4 @@
-"""Softmax attention of queries to keys and values that are all here: its interface, and torch's
-kernels.
+"""Softmax attention of queries to keys and values on one rank: interface, and torch's kernels.
 
 Shapes: as in `app.model.attention.modules`; S queries here.
 """
@@ -24,7 +23,7 @@ DETERMINISTIC_BACKENDS = [
 
 
 class Attend(Protocol):
-    """What computes softmax attention."""
+    """Implementation of softmax attention."""
 
     def __call__(
         self,
@@ -35,9 +34,10 @@ class Attend(Protocol):
         mask_B1SK: Tensor | None,
         scale: float | None,
     ) -> Tensor:
-        """Of N query over G key/value heads, masked or causal: B × S × N × H.
+        """Attend with N query heads to G key/value heads, masked or causal; returns B × S × N × H.
 
-        Causal queries are the last S of the K tokens. `scale`: factor on the scores; None: 1 / √H.
+        Causal queries are the last S of the K tokens. `scale`: factor on the scores; None means 1 /
+        √H.
         """
 
 
@@ -45,9 +45,9 @@ class Attend(Protocol):
 class TorchAttention:
     """torch's kernels (`Attend`).
 
-    On a GPU the fastest one (cuDNN's) adds the gradient of the queries with atomics, so that two
-    equal runs drift apart, and torch offers no other order for it. `deterministic` takes kernels
-    that add in a fixed order instead.
+    The fastest one on a GPU (cuDNN's) accumulates the gradient of the queries with atomics, so that
+    two equal runs drift apart, and torch offers no deterministic variant. `deterministic` restricts
+    torch to kernels that can add in a fixed order.
     """
 
     deterministic: bool = True
@@ -81,8 +81,8 @@ class TorchAttention:
                 enable_gqa=gqa,
             )
         if ordered and out.grad_fn is not None:
-            # The order is a global switch, which would slow other operations: it is on for this
-            # node alone.
+            # The switch is global and would slow other operations, so it is on only while this
+            # node runs.
             before = torch.are_deterministic_algorithms_enabled()
             out.grad_fn.register_prehook(lambda grads: torch.use_deterministic_algorithms(True))
             out.grad_fn.register_hook(
@@ -95,7 +95,7 @@ BY_TORCH = TorchAttention()  # in a fixed order
 
 
 def _last_rows(queries: int, keys: int) -> Tensor:
-    """The bias of causal queries that are the last of the keys, never stored."""
+    """Return the bias of causal queries that are the last of the keys; it is never materialised."""
     # brings torch's compiler along, two seconds few runs need
     from torch.nn.attention.bias import causal_lower_right
 

@@ -3,7 +3,7 @@ multi-head latent.
 
 Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them between
 matrices, K tokens of a whole sequence, D hidden; N query heads, G key/value heads of this rank, H
-head width; L width of the latent of keys and values, R of what positions turn.
+head width; L width of the latent of keys and values, R width that rotary positions rotate.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from app.plan.model.norm import NormWeights
 
 
 def attention(model: ModelConfig, layer_groups: LayerGroups = ALONE) -> nn.Module:
-    """The attention of one layer, of the kind that the model has: a module from B × s × D and a
-    context to B × s × D; no residual.
+    """Build the attention of one layer, of the kind the model has: maps B × s × D and a context to
+    B × s × D, without the residual.
     """
     if model.mla is not None:
         return LatentAttention(model, model.mla, layer_groups)
@@ -44,9 +44,8 @@ def attention(model: ModelConfig, layer_groups: LayerGroups = ALONE) -> nn.Modul
 class Attention(nn.Module):
     """Multi-head attention where N/G query heads share a key/value head (Ainslie et al. 2023).
 
-    `wqkv` holds, per key/value head, its query heads, then its key, then its value, so that a
-    contiguous part of its rows is a self-contained part of the heads: that of a tensor-parallel
-    rank.
+    `wqkv` holds, per key/value head, its query heads, then its key, then its value, so that any
+    contiguous block of its rows, such as a tensor-parallel shard, holds complete heads.
     """
 
     def __init__(self, model: ModelConfig, layer_groups: LayerGroups = ALONE) -> None:
@@ -74,18 +73,19 @@ class Attention(nn.Module):
             self.k_norm = _norm(weights.k_norm, model.norm_eps)
 
     def forward(self, x_BsD: Tensor, context: Context) -> Tensor:
-        """B × s × D -> B × s × D; no residual."""
+        """Map B × s × D -> B × s × D, without the residual."""
         qkv = self._gemm(x_BsD, context)
         heads = context.recompute.checkpoint(Recompute.attn_core, self._core, qkv, context)
         return self.wo.forward(heads, context.sink)
 
     def heads(self, x_BsD: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """What a cache is made of: q B × S × N × H, k and v B × S × G × H, positions turned."""
+        """Return rotated heads for a KV cache: q B × S × N × H, k and v B × S × G × H."""
         return self._heads(self._gemm(x_BsD, context), context)
 
     def _gemm(self, x_BsD: Tensor, context: Context) -> Tensor:
         qkv = self.wqkv.forward(x_BsD, context.sink)
-        return qkv if self.bqkv is None else qkv.add_(self.bqkv)  # nobody has kept it
+        # in place is safe: autograd has not saved it
+        return qkv if self.bqkv is None else qkv.add_(self.bqkv)
 
     def _core(self, qkv: Tensor, context: Context) -> Tensor:
         q_BSNH, k_BSGH, v_BSGH = self._heads(qkv, context)
@@ -99,7 +99,9 @@ class Attention(nn.Module):
         ).flatten(2)
 
     def _heads(self, qkv: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """q B × S × N × H, k and v B × S × G × H, with q/k norms if any and rotary positions."""
+        """Return q B × S × N × H, k and v B × S × G × H, with q/k norms if any and rotary
+        positions.
+        """
         qkv = self._all_normed(qkv)
         if usable(qkv):
             return split_and_rotate(
@@ -118,7 +120,7 @@ class Attention(nn.Module):
         return rotate(q_BSNH, context), rotate(k_BSGH, context), v.squeeze(3)
 
     def _all_normed(self, qkv: Tensor) -> Tensor:
-        """With norms over all heads together, if the model has such."""
+        """Apply the norms over all heads together, if the model has them."""
         if not isinstance(self.q_norm, WholeNorm) or not isinstance(self.k_norm, WholeNorm):
             return qkv
         return norm_all_heads(
@@ -141,12 +143,12 @@ def _norm(weights: NormWeights | None, eps: float) -> nn.Module:
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), computed with whole heads.
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), computed with complete heads.
 
-    Every rank makes the latents of its own tokens; what makes heads of them is cut by heads, and
-    gathers the tokens in front of it. Positions turn the last R values of a query head, and one
-    rotary key that all heads share; these lie in pairs of neighbours. Values are padded to the
-    width of keys, as the kernels with a fixed order of sums, and exchanges, take one width.
+    Every rank computes the latents of its own tokens; the up-projections are sharded by heads and
+    gather the tokens first. Positions rotate the last R values of a query head, and one rotary key
+    that all heads share; both store pairs as neighbours. Values are padded to the width of keys,
+    because the deterministic kernels and the all-to-all of context parallelism take one width.
     """
 
     def __init__(
@@ -166,7 +168,7 @@ class LatentAttention(nn.Module):
         self.wo = RowParallelLinear(weights.wo, layer_groups)
 
     def forward(self, x_BsD: Tensor, context: Context) -> Tensor:
-        """B × s × D -> B × s × D; no residual."""
+        """Map B × s × D -> B × s × D, without the residual."""
         q, latent_BsL, key_BSR = self.projected(x_BsD, context)
         kv = self.kv_b.forward(latent_BsL, context.sink)
         heads = context.recompute.checkpoint(
@@ -175,8 +177,8 @@ class LatentAttention(nn.Module):
         return self.wo.forward(heads, context.sink)
 
     def projected(self, x_BsD: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """What comes in front of positions: queries B × S × N·H, the normed latent of this rank's
-        own tokens B × s × L, the rotary key B × S × R.
+        """Return the projections before rotation: queries B × S × N·H, the normalised latent of
+        this rank's own tokens B × s × L, the rotary key B × S × R.
         """
         sink = context.sink
         latent = x_BsD if self.q_a is None else self.q_a_norm(self.q_a.forward(x_BsD, sink), sink)
@@ -187,19 +189,21 @@ class LatentAttention(nn.Module):
         return q, self.kv_a_norm(latent_BsL, sink), gather_tokens(key_BsR, self.layer_groups.tp)
 
     def queries(self, q: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """Of each head what positions do not turn, and what they have turned: B × S × N × …"""
+        """Split query heads into the unrotated and the rotated part: B × S × N × … each."""
         q_BSNH = q.unflatten(-1, (-1, self.mla.key_width))
-        plain, turned = q_BSNH.split((self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim), dim=-1)
-        return plain, _turn(turned, context)
+        plain, rotated = q_BSNH.split(
+            (self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim), dim=-1
+        )
+        return plain, _rotate(rotated, context)
 
     def shared_key(self, key_BSR: Tensor, context: Context) -> Tensor:
-        """The rotary key that all heads share, turned: B × S × 1 × R."""
-        return _turn(key_BSR[:, :, None], context)
+        """Return the rotated key that all heads share: B × S × 1 × R."""
+        return _rotate(key_BSR[:, :, None], context)
 
     def heads(
         self, q: Tensor, kv: Tensor, key_BSR: Tensor, context: Context
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of every head, B × S × N × H each: values are padded."""
+        """Return queries, keys and values of every head, B × S × N × H each; values are padded."""
         mla = self.mla
         q_BSNH = torch.cat(self.queries(q, context), dim=-1)
         both = kv.unflatten(-1, (-1, mla.qk_nope_head_dim + mla.v_head_dim))
@@ -221,8 +225,9 @@ class LatentAttention(nn.Module):
         return out_BSNH[..., : self.mla.v_head_dim].flatten(2)
 
 
-def _turn(x_BSNR: Tensor, context: Context) -> Tensor:
-    """Rotary positions for pairs of neighbours, which end up in two halves: queries and keys alike,
-    so that their products are the same.
+def _rotate(x_BSNR: Tensor, context: Context) -> Tensor:
+    """Apply rotary positions to neighbouring pairs and return them in two halves.
+
+    Queries and keys get the same order, so that their dot products are unchanged.
     """
     return rotate(interleaved_to_halves(x_BSNR), context)

@@ -1,4 +1,4 @@
-"""Attention to whole sequences that context-parallel ranks have parts of.
+"""Attention to sequences sharded over context-parallel ranks.
 
 Shapes: as in `app.model.attention.modules`.
 """
@@ -22,9 +22,9 @@ def attend_all(
     layer_groups: LayerGroups,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention to the whole sequence, over all context-parallel ranks: B × S × N × H.
+    """Attend to the whole sequence over all context-parallel ranks; returns B × S × N × H.
 
-    `scale`: factor on the scores; None: 1 / √H.
+    `scale`: factor on the scores; None means 1 / √H.
     """
     if size(layer_groups.cp) == 1:
         return context.attend(q_BSNH, k_BSGH, v_BSGH, mask_B1SK=context.mask_B1SK, scale=scale)
@@ -44,7 +44,7 @@ def _attend_gathered_keys(
     layer_groups: LayerGroups,
     scale: float | None,
 ) -> Tensor:
-    """Both pieces of the queries, each against the keys up to its own end."""
+    """Attend with both chunks of the queries, each to the gathered keys up to its own end."""
     assert layer_groups.cp is not None
     ranks = size(layer_groups.cp)
     here = rank(layer_groups.cp)
@@ -71,7 +71,7 @@ def _attend_by_heads(
     layer_groups: LayerGroups,
     scale: float | None,
 ) -> Tensor:
-    """Whole sequences of this rank's share of the heads."""
+    """Attend within whole sequences for this rank's share of the heads (Ulysses)."""
     assert layer_groups.cp is not None
     ranks = size(layer_groups.cp)
     width = q_BSNH.shape[3]

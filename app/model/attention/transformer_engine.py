@@ -1,8 +1,8 @@
-"""Softmax attention by cuDNN's kernels, as Transformer Engine calls them.
+"""Softmax attention by cuDNN's kernels through Transformer Engine.
 
-Beside what torch offers these are two: a backward of cuDNN that adds in a fixed order, and cuDNN's
-kernels for queries that are the last of more keys. Of the library nothing is used but its two
-functions, which are captured as any other kernel is.
+Compared with torch it adds a deterministic backward of cuDNN, and cuDNN's kernels for queries that
+are the last of more keys. Only two functions of the library are used; they are captured like any
+other kernel.
 
 Shapes: as in `app.model.attention.modules`; S queries here.
 """
@@ -20,22 +20,22 @@ from torch.autograd.function import once_differentiable
 from app.model.transformer_engine import LIBRARY
 
 FORMAT = "bshd"
-LAYOUT = "_".join([FORMAT] * 3)  # of queries, keys and values, which lie apart
-CAUSAL_WINDOW = (-1, 0)  # all keys before a query, none behind it
+LAYOUT = "_".join([FORMAT] * 3)  # queries, keys and values are separate tensors
+CAUSAL_WINDOW = (-1, 0)  # all keys before a query, none after it
 
 
 class TransformerEngineAttention:
-    """Causal attention (`Attend`), without masks of documents; in bf16 or fp16.
+    """Causal attention (`Attend`) without document masks; bf16 or fp16.
 
-    `deterministic`: backward adds the gradient of the queries in a fixed order. It keeps a matrix
-    of all scores meanwhile, in the type of queries.
+    `deterministic`: backward accumulates the gradient of the queries in a fixed order. It then
+    allocates a matrix of all scores in the dtype of the queries.
 
-    Every forward takes 16 numbers from torch's generator on the GPU, as if there were dropout: what
-    else draws from it (`model.moe.jitter_eps`) draws other numbers than beside torch's kernels.
+    Every forward takes 16 numbers from torch's CUDA generator, as if there were dropout: other
+    users of it (`model.moe.jitter_eps`) draw other numbers than with torch's kernels.
     """
 
     def __init__(self, deterministic: bool) -> None:
-        # loaded with the library, and no part of its public module
+        # comes with the library, but is not in its public module
         functions = import_module(f"{LIBRARY}.pytorch.cpp_extensions.fused_attn")
         self.forward: Callable[..., tuple[Tensor, Sequence[Tensor]]] = functions.fused_attn_fwd
         self.backward: Callable[..., Sequence[Tensor]] = functions.fused_attn_bwd
@@ -53,7 +53,9 @@ class TransformerEngineAttention:
         scale: float | None,
     ) -> Tensor:
         """See `Attend`."""
-        assert mask_B1SK is None, "a run with masks of documents attends by torch"
+        assert mask_B1SK is None, (
+            "document masks need torch's attention (train.attention_backend=torch)"
+        )
         factor = q_BSNH.shape[-1] ** -0.5 if scale is None else scale
         trained = any(each.requires_grad for each in (q_BSNH, k_BKGH, v_BKGH))
         if torch.is_grad_enabled() and trained:
@@ -64,8 +66,8 @@ class TransformerEngineAttention:
     def run_forward(
         self, q_BSNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, *, scale: float, keeps: bool
     ) -> tuple[Tensor, list[Tensor]]:
-        """B × S × N × H, and, where it `keeps` it, what backward needs besides: a number per row,
-        and a state of random numbers, which it does not read.
+        """Return B × S × N × H and, if `keeps`, what backward needs besides: a number per row, and
+        a random state that backward does not read.
         """
         out_BSNH, kept = self.forward(
             is_training=keeps, **self._arguments(q_BSNH, k_BKGH, v_BKGH, scale=scale)
@@ -75,8 +77,10 @@ class TransformerEngineAttention:
     def run_backward(
         self, saved: Sequence[Tensor], grad_BSNH: Tensor, scale: float
     ) -> Sequence[Tensor]:
-        """Gradients of queries, keys and values; `saved`: these, the output, and what forward kept
-        besides. Parts of larger tensors are copied once more, and not kept twice.
+        """Return the gradients of queries, keys and values.
+
+        `saved` holds these, the output, and what forward saved besides. Views are made contiguous
+        once more here instead of being saved twice.
         """
         q_BSNH, k_BKGH, v_BKGH, out_BSNH, *kept = saved
         found = self.backward(
@@ -93,7 +97,7 @@ class TransformerEngineAttention:
     def _arguments(
         self, q_BSNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, scale: float
     ) -> dict[str, object]:
-        """What both functions take."""
+        """Return the arguments that forward and backward share."""
         queries, keys = q_BSNH.shape[1], k_BKGH.shape[1]
         return {
             "max_seqlen_q": queries,
@@ -112,13 +116,13 @@ class TransformerEngineAttention:
             "attn_bias_type": "no_bias",
             "attn_mask_type": "causal" if queries == keys else "causal_bottom_right",
             "window_size": CAUSAL_WINDOW,
-            # it refuses what would be wrong in a replay
+            # the library refuses what a replay would compute wrongly
             "cuda_graph": q_BSNH.is_cuda and torch.cuda.is_current_stream_capturing(),
         }
 
     def _all_ends(self, heads: Tensor) -> Tensor:
-        """Where sequences begin and end, in tokens: int32, B + 1 of them. Made once per shape, so
-        that graphs read the same memory as the steps before them.
+        """Return the offsets of sequences in tokens, int32 [B + 1]; made once per shape, so that
+        graphs read the same memory as the steps before them.
         """
         count, length = heads.shape[:2]
         key = count, length, heads.device

@@ -1,1 +1,1 @@
-"""Layers that remember keys and values, so that a token costs one token's work."""
+"""Decoding with KV caches, so that each new token costs one token's compute."""

@@ -1,4 +1,4 @@
-"""The layers of a chunk with a memory each.
+"""Chunk whose layers have a KV cache each.
 
 Shapes: B sequences, P tokens of the longest prompt, T rows of a step, D hidden.
 """
@@ -15,12 +15,12 @@ from app.model.decoding.layer_caches import CacheSizes, LayerCache, NextToken, l
 from app.model.layers import Context
 from app.plan.model.phases import PhaseName
 
-# normed hidden states -> what is added to them
+# normalised hidden states -> output that is added to the residual
 LayerAttention = Callable[[Tensor, Context], Tensor]
 
 
 class CachedChunk:
-    """A chunk that is asked for prompts first, and then token by token; never with gradients."""
+    """Chunk that processes prompts first and then one token per sequence; never with gradients."""
 
     def __init__(self, chunk: Chunk, sizes: CacheSizes) -> None:
         self.chunk = chunk
@@ -29,15 +29,15 @@ class CachedChunk:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory of all layers."""
+        """Bytes of the caches of all layers."""
         return sum(cache.nbytes for cache in self.caches)
 
     def prompts(self, x: Tensor, place_1P: Tensor) -> Tensor:
-        """Tokens B × P (first stage) or hidden states B × s × D -> B × s × D, s = P / tp."""
+        """Map tokens B × P (first stage) or hidden states B × s × D -> B × s × D, s = P / tp."""
         return self._forward(x, place_1P, [cache.prompt for cache in self.caches])
 
     def step(self, x: Tensor, place_1T: Tensor, following: NextToken) -> Tensor:
-        """Tokens 1 × T (first stage) or hidden states 1 × t × D -> 1 × t × D, t = T / tp."""
+        """Map tokens 1 × T (first stage) or hidden states 1 × t × D -> 1 × t × D, t = T / tp."""
 
         def attend_with(cache: LayerCache) -> LayerAttention:
             return lambda h_1tD, context: cache.step(h_1tD, context, following)
@@ -52,7 +52,7 @@ class CachedChunk:
 
 
 def _with_memory(layer: Layer, attend: LayerAttention) -> RunPhases:
-    """The phases of a layer, with another attention in place of its own."""
+    """Return a function that runs the phases of a layer with `attend` in place of its attention."""
     assert layer.phases[0].name is PhaseName.attn, "a layer begins with attention"
 
     def run(

@@ -1,13 +1,13 @@
-"""What attention remembers of a layer: static memory for a batch of sequences.
+"""KV caches of a layer's attention: static memory for a batch of sequences.
 
-Sequences begin at place 0 and are filled up at their ends: nothing looks at what comes later, and a
-sequence's next tokens overwrite its filling before they look at it. So prompts of different lengths
-need no mask in front, and each its own number of places behind.
+Sequences begin at position 0 and are padded at their ends: causal attention never looks at the
+padding, and a sequence's next tokens overwrite it before they could attend to it. Prompts of
+different lengths therefore need no mask, and each continues at its own position.
 
-A rank has whole sequences, also where several share one in training (context parallelism).
+A rank caches whole sequences, also if training shards them (context parallelism).
 
-Shapes: B sequences, P tokens of the longest prompt, M places of the memory, T rows of a step (B of
-them, and so many more that tensor-parallel ranks divide them), D hidden; G key/value heads of this
+Shapes: B sequences, P tokens of the longest prompt, M positions of the cache, T rows of a step (B
+of them, padded to a multiple of the tensor-parallel ranks), D hidden; G key/value heads of this
 rank with Q query heads each, N = G·Q, H head width; L width of the latent of keys and values, R of
 the rotary key.
 """
@@ -28,29 +28,31 @@ from app.model.tensor_parallel import gather_tokens
 
 @dataclass(frozen=True, slots=True)
 class CacheSizes:
-    """Of the memory of every layer."""
+    """Sizes of the cache of every layer."""
 
     sequences: int  # B
-    places: int  # M; 0: nothing is remembered
+    places: int  # M; 0 disables the cache
     dtype: torch.dtype
     device: torch.device
 
     def zeros(self, *shape: int) -> Tensor:
-        """Memory of B × …: zeros, since a masked NaN would still be NaN."""
+        """Allocate B × … zeros: uninitialised memory may hold NaN, which a mask would not
+        remove.
+        """
         return torch.zeros(self.sequences, *shape, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)
 class NextToken:
-    """Where the next token of every sequence belongs: found out once for all layers."""
+    """Position of the next token of every sequence, computed once for all layers."""
 
     sequence_B: Tensor  # 0 to B - 1, int64, on the device
     place_B: Tensor  # int64, on the device
-    bias_B11M: Tensor  # 0 for the places that it looks at, -∞ for others
+    bias_B11M: Tensor  # 0 for positions to attend to, -∞ for others
 
     @classmethod
     def at(cls, place_B: Tensor, sizes: CacheSizes) -> NextToken:
-        """Behind all tokens before it."""
+        """Build it for tokens at these positions."""
         later_BM = torch.arange(sizes.places, device=place_B.device) > place_B[:, None]
         bias_BM = torch.zeros(later_BM.shape, dtype=sizes.dtype, device=place_B.device)
         bias_BM.masked_fill_(later_BM, -torch.inf)
@@ -58,47 +60,47 @@ class NextToken:
         return cls(sequence_B, place_B, bias_BM[:, None, None])
 
     def put(self, memory_BGMH: Tensor, value_BGH: Tensor) -> None:
-        """Remember one token of every sequence."""
+        """Write one token of every sequence to the cache."""
         memory_BGMH[self.sequence_B, :, self.place_B] = value_BGH
 
     def look(self, q_BGQH: Tensor, k_BGMH: Tensor, v_BGMH: Tensor, scale: float | None) -> Tensor:
-        """Attention of the queries of one token, of which those with one key/value head stand one
-        below the other: B × G × Q × H.
+        """Attend with the queries of one token; queries that share a key/value head are rows of one
+        matrix: B × G × Q × H.
         """
         return F.scaled_dot_product_attention(
             q_BGQH, k_BGMH, v_BGMH, attn_mask=self.bias_B11M, scale=scale
         )
 
     def own(self, rows_1TF: Tensor) -> Tensor:
-        """The tokens among the rows of a step: B × F."""
+        """Return the tokens among the rows of a step: B × F."""
         return rows_1TF[0, : len(self.place_B)]
 
     def as_rows(self, out_BF: Tensor, rows_1TF: Tensor) -> Tensor:
-        """Tokens as rows of a step, as many as these are: 1 × T × F."""
+        """Pad tokens to the rows of a step: 1 × T × F."""
         lacking = rows_1TF.shape[1] - len(out_BF)
         return (F.pad(out_BF, (0, 0, 0, lacking)) if lacking else out_BF)[None]
 
 
 class LayerCache(Protocol):
-    """The attention of one layer, with a memory."""
+    """Attention of one layer with its KV cache."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory."""
+        """Bytes of the cache."""
 
     def prompt(self, x_BsD: Tensor, context: Context) -> Tensor:
-        """Attention of prompts to themselves, which it remembers: B × s × D -> B × s × D,
-        s = P / tp; no residual.
+        """Attend within prompts and cache them: B × s × D -> B × s × D, s = P / tp, without the
+        residual.
         """
 
     def step(self, x_1tD: Tensor, context: Context, following: NextToken) -> Tensor:
-        """Attention of one token per sequence to all before it: 1 × t × D -> 1 × t × D, t = T / tp;
-        no residual.
+        """Attend with one token per sequence to all tokens before it: 1 × t × D -> 1 × t × D, t = T
+        / tp, without the residual.
         """
 
 
 class HeadsCache:
-    """Keys and values of grouped-query attention, of this rank's heads."""
+    """Cached keys and values of grouped-query attention, for this rank's heads."""
 
     def __init__(self, attn: Attention, sizes: CacheSizes) -> None:
         self.attn = attn
@@ -107,7 +109,7 @@ class HeadsCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory."""
+        """Bytes of the cache."""
         return self.k_BGMH.nbytes + self.v_BGMH.nbytes
 
     def prompt(self, x_BsD: Tensor, context: Context) -> Tensor:
@@ -130,12 +132,12 @@ class HeadsCache:
 
 
 class LatentCache:
-    """The latent and the rotary key of multi-head latent attention, the same on all ranks.
+    """Cached latent and rotary key of multi-head latent attention, equal on all ranks.
 
-    Prompts attend with whole heads, as in training. A step does not: the part of `kv_b` that makes
-    a head's keys is multiplied with its query instead, and the part that makes values with what it
-    has found (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), so that all heads share one key, of
-    which the latent is a part, and one value, the latent.
+    Prompts attend with complete heads, as in training. A step absorbs the up-projections instead
+    (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): the part of `kv_b` that makes keys is multiplied
+    into the query, and the part that makes values into the attention output, so that all heads
+    share one key, which contains the latent, and one value, the latent.
     """
 
     def __init__(self, attn: LatentAttention, sizes: CacheSizes) -> None:
@@ -145,7 +147,7 @@ class LatentCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory."""
+        """Bytes of the cache."""
         return self.both_B1MF.nbytes
 
     def prompt(self, x_BsD: Tensor, context: Context) -> Tensor:
@@ -171,8 +173,8 @@ class LatentCache:
         following.put(self.both_B1MF, following.own(both_1TF)[:, None])
         makes_NFL = attn.kv_b.weight.unflatten(0, (-1, mla.qk_nope_head_dim + mla.v_head_dim))
         keys_NCL, values_NVL = makes_NFL.split((mla.qk_nope_head_dim, mla.v_head_dim), dim=1)
-        plain, turned = (following.own(part) for part in attn.queries(q, context))
-        q_BNF = torch.cat((torch.einsum("bnc,ncl->bnl", plain, keys_NCL), turned), dim=-1)
+        plain, rotated = (following.own(part) for part in attn.queries(q, context))
+        q_BNF = torch.cat((torch.einsum("bnc,ncl->bnl", plain, keys_NCL), rotated), dim=-1)
         latent_B1ML = self.both_B1MF[..., : mla.kv_lora_rank]
         found_BNL = following.look(q_BNF[:, None], self.both_B1MF, latent_B1ML, self.scale)[:, 0]
         out_BNV = torch.einsum("bnl,nvl->bnv", found_BNL, values_NVL)
@@ -180,21 +182,21 @@ class LatentCache:
 
     @property
     def scale(self) -> float:
-        """On scores: that of whole heads, whatever the width of what is multiplied."""
+        """Factor on the scores: that of complete heads, although absorbed heads are wider."""
         return self.attn.mla.key_width**-0.5 if self.attn.scale is None else self.attn.scale
 
     def _both(self, latent_BsL: Tensor, key_BPR: Tensor, context: Context) -> Tensor:
-        """The latent of all tokens, and the rotary key turned: B × P × (L + R)."""
+        """Return the latent of all tokens and the rotated key: B × P × (L + R)."""
         latent_BPL = gather_tokens(latent_BsL, self.attn.layer_groups.tp)
         key_BP1R = self.attn.shared_key(key_BPR, context)
         return torch.cat((latent_BPL, key_BP1R[:, :, 0]), dim=-1)
 
 
 def layer_cache(attn: nn.Module, sizes: CacheSizes) -> LayerCache:
-    """The memory for an attention, of whatever kind."""
+    """Build the cache for an attention of either kind."""
     match attn:
         case Attention():
             return HeadsCache(attn, sizes)
         case LatentAttention():
             return LatentCache(attn, sizes)
-    raise AssertionError(f"{type(attn).__name__} has no memory")
+    raise AssertionError(f"{type(attn).__name__} has no KV cache")

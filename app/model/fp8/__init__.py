@@ -1,1 +1,1 @@
-"""Products in FP8 of linear layers and experts: matrices, what quantises them, back ends."""
+"""FP8 GEMMs of linear layers and experts: quantised matrices, quantizers, back ends."""

@@ -1,8 +1,8 @@
-"""The back end of a layer of experts in FP8.
+"""FP8 back end of grouped linear layers.
 
-Rows are quantised for the output, and the output's gradient for that of the rows, unless who has
-made them did so on the way (`app.model.fp8.ready`): with equal bits. The gradient of the weight
-stays a product of rows as they came, which are what is kept for it: it sums over rows, whose scales
+Rows are quantised for the output, and the output gradient for the input gradient, unless the kernel
+that produced them has done so (`app.model.fp8.ready`) with equal bits. The weight gradient stays a
+grouped GEMM of the unquantised rows, which are what backward saves: it sums over rows, whose scales
 differ.
 
 Shapes: T rows grouped by expert, E experts, I input width, O output width.
@@ -19,7 +19,7 @@ from app.model.weight_grads import GroupedLinearGrad, WeightGrad
 
 
 class Fp8GroupedLinear(HeldWeight):
-    """The products of one layer with its weight (`GroupedLinearBackend`)."""
+    """FP8 grouped GEMMs of one layer (`GroupedLinearBackend`)."""
 
     differentiable = False
     ready_rows = ReadyRows
@@ -31,17 +31,17 @@ class Fp8GroupedLinear(HeldWeight):
     def output(self, rows_TI: Operand, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
         """See the protocol."""
         self.refresh()
-        rows = self._in_8(rows_TI, ends_E)
+        rows = self._quantised(rows_TI, ends_E)
         return self.arithmetic.output(rows, self.held, ends_E, dtype=weight_EIO.dtype)
 
     def input_grad(self, grad_TO: Operand, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
         """See the protocol."""
-        grad = self._in_8(grad_TO, ends_E)
+        grad = self._quantised(grad_TO, ends_E)
         return self.arithmetic.input_grad(grad, self.held, ends_E, dtype=weight_EIO.dtype)
 
     def weight_grad(self, grad_TO: Tensor, rows_TI: Tensor, ends_E: Tensor) -> WeightGrad:
         """See the protocol."""
         return GroupedLinearGrad(rows_TI, grad_TO, ends_E)
 
-    def _in_8(self, rows: Operand, ends_E: Tensor) -> Quantised:
+    def _quantised(self, rows: Operand, ends_E: Tensor) -> Quantised:
         return rows if isinstance(rows, Quantised) else self.arithmetic.rows(rows, ends_E)

@@ -1,13 +1,13 @@
-"""The back end of a linear layer in FP8, and all layers of a rank that are.
+"""FP8 back end of linear layers, and the set of all FP8 layers of a rank.
 
-`Fp8Layers.expire` says that weights have changed, and the first forward of each layer afterwards
-quantises its own (`HeldWeight`), in front of anything captured of it. Work that is captured as a
-whole expires them when it begins, and so quantises them each time.
+`Fp8Layers.expire` marks weights as changed. The first forward of each layer afterwards quantises
+its weight (`HeldWeight`), outside partial CUDA graphs. A full-iteration graph expires the weights
+at its start, and so quantises them in every replay.
 
-What comes in is quantised once in forward, and kept as it is read by the gradient of the weight:
-a byte per element. Only where tokens are gathered over ranks for a product is this rank's part kept
-in its own type, gathered and quantised again. A scale is that of what a product reads on this rank:
-of all gathered tokens, but of its own part of a matrix that ranks have parts of.
+The input is quantised once in forward, and saved in the copy that the weight gradient reads: one
+byte per element. Only if tokens are gathered over ranks, this rank's shard is saved unquantised,
+and gathered and quantised again. Scales are local: of all gathered tokens, and of this rank's shard
+of a weight.
 
 Shapes: T rows, I input width, O output width.
 """
@@ -34,29 +34,29 @@ from app.model.weight_grads import WeightGrad
 
 @dataclass(frozen=True, slots=True)
 class Fp8Grad(WeightGrad):
-    """gradᵀ · x over all rows, of matrices in FP8."""
+    """Weight gradient gradᵀ · x over all rows, from FP8 operands."""
 
     arithmetic: Fp8Arithmetic
     grad: Quantised
     x: Quantised
-    dtype: torch.dtype  # of the gradient as a tensor of its own
+    dtype: torch.dtype  # dtype of the gradient returned by a call
 
     def __call__(self) -> Tensor:
-        """O × I."""
+        """Return O × I."""
         return self.arithmetic.weight_grad(self.grad, self.x, self.dtype)
 
     def add_to(self, total: Tensor) -> None:
-        """Sums in fp32 are added to inside the product, and rounded once."""
+        """Add to `total`; the GEMM accumulates into fp32 and rounds once."""
         self.arithmetic.add_weight_grad(self.grad, self.x, total)
 
 
-Count = Callable[[int, Tensor, Quantised], None]  # kind of a matrix, the matrix, what it became
+Count = Callable[[int, Tensor, Quantised], None]  # kind of matrix, matrix, its FP8 copies
 
 
 class Fp8Linear(HeldWeight):
-    """The products of one layer with its weight, in FP8 (`LinearBackend`).
+    """FP8 GEMMs of one layer (`LinearBackend`).
 
-    `count` looks at every matrix that has been quantised; None: nobody does.
+    `count` receives every matrix that has been quantised; None disables it.
     """
 
     differentiable = False
@@ -114,13 +114,13 @@ class Fp8Linear(HeldWeight):
         )
 
     def _own(self, operand: Operand, weight_OI: Tensor) -> Quantised:
-        assert weight_OI is self.weight, "each layer has a back end of its own"
-        assert isinstance(operand, Quantised), "made by `input_operand` or `grad_operand`"
+        assert weight_OI is self.weight, "the back end belongs to another layer's weight"
+        assert isinstance(operand, Quantised), "pass operands of `input_operand` or `grad_operand`"
         return operand
 
 
 class Fp8Layers:
-    """All layers of a rank whose products are in FP8."""
+    """All FP8 layers of a rank."""
 
     def __init__(
         self,
@@ -130,18 +130,18 @@ class Fp8Layers:
         lost: LostEntries | None = None,
         experts: RowScaled | None = None,
     ) -> None:
-        """`make`: what computes a linear layer, from the global name of its weight; `experts`: what
-        computes routed experts. None: there are none.
+        """`make` builds the arithmetic of a linear layer from the global name of its weight;
+        `experts` is that of routed experts. None if there are no such layers.
         """
         self.chunks = chunks
         self.make = make
         self.experts = experts
-        self.scales = scales  # that layers have from earlier steps; None: they look at themselves
-        self.lost = lost  # what counts entries that are lost; None: nothing does
+        self.scales = scales  # from earlier steps; None scales each matrix by its own amax
+        self.lost = lost  # counts lost entries; None disables it
         self.linears: dict[str, Fp8Linear | Fp8GroupedLinear] = {}  # by global names of weights
 
     def use(self, chunk: Chunk, names: Collection[str]) -> None:
-        """Have linear modules of these global names compute in FP8."""
+        """Switch linear modules of these global names to FP8."""
         modules = dict(chunk.named_modules())
         for name in names:
             module = modules[name]
@@ -158,8 +158,9 @@ class Fp8Layers:
             module.backend = self.linears[name] = Fp8Linear(self.make(name), module.weight, count)
 
     def watch(self) -> None:
-        """Have each layer quantise its weights before its forward, and outside of what is captured
-        of it; whoever gathers parameters has to have registered that before.
+        """Quantise each layer's weights before its forward, outside its captured part.
+
+        Parameter gathering must register its hooks before these.
         """
         for chunk in self.chunks:
             for layer in chunk.in_order:
@@ -168,14 +169,16 @@ class Fp8Layers:
                     layer.register_forward_pre_hook(lambda *_, own=own: _refresh(own))
 
     def expire(self) -> None:
-        """Parameters have changed, or will have when what is recorded now is replayed."""
+        """Mark all weights as changed, now or when what is captured now is replayed."""
         for linear in self.linears.values():
             linear.stale = True
 
     @contextmanager
     def on_trial(self) -> Iterator[None]:
-        """Within the block layers run, outside of any step, to be captured for later ones: no
-        kernel that quantises a weight belongs to that, and no weight may have been gathered.
+        """Run layers outside of any step within the block, to capture them.
+
+        Weights are quantised on entry, so that no such kernel is captured; parameters must not be
+        gathered within.
         """
         for linear in self.linears.values():
             linear.refresh()
@@ -184,24 +187,26 @@ class Fp8Layers:
 
     @property
     def capturable(self) -> bool:
-        """Whether a step's kernels are those of all further ones."""
+        """True if the kernels of a step are those of all later steps."""
         return self.scales is None or self.scales.known
 
     def begin_step(self) -> None:
-        """Before the first forward of a step, or of one that is taken again."""
+        """Prepare for the first forward of a step, or of its rerun."""
         notes = [each for each in (self.scales, self.lost) if each is not None]
         for each in notes:
             each.begin_step()
         if notes:
-            self.expire()  # a validation may have quantised weights, and noted nothing that counts
+            self.expire()  # a validation may have quantised weights without recording amax
 
     def finish_step(self, skipped: Tensor) -> None:
-        """After the last backward; `skipped`: 1 where parameters are not updated, otherwise 0."""
+        """Update scales after the last backward; `skipped`: 1 if parameters are not updated,
+        otherwise 0.
+        """
         if self.scales is not None:
             self.scales.finish_step(skipped)
 
     def stepped(self, skipped: bool) -> None:
-        """The host has learnt whether they were."""
+        """Note on the host whether the update was skipped."""
         if self.scales is not None and not skipped:
             self.scales.stepped()
 

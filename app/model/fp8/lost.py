@@ -1,7 +1,8 @@
-"""Entries of matrices that FP8 lose: those that become zero, and those that are clipped.
+"""Counts of matrix entries that FP8 loses: those that underflow to zero, and those that are
+clipped.
 
-A matrix is read once more for it, right after it has been quantised. Whether that is done is
-written on the device, so captured graphs count in the steps that are looked at and in no other.
+Each matrix is read once more right after quantisation. A flag on the device enables the counting,
+so that captured graphs count in the selected steps only.
 
 Shapes: R × C a matrix, N its entries.
 """
@@ -17,32 +18,35 @@ from app.model.fp8.delayed import EACH, LinearScales
 from app.model.fp8.quantised import Quantised
 from app.model.fp8.reference import E4M3, E5M2
 
-LARGEST = tuple(torch.finfo(dtype).max for dtype in (E4M3, E4M3, E5M2))  # of `delayed`
+# dtype maxima of a layer's matrices in the recipe `delayed`
+LARGEST = tuple(torch.finfo(dtype).max for dtype in (E4M3, E4M3, E5M2))
 
 
 class LostEntries:
-    """Of all matrices of a rank in one step, by kind of matrix."""
+    """Counts of lost entries in one step, over all matrices of a rank, by kind of matrix."""
 
     def __init__(self, device: torch.device) -> None:
-        # not zero; of these become zero; beyond the largest number
+        # columns: nonzero entries; of these, rounded to zero; of these, clipped
         self.counts_33 = torch.zeros(EACH, 3, dtype=torch.int64, device=device)
         self.wanted = torch.zeros(1, dtype=torch.int32, device=device)
         self.none = torch.zeros((), device=device)
 
     def begin_step(self) -> None:
-        """Forget what has been counted in the last step, or in one that is taken again."""
+        """Clear the counts, also before a step is rerun."""
         self.counts_33.zero_()
 
     @torch.no_grad()
     def count(self, scales: LinearScales | None, which: int, x_RC: Tensor, made: Quantised) -> None:
-        """Those of a matrix and what it has become; `scales` of its layer, where it has any. Rows
-        that have filled it up are not counted, and of two copies the one by rows is.
+        """Add the counts of a matrix `x_RC` that was quantised to `made`.
+
+        `scales`: those of its layer; None for recipes without. Padding rows are not counted; of two
+        copies the one by rows is.
         """
-        assert made.by_rows is not None, "it has just been quantised"
+        assert made.by_rows is not None, "count a matrix right after quantising it"
         x_N = x_RC.detach().reshape(-1)
         data_N = made.by_rows.view(torch.uint8).reshape(-1)[: len(x_N)]
         scale = None
-        if scales is not None:  # before they are known nothing is beyond, by the same kernel
+        if scales is not None:  # until scales are known the kernel is given 0: nothing is clipped
             scale = scales.scale(which) if scales.known else self.none
         counts_3, largest = self.counts_33[which], LARGEST[which]
         if usable(x_N):

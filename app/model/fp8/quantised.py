@@ -1,9 +1,8 @@
-"""A matrix in FP8, what quantises and multiplies such matrices, and a weight that is kept as
-one beside the parameter it is made of.
+"""FP8 matrices, the interface that quantises and multiplies them, and FP8 copies of weights.
 
-Each of a linear layer's three matrices is read by two products, along one dimension or the other:
-its entries are scaled along the dimension that a product sums over, and tensor cores of some GPUs
-take no other order in memory. So there may be two copies.
+Two GEMMs read each of a linear layer's three matrices, along one dimension or the other. Entries
+are scaled along the dimension that a GEMM sums over, and some GPUs' tensor cores need that
+dimension contiguous. So there may be two copies.
 
 Shapes: T rows, I input width, O output width, R × C any of these.
 """
@@ -21,82 +20,82 @@ Four = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """A matrix of R rows and C columns in FP8, and what its entries are to be multiplied
-    with; only `Fp8Arithmetic` that has made it reads it.
+    """FP8 matrix of R rows and C columns with its scales, readable by the `Fp8Arithmetic` that made
+    it.
     """
 
     by_rows: Tensor | None  # R × C, scaled along rows
     row_scales: Tensor | None
-    by_columns: Tensor | None  # C × R, scaled along columns; None: by_rows serves for both
+    by_columns: Tensor | None  # C × R, scaled along columns; None if by_rows serves for both
     column_scales: Tensor | None
-    # dimensions in front of the last one of what has been quantised, R elements or fewer: the
-    # last rows may be zeros that fill a matrix up
+    # leading dimensions of the tensor that was quantised; they may hold fewer than R rows, since
+    # rows of zeros may pad the matrix
     lead: torch.Size
 
     def tensors(self) -> Four:
-        """What it holds, for autograd to keep."""
+        """Return its tensors, for autograd to save."""
         return self.by_rows, self.row_scales, self.by_columns, self.column_scales
 
     def with_tensors(self, tensors: Four) -> Quantised:
-        """The same in other memory."""
+        """Return a matrix of the same shape with these tensors."""
         return Quantised(*tensors, lead=self.lead)
 
     def with_lead(self, lead: torch.Size) -> Quantised:
-        """The same of something with other dimensions in front."""
+        """Return the matrix with other leading dimensions."""
         return replace(self, lead=lead)
 
     def for_weight_grad(self) -> Quantised:
-        """What the gradient of the weight reads, which sums over rows."""
+        """Return the copy that the weight gradient reads, which sums over rows."""
         if self.by_columns is None:
             return self
         return replace(self, by_rows=None, row_scales=None)
 
     def empty(self) -> Quantised:
-        """Without any memory, to be filled by `with_tensors`."""
+        """Return it without tensors, to be restored by `with_tensors`."""
         return self.with_tensors((None, None, None, None))
 
 
-Operand = Tensor | Quantised  # what a product of a linear layer reads
+Operand = Tensor | Quantised  # operand of a linear layer's GEMM
 
 
 class QuantisesWeights(Protocol):
-    """What makes a weight's copies in FP8."""
+    """Quantizer of weights."""
 
     def weight(self, weight: Tensor, /) -> Quantised:
-        """In new memory, for the output and for the gradient of the input."""
+        """Quantise for output and input gradient, into new memory."""
 
     def update_weight(self, weight: Tensor, held: Quantised, /) -> None:
-        """The same in the memory of `held`, which `weight` has made."""
+        """Quantise into the memory of `held`, which `weight` returned."""
 
 
 class Fp8Arithmetic(QuantisesWeights, Protocol):
     """Quantises the matrices of linear layers by one recipe, and multiplies them.
 
-    Sums are fp32, results of the type asked for.
+    Accumulates in fp32; results have the dtype asked for.
     """
 
     def input(self, x_TI: Tensor) -> Quantised:
-        """What comes into a layer, for its output and for the gradient of its weight."""
+        """Quantise the input of a layer, for its output and its weight gradient."""
 
     def grad(self, grad_TO: Tensor) -> Quantised:
-        """An output's gradient, for the gradients of the input and of the weight."""
+        """Quantise an output gradient, for the gradients of input and weight."""
 
     def output(self, x: Quantised, weight: Quantised, dtype: torch.dtype) -> Tensor:
-        """x · weightᵀ, T × O."""
+        """Return x · weightᵀ, T × O."""
 
     def input_grad(self, grad: Quantised, weight: Quantised, dtype: torch.dtype) -> Tensor:
-        """grad · weight, T × I."""
+        """Return grad · weight, T × I."""
 
     def weight_grad(self, grad: Quantised, x: Quantised, dtype: torch.dtype) -> Tensor:
-        """gradᵀ · x over all rows, O × I."""
+        """Return gradᵀ · x over all rows, O × I."""
 
     def add_weight_grad(self, grad: Quantised, x: Quantised, total_OI: Tensor) -> None:
-        """total += gradᵀ · x, rounded once where `total` is fp32."""
+        """Add gradᵀ · x to `total_OI`, rounded once if that is fp32."""
 
 
 class HeldWeight:
-    """What layers in FP8 share: the weight is quantised once per update, in memory that
-    never moves, so that captured graphs read what it holds now.
+    """Base of FP8 back ends: quantises the weight once per update, into fixed memory, so that
+    captured graphs read the current copies.
     """
 
     def __init__(self, quantises: QuantisesWeights, weight: nn.Parameter) -> None:
@@ -104,11 +103,11 @@ class HeldWeight:
         self.weight = weight
         with torch.no_grad():
             self.held = quantises.weight(weight)
-        self.stale = True  # the weight has changed since
-        self.times = 0  # that the weight has been quantised since
+        self.stale = True  # True if the weight has changed since it was quantised
+        self.times = 0  # how often the weight has been quantised
 
     def refresh(self) -> None:
-        """Quantise the weight, if it has changed."""
+        """Quantise the weight if it has changed."""
         if self.stale:
             with torch.no_grad():
                 self._quantises.update_weight(self.weight, self.held)
@@ -117,4 +116,4 @@ class HeldWeight:
             self.refreshed()
 
     def refreshed(self) -> None:
-        """The copies are new."""
+        """Hook called after the copies have been updated."""

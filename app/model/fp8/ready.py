@@ -1,4 +1,4 @@
-"""Rows in FP8 that the kernel which has made the rows wrote beside them.
+"""Rows that the kernel which produced them has already quantised to FP8.
 
 Shapes: R rows of experts, F hidden width of an expert.
 """
@@ -18,26 +18,26 @@ from app.model.fp8.quantised import Operand, Quantised
 
 @dataclass(slots=True)
 class ReadyRows:
-    """For the product that reads them next, of one forward through a layer of experts and of its
-    backward; it looks whether they are of its rows.
+    """FP8 copy of rows for the next grouped GEMM, in one forward through a layer of experts or its
+    backward; matched to the rows by address.
     """
 
     rows: Tensor | None = None
-    in_8: Quantised | None = None
+    fp8_rows: Quantised | None = None
 
     def put(self, made: InBoth) -> Tensor:
-        """Keep them until they are asked for; returns the rows as they are."""
+        """Store what a kernel made until the GEMM asks for it; return the unquantised rows."""
         self.rows, data, factors = made
-        self.in_8 = Quantised(data, factors, None, None, lead=self.rows.shape[:-1])
+        self.fp8_rows = Quantised(data, factors, None, None, lead=self.rows.shape[:-1])
         return self.rows
 
     def of(self, rows: Tensor) -> Operand:
-        """What a product reads of these rows: in FP8 where that is ready."""
-        there, in_8 = self.rows, self.in_8
-        if there is None or in_8 is None or there.data_ptr() != rows.data_ptr():
+        """Return the operand for these rows: the FP8 copy if it is of them, otherwise the rows."""
+        there, fp8_rows = self.rows, self.fp8_rows
+        if there is None or fp8_rows is None or there.data_ptr() != rows.data_ptr():
             return rows
-        self.rows = self.in_8 = None
-        return in_8
+        self.rows = self.fp8_rows = None
+        return fp8_rows
 
 
 class _Swiglu(torch.autograd.Function):
@@ -53,9 +53,9 @@ class _Swiglu(torch.autograd.Function):
         return ctx.ready.put(swiglu_rows_gradient(grad_RF, *ctx.saved_tensors)), None, None
 
 
-def swiglu_in_8(both_R2F: Tensor, used: Tensor, ready: ReadyRows) -> Tensor:
-    """silu(gate) · up of the two halves, R × F, that leaves its result and the gradient of `both`
-    ready in FP8 too.
+def swiglu_fp8(both_R2F: Tensor, used: Tensor, ready: ReadyRows) -> Tensor:
+    """Return silu(gate) · up of the two halves, R × F; the result, and in backward the gradient of
+    `both_R2F`, are left in `ready` as FP8 too.
     """
     act_RF: Tensor = _Swiglu.apply(both_R2F.contiguous(), used, ready)
     return act_RF

@@ -1,14 +1,14 @@
-"""The recipes in plain torch: entries are rounded to torch's float8 types, and multiplied in fp32.
+"""FP8 recipes in plain torch: entries are rounded to torch's float8 dtypes and multiplied in fp32.
 
-On any device, for tests, for a look at numerics without a GPU like Hopper, and to hold Transformer
-Engine's kernels to: scales and entries are theirs, bit for bit.
+Runs on any device, for tests, for numerics without a Hopper GPU, and as the reference for
+Transformer Engine's kernels: scales and entries agree bit for bit.
 
-Recipes as Transformer Engine has them. `current`: a matrix has one scale, fp8's largest number over
-its own largest entry; inputs and weights are E4M3, gradients E5M2, of fewer digits and more range
-(Micikevicius et al. 2022). `delayed`: the same with the largest entry of earlier steps
-(`app.model.fp8.delayed`); what has outgrown it becomes fp8's largest number. `block`: every 128
-values along the dimension that a product sums over have one, every 128 × 128 of a weight; scales
-are powers of two, all matrices E4M3 (DeepSeek-V3).
+Recipes follow Transformer Engine. `current`: one scale per matrix, FP8's maximum over the matrix's
+amax; inputs and weights are E4M3, gradients E5M2, which has fewer digits and more range
+(Micikevicius et al. 2022). `delayed`: the same with the amax of earlier steps
+(`app.model.fp8.delayed`); larger entries are clipped to FP8's maximum. `block`: one scale per 128
+values along the dimension that a GEMM sums over, for weights per 128 × 128; scales are powers of
+two, all matrices E4M3 (DeepSeek-V3).
 
 Shapes: T rows, I input width, O output width, R × C any of these, K the dimension that is summed.
 """
@@ -29,9 +29,9 @@ BLOCK = 128  # values that share a scale
 
 
 def scale_for(largest: Tensor, dtype: torch.dtype, power_of_two: bool = False) -> Tensor:
-    """What to multiply entries with, so that the largest one becomes the type's largest number.
+    """Return the factor that maps the largest magnitude to the dtype's maximum.
 
-    1 where that is 0 or not finite; otherwise at most fp32's largest number.
+    1 if that is 0 or not finite; otherwise at most fp32's maximum.
     """
     wide = largest.float()
     scale = torch.finfo(dtype).max / wide
@@ -43,13 +43,13 @@ def scale_for(largest: Tensor, dtype: torch.dtype, power_of_two: bool = False) -
 
 
 def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x · scale in FP8; what is larger than the type's largest number becomes that."""
+    """Return x · scale in FP8, clipped to the dtype's maximum."""
     largest = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-largest, largest).to(dtype)
 
 
 class Reference(ABC):
-    """Products of dequantised matrices; a recipe says how they are quantised."""
+    """GEMMs of dequantised matrices; subclasses quantise by one recipe."""
 
     @abstractmethod
     def input(self, x_TI: Tensor) -> Quantised:
@@ -65,15 +65,15 @@ class Reference(ABC):
 
     @abstractmethod
     def rows(self, matrix: Quantised) -> Tensor:
-        """An input or gradient R × C as products that sum over columns read it, in fp32."""
+        """Dequantise an input or gradient for GEMMs that sum over columns: R × C, fp32."""
 
     @abstractmethod
     def columns(self, matrix: Quantised) -> Tensor:
-        """The same, R × C, as products that sum over rows read it."""
+        """Dequantise it for GEMMs that sum over rows: R × C, fp32."""
 
     @abstractmethod
     def weights(self, matrix: Quantised) -> Tensor:
-        """A weight, O × I, in fp32."""
+        """Dequantise a weight: O × I, fp32."""
 
     def update_weight(self, weight_OI: Tensor, held: Quantised) -> None:
         """See the protocol."""
@@ -141,7 +141,7 @@ class TensorScaled(Reference):
 
 
 class BlockScaled(Reference):
-    """Recipe `block`: a scale per 128 values, of a weight per block of 128 × 128."""
+    """Recipe `block`: one scale per 128 values, for weights per block of 128 × 128."""
 
     def input(self, x_TI: Tensor) -> Quantised:
         """See the protocol."""
@@ -180,19 +180,19 @@ class BlockScaled(Reference):
 
 
 def both(data: Tensor | None, scales: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Entries in fp32, and what they are to be multiplied with; neither may be missing."""
-    assert data is not None and scales is not None, "a product that this copy was not made for"
+    """Return entries in fp32 and their dequantisation factors; asserts that this copy exists."""
+    assert data is not None and scales is not None, "this copy was not made for this GEMM"
     return data.float(), scales
 
 
 def _each(scales: Tensor, like_OI: Tensor) -> Tensor:
-    """The scale of each entry's block of 128 × 128."""
+    """Expand scales of 128 × 128 blocks to entries."""
     rows, columns = like_OI.shape
     return scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :columns]
 
 
 def _along_rows(x_RK: Tensor) -> tuple[Tensor, Tensor]:
-    """in FP8, and factors R × ⌈K / 128⌉."""
+    """Quantise to FP8 along rows; return data and dequantisation factors, R × ⌈K / 128⌉."""
     columns = x_RK.shape[1]
     parts = F.pad(x_RK, (0, -columns % BLOCK)).unflatten(1, (-1, BLOCK))
     scales = scale_for(parts.abs().amax(dim=2), E4M3, power_of_two=True)

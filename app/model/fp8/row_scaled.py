@@ -1,13 +1,13 @@
-"""Rows of experts in FP8, each with a scale of its own, and their grouped products.
+"""FP8 grouped GEMMs of experts, with a scale per row.
 
-A row of what comes in, or of the output's gradient, is scaled by its own largest entry; a weight
-has two copies, with a scale for each column of an expert's matrix for the output, and for each row
-for the gradient of the input: the dimension that a product sums over has one scale on either side.
-All are E4M3, of gradients too: a row's entries span less than a matrix's, and need digits more than
-range (docs/fp8.md). No scale depends on other rows, so a row's bits are those of any layout.
+Each row of the input or output gradient is scaled by its own amax. A weight has two copies: one
+scaled by columns of an expert's matrix for the output, one by rows for the input gradient, so that
+the dimension a GEMM sums over has one scale on either side. All are E4M3, gradients too: within a
+row magnitudes span less than within a matrix, and need digits more than range (docs/fp8.md). No
+scale depends on other rows, so a row's bits do not depend on the layout.
 
-Shapes: T rows grouped by expert, E experts, I × O their matrices; of a product K, the dimension
-that is summed, and N. Rows of an expert end at its offset in `ends_E`.
+Shapes: T rows grouped by expert, E experts, I × O their matrices; of a GEMM, K the dimension that
+is summed, and N. Rows of an expert end at its offset in `ends_E`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from app.model.fp8.reference import E4M3, both, rounded, scale_for
 
 
 class GroupedGemm(Protocol):
-    """Multiplies rows in FP8 with the matrix of their expert."""
+    """Grouped GEMM of FP8 rows with the matrix of their expert."""
 
     def __call__(
         self,
@@ -38,13 +38,13 @@ class GroupedGemm(Protocol):
         ends_E: Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
-        """rows[e] · matrix[e]ᵀ, T × N; rows from ends[-1] on are uninitialised."""
+        """Return rows[e] · matrix[e]ᵀ, T × N; rows from ends[-1] on are uninitialised."""
 
 
 def by_reference(
     rows: Quantised, matrix_ENK: Tensor, scales_EN: Tensor, ends_E: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """In fp32, of what FP8 stand for."""
+    """Compute in fp32 from dequantised FP8."""
     data_TK, scales_T = both(rows.by_rows, rows.row_scales)
     rows_TK = data_TK * scales_T[:, None]
     wide_ENK = matrix_ENK.float() * scales_EN[..., None]
@@ -58,16 +58,17 @@ def by_reference(
 def on_tensor_cores(
     rows: Quantised, matrix_ENK: Tensor, scales_EN: Tensor, ends_E: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """By torch's grouped product on a GPU like Hopper, to bf16; offsets are read on the device.
+    """Compute with torch's grouped GEMM on Hopper and newer GPUs, to bf16; reads offsets on the
+    device.
 
-    Partial sums are kept as tensor cores have them: with more bits it is slower than in bf16.
+    Uses the tensor cores' fast accumulation: with fp32 accumulation it is slower than bf16.
     """
     assert rows.by_rows is not None and rows.row_scales is not None
     if not len(rows.by_rows):
         return matrix_ENK.new_empty(0, matrix_ENK.shape[1], dtype=dtype)
     out_TN: Tensor = torch._scaled_grouped_mm(
         rows.by_rows,
-        matrix_ENK.mT,  # column by column in memory, as it takes no other
+        matrix_ENK.mT,  # the kernel takes column-major matrices only
         rows.row_scales,
         scales_EN,
         offs=ends_E,
@@ -78,13 +79,15 @@ def on_tensor_cores(
 
 
 class RowScaled:
-    """Quantises rows and weights of experts, and multiplies them by one of the products above."""
+    """Quantises rows and weights of experts, and multiplies them by one of the grouped GEMMs
+    above.
+    """
 
     def __init__(self, multiply: GroupedGemm) -> None:
         self.multiply = multiply
 
     def rows(self, x_TK: Tensor, ends_E: Tensor) -> Quantised:
-        """What comes in, or the output's gradient; rows from ends[-1] on are uninitialised."""
+        """Quantise the input or the output gradient; rows from ends[-1] on are uninitialised."""
         if usable(x_TK):
             data_TK, scales_T = quantise_rows(x_TK, used=ends_E[-1:])
         else:
@@ -92,7 +95,7 @@ class RowScaled:
         return Quantised(data_TK, scales_T, None, None, lead=x_TK.shape[:-1])
 
     def weight(self, weight_EIO: Tensor) -> Quantised:
-        """Both copies in new memory."""
+        """Quantise both copies into new memory."""
         experts, width, made = weight_EIO.shape
         empty = partial(torch.empty, device=weight_EIO.device)
         held = Quantised(
@@ -106,7 +109,7 @@ class RowScaled:
         return held
 
     def update_weight(self, weight_EIO: Tensor, held: Quantised) -> None:
-        """Both copies in the memory of `held`."""
+        """Quantise both copies into the memory of `held`."""
         for_input, input_scales, for_output, output_scales = held.tensors()
         assert for_input is not None and input_scales is not None
         assert for_output is not None and output_scales is not None
@@ -122,7 +125,7 @@ class RowScaled:
     def output(
         self, rows: Quantised, weight: Quantised, ends_E: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """rows[e] · weight[e], T × O."""
+        """Return rows[e] · weight[e], T × O."""
         assert weight.by_columns is not None and weight.column_scales is not None
         return self.multiply(
             rows, weight.by_columns, weight.column_scales, ends_E=ends_E, dtype=dtype
@@ -131,12 +134,12 @@ class RowScaled:
     def input_grad(
         self, grad: Quantised, weight: Quantised, ends_E: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """grad[e] · weight[e]ᵀ, T × I."""
+        """Return grad[e] · weight[e]ᵀ, T × I."""
         assert weight.by_rows is not None and weight.row_scales is not None
         return self.multiply(grad, weight.by_rows, weight.row_scales, ends_E=ends_E, dtype=dtype)
 
 
 def _rows_of(x: Tensor) -> tuple[Tensor, Tensor]:
-    """in FP8, and a factor for each of its rows."""
+    """Quantise to FP8 by rows; return data and one dequantisation factor per row."""
     scales = scale_for(x.abs().amax(dim=-1), E4M3)
     return rounded(x, scales[..., None], E4M3), scales.reciprocal()

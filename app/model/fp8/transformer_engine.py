@@ -1,11 +1,11 @@
-"""Transformer Engine's kernels: its quantizers, and its products on tensor cores.
+"""Transformer Engine's FP8 kernels: its quantizers and its GEMMs.
 
-The library is imported where a run asks for it; nothing of its modules, contexts and global state
-is used, only quantizers and `general_gemm`, which are captured as any other kernel is. Its records
-of quantised matrices are put together here for each product from the tensors of a `Quantised`.
+The library is imported only if a run asks for it. Of it only quantizers and `general_gemm` are
+used, no modules, contexts or global state, and they are captured like any other kernel. Its tensor
+records are rebuilt for each GEMM from the tensors of a `Quantised`.
 
-Names follow its products: A · B of matrices that lie column by column, so that a weight comes
-first. Whether partial sums are kept in more bits follows its recipes: in both gradients.
+Argument order follows its GEMMs: A · B of column-major matrices, so that a weight comes first. As
+in its recipes, gradients accumulate in full precision, outputs do not.
 
 Shapes: T rows, I input width, O output width, R × C any of these.
 """
@@ -30,15 +30,15 @@ from app.plan.model.fp8 import MULTIPLE
 
 
 def fp8_library(asked: LinearBackendKind, recipe: Fp8Recipe) -> ModuleType:
-    """Transformer Engine for torch. ConfigError where it, or what the recipe asks of the GPU, is
-    missing.
+    """Return Transformer Engine for torch. ConfigError if it is missing, or if the GPU does not
+    support the recipe.
     """
     library = import_library(partial(_refused, asked))
     block = recipe is Fp8Recipe.block
     look = library.is_fp8_block_scaling_available if block else library.is_fp8_available
     available, why = look(return_reason=True)
     if not available:
-        rule = f"this GPU has no products in FP8 by this recipe: {why}"
+        rule = f"this GPU has no FP8 GEMM for this recipe: {why}"
         near: tuple[object, ...] = (None, Instead("precision.fp8.backend=torch"))
         raise ConfigError("precision.fp8.recipe", recipe, rule, nearest=near)
     return library
@@ -53,7 +53,7 @@ Quantizer = Callable[[Tensor], object]  # of the library: makes a record
 
 
 class TransformerEngine:
-    """Products of one recipe (`Fp8Arithmetic`), of one layer where the recipe has `scales`; see
+    """GEMMs of one recipe (`Fp8Arithmetic`); for one layer only if the recipe has `scales`. See
     `app.model.fp8.reference` for the recipes.
     """
 
@@ -77,7 +77,7 @@ class TransformerEngine:
         self.by_earlier = [] if scales is None else [*map(self._by_earlier, range(EACH))]
 
     def _by_own(self, which: int, device: torch.device) -> Quantizer:
-        """By entries of the matrix itself."""
+        """Return a quantizer that scales by the matrix's own entries."""
         if self.recipe is Fp8Recipe.block:
             dims = 2 if which == WEIGHT else 1
             made = self.library.Float8BlockQuantizer(
@@ -88,7 +88,7 @@ class TransformerEngine:
         return _internal(made)
 
     def _by_earlier(self, which: int) -> Quantizer:
-        """By the scale of earlier steps; notes the largest entry."""
+        """Return a quantizer that scales by earlier steps and records the amax."""
         assert self.scales is not None
         scale, largest = self.scales.scale(which), self.scales.largest(which)
         return _internal(self.library.Float8Quantizer(scale, largest, self.types[which]))
@@ -102,7 +102,7 @@ class TransformerEngine:
         return self.by_own[which]
 
     def input(self, x_TI: Tensor) -> Quantised:
-        """See the protocol; rows are filled up to a multiple of what tensor cores load."""
+        """See the protocol; rows are padded to a multiple that tensor cores load."""
         return self._taken(self._quantizer(INPUT, x_TI)(_filled(x_TI)), x_TI)
 
     def weight(self, weight_OI: Tensor) -> Quantised:
@@ -117,7 +117,7 @@ class TransformerEngine:
         self.quantise_into(own_OI, self._quantizer(WEIGHT, own_OI), record, None)
 
     def grad(self, grad_TO: Tensor) -> Quantised:
-        """See the protocol; filled up as inputs are."""
+        """See the protocol; padded like inputs."""
         return self._taken(self._quantizer(GRAD, grad_TO)(_filled(grad_TO)), grad_TO)
 
     def output(self, x: Quantised, weight: Quantised, dtype: torch.dtype) -> Tensor:
@@ -168,7 +168,7 @@ class TransformerEngine:
         )
 
     def _taken(self, record: object, like: Tensor) -> Quantised:
-        """The tensors of a record that the library has made."""
+        """Return the tensors of a record that the library has made."""
         names = ("_data", "_scale_inv", "_transpose", "_scale_inv")
         if self.recipe is Fp8Recipe.block:
             names = (
@@ -183,7 +183,7 @@ class TransformerEngine:
         return Quantised(rows, row_scales, columns, column_scales, lead=like.shape[:-1])
 
     def _record(self, matrix: Quantised, which: int) -> object:
-        """The library's record of a matrix."""
+        """Build the library's record of a matrix."""
         dtype = self.types[which]
         if self.recipe is Fp8Recipe.block:
             record: object = self.library.Float8BlockwiseQTensorStorage(
@@ -210,12 +210,12 @@ class TransformerEngine:
 
 
 def _internal(made: Quantizer) -> Quantizer:
-    """A quantizer that makes records, not subclasses of tensors."""
+    """Return the quantizer, set to make plain records instead of tensor subclasses."""
     setattr(made, "internal", True)  # noqa: B010 - the library's attribute, unknown here
     return made
 
 
 def _filled(x_RC: Tensor) -> Tensor:
-    """With rows of zeros at its end, which change no scale and no sum."""
+    """Pad with rows of zeros, which change no scale and no sum."""
     missing = -len(x_RC) % MULTIPLE
     return F.pad(x_RC, (0, 0, 0, missing)) if missing else x_RC.contiguous()

@@ -1,5 +1,4 @@
-"""Hot experts of a microbatch are cloned to ranks that have room, and tokens sent to the clones
-(ECHO).
+"""Clones (expert replicas) of a microbatch: planning, rerouting of tokens, and the slots' weights.
 
 Shapes: R ranks with L experts and s slots each, E = R·L, S = R·s · T tokens of this rank, K experts
 of each.
@@ -16,7 +15,7 @@ from app.config.model import EchoConfig
 from app.moe.clones.record import Clones
 from app.moe.clones.transport import CloneTransport
 from app.moe.echo import ClonePlan, count_choices, follow_plan, plan_slots
-from app.moe.experts import LentExperts
+from app.moe.experts import ReplicaExperts
 
 UP, DOWN = 0, 1  # kinds of matrices
 # rows of the busiest rank without clones and with them, rows of all ranks, slots filled
@@ -24,12 +23,12 @@ CLONE_SUMS = ("busiest_before", "busiest_after", "routed_rows", "clones")
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
-    """One kind of matrices of a microbatch's clones (`app.model.clones.LentWeight`)."""
+class SlotWeight:
+    """One kind of matrices of a microbatch's clones (`app.model.clones.ReplicaWeight`)."""
 
     transport: CloneTransport
     kind: int
-    weights: tuple[Tensor, Tensor]  # of this rank's experts, both kinds
+    weights: tuple[Tensor, Tensor]  # both kinds of this rank's experts
     clones: Clones
 
     def fetch(self) -> Tensor:
@@ -40,48 +39,49 @@ class Lent:
         """See the protocol."""
         return self.transport.grads(self.kind, self.clones)
 
-    def add_home(self, total_LIO: Tensor) -> None:
+    def return_grads(self, total_LIO: Tensor) -> None:
         """See the protocol."""
-        self.transport.add_home(self.kind, total_LIO, self.clones)
+        self.transport.return_grads(self.kind, total_LIO, self.clones)
 
 
 @dataclass(frozen=True, slots=True)
-class Borrowed:
-    """What the slots of this rank have for one microbatch (`app.moe.experts.LentExperts`)."""
+class SlotExperts:
+    """Experts in this rank's slots for one microbatch (`app.moe.experts.ReplicaExperts`)."""
 
     transport: CloneTransport
     clones: Clones
 
-    def of(self, up_LIO: Tensor, down_LIO: Tensor) -> tuple[Lent, Lent]:
+    def of(self, up_LIO: Tensor, down_LIO: Tensor) -> tuple[SlotWeight, SlotWeight]:
         """See the protocol."""
         both = up_LIO, down_LIO
-        up, down = (Lent(self.transport, kind, both, self.clones) for kind in (UP, DOWN))
+        up, down = (SlotWeight(self.transport, kind, both, self.clones) for kind in (UP, DOWN))
         return up, down
 
 
 class Cloning:
-    """Plans clones for one microbatch after the other, on the device, the same on every rank.
+    """Plans the clones of each microbatch on the device, equally on every rank.
 
-    Slots are shared by all layers and microbatches: backward has the weights sent once more, by the
-    plan of forward.
+    All layers and microbatches share the slots, so backward sends the weights again by forward's
+    plan.
     """
 
     def __init__(
         self, echo: EchoConfig, transport: CloneTransport, *, rank: int, device: torch.device
     ) -> None:
-        """`rank`: of R."""
+        """`rank`: this rank's index among R."""
         self.echo = echo
         self.transport = transport
         self.rank = rank
-        # CLONE_SUMS since `start_step`, summed over layers and microbatches
+        # CLONE_SUMS since `start_step`, over layers and microbatches
         self.sums_4 = torch.zeros(4, dtype=torch.int64, device=device)
 
     def start_step(self) -> None:
-        """Forget what has been counted."""
+        """Clear the counts."""
         self.sums_4.zero_()
 
     def plan(self, experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Clones]:
-        """Where choices go, T × K ids as in `app.moe.echo.reroute`, and the clones they go to.
+        """Return the destinations of choices, T × K ids as in `app.moe.echo.reroute`, and their
+        clones.
 
         Dropped choices have the id E, and then R·(L + s).
         """
@@ -99,12 +99,12 @@ class Cloning:
             self._check(experts_TK, goes_TK, plan, experts=num_experts)
         return goes_TK, Clones(plan.expert_S, plan.moved_S)
 
-    def lent(self, clones: Clones) -> LentExperts:
-        """What the experts of this rank's slots compute with."""
-        return Borrowed(self.transport, clones)
+    def replicas(self, clones: Clones) -> ReplicaExperts:
+        """Return the experts in this rank's slots."""
+        return SlotExperts(self.transport, clones)
 
     def _check(self, experts_TK: Tensor, goes_TK: Tensor, plan: ClonePlan, *, experts: int) -> None:
-        """AssertionError or its like on a GPU, where no host can say more."""
+        """Assert that the plan and the destinations agree; on a GPU a device-side assertion."""
         ranks, slots = plan.moved_RS.shape
         local, spares = experts // ranks, slots // ranks
         dropped = ranks * (local + spares)

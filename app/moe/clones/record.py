@@ -1,4 +1,4 @@
-"""Which clones a microbatch has in one layer."""
+"""Record of a microbatch's clones in one layer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Clones:
-    """What the S = R·s slots of R ranks have, on the device; slot j is on rank j // s. Equal to
-    nothing but itself.
+    """Contents of the S = R·s slots of R ranks, on the device; slot j is on rank j // s. Compared
+    by identity.
     """
 
-    expert_S: Tensor  # int64: whose clone a slot has; any where it is empty
-    moved_S: Tensor  # int64: tokens that go there; 0: it is empty
+    expert_S: Tensor  # int64: the expert in a slot; arbitrary if it is empty
+    moved_S: Tensor  # int64: tokens that go there; 0 if it is empty

@@ -1,4 +1,4 @@
-"""What carries weights of cloned experts to the ranks with spare slots, and gradients home.
+"""Transport of cloned experts' weights to spare slots, and of their gradients to the owner ranks.
 
 Shapes: R ranks of the expert group, L experts of each, E = R·L · s slots of each, S = R·s, of which
 slot j is on rank j // s · weights of one kind I × O.
@@ -21,44 +21,44 @@ from app.moe.dispatch.collectives import gathered
 
 
 class CloneTransport(Protocol):
-    """Exchanges that never wait for the device, so they can be captured; all ranks of the group
-    call the same ones in the same order.
+    """Communication that never synchronizes with the device, so it can be captured; all ranks of
+    the group call the same methods in the same order.
 
-    `kind` counts the matrices of an expert. What lies in slots is valid until one of the kinds that
-    have been asked for is asked for once more.
+    `kind` indexes the matrices of an expert. The contents of slots are valid until one of the kinds
+    that have been requested is requested again.
     """
 
     def gather_counts(self, counts_CE: Tensor) -> Tensor:
-        """This rank's tokens for each expert, by blocks -> those of all ranks, int64 R × E."""
+        """All-gather this rank's tokens per expert, given by blocks: int64 R × E."""
         ...
 
     def send(self, kind: int, weights: Sequence[Tensor], clones: Clones) -> Tensor:
-        """The matrices of the experts of this rank, L × I × O of each kind -> those of its slots of
-        this kind, s × I × O; undefined in empty ones.
+        """Send this rank's expert matrices, L × I × O of each kind; return those in its slots of
+        this kind, s × I × O; undefined in empty slots.
 
-        Kinds take turns, in any order, with the same weights and clones: with the first of them
-        others may be sent already.
+        Kinds are requested in any order, with the same weights and clones; the first request may
+        send the others already.
         """
         ...
 
     def grads(self, kind: int, clones: Clones) -> Tensor:
-        """Where this rank is to write the gradients of its slots: fp32, s × I × O. To be called for
-        every time that it is written.
+        """Return the buffer for the gradients of this rank's slots: fp32, s × I × O. Call it before
+        each write.
         """
         ...
 
-    def add_home(self, kind: int, total_LIO: Tensor, clones: Clones) -> None:
-        """Add the gradients that all ranks' slots have for experts of this rank, one by one in fp32
-        in order of slots, to `total`, which is rounded once.
+    def return_grads(self, kind: int, total_LIO: Tensor, clones: Clones) -> None:
+        """Add the gradients of all slots that hold experts of this rank to `total_LIO`: in fp32, in
+        order of slots, rounded once.
         """
         ...
 
 
 class CollectiveClones:
-    """By collectives of equal sizes, on any back end and device.
+    """Transport by collectives of equal sizes, on any back end and device.
 
-    Every rank sends R·s matrices forward, and its s gradients to all ranks backward, however many
-    slots are filled.
+    Every rank sends R·s matrices in forward and its s gradients to all ranks in backward, however
+    many slots are filled.
     """
 
     def __init__(
@@ -83,23 +83,23 @@ class CollectiveClones:
         return gathered(counts_CE.sum(dim=0, keepdim=True), self.group)
 
     def send(self, kind: int, weights: Sequence[Tensor], clones: Clones) -> Tensor:
-        """See the protocol: each kind when it is asked for."""
+        """See the protocol; sends each kind when it is requested."""
         ranks = self.group.size()
         weight_LIO = weights[kind]
-        # what others have not asked for travels too, and is not looked at
+        # equal sizes: matrices for unused slots are sent too and ignored
         local_S = (clones.expert_S - self.first).clamp(0, self.local - 1)
         parts_RsIO = weight_LIO.index_select(0, local_S).unflatten(0, (ranks, self.spares))
         arrived_SIO = all_to_all(parts_RsIO, self.group).flatten(0, 1)
         mine = slice(self.group.rank() * self.spares, (self.group.rank() + 1) * self.spares)
-        home_s = clones.expert_S[mine] // self.local
-        nth_s = torch.arange(self.spares, device=home_s.device)
-        return arrived_SIO.index_select(0, home_s * self.spares + nth_s)
+        owner_s = clones.expert_S[mine] // self.local
+        nth_s = torch.arange(self.spares, device=owner_s.device)
+        return arrived_SIO.index_select(0, owner_s * self.spares + nth_s)
 
     def grads(self, kind: int, clones: Clones) -> Tensor:
         """See the protocol."""
         return self._grads[kind]
 
-    def add_home(self, kind: int, total_LIO: Tensor, clones: Clones) -> None:
+    def return_grads(self, kind: int, total_LIO: Tensor, clones: Clones) -> None:
         """See the protocol."""
         grads_SIO = gathered(self._grads[kind], self.group)
         if usable(total_LIO):
@@ -115,7 +115,7 @@ class CollectiveClones:
 
 
 def _addresses_of_parts(values: Tensor, parts: int) -> Tensor:
-    """Where each of so many equal parts of the first dimension begins: int64, on the device."""
+    """Return the start addresses of equal parts of the first dimension: int64, on the device."""
     step = values.nbytes // parts
     start = values.data_ptr()
     return torch.arange(start, start + values.nbytes, step, device=values.device)

@@ -1,1 +1,1 @@
-"""Transport of tokens to experts, one module per dispatcher."""
+"""Token dispatchers, one module each."""

@@ -1,4 +1,4 @@
-"""Every rank gets all tokens and takes those of its experts.
+"""Dispatcher that all-gathers all tokens; each rank takes those of its experts.
 
 Shapes: T tokens of this rank, D hidden, K experts per token, L experts of this rank, P ranks, N =
 P·T tokens of all of them, R rows of this rank's experts, C rows per expert and rank.
@@ -20,23 +20,23 @@ from app.moe.protocol import Dispatched
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """The rows of this rank's experts among all ranks' tokens."""
+    """Layout of the rows of this rank's experts among all ranks' tokens."""
 
     permutation: Permutation
-    counted: bool  # it has as many places as rows; otherwise only the device knows how many
+    counted: bool  # the host knows the number of rows; otherwise only the device does
 
 
 class AllGatherDispatcher:
-    """Every rank gets all tokens, equally many of each, and takes those of its experts.
+    """All-gathers tokens, equally many of each rank; each rank takes those of its experts.
 
-    1. `preprocess` gathers the choices of all ranks and sorts those of this rank's experts, by
+    1. `preprocess` all-gathers the choices of all ranks and sorts those of this rank's experts by
        (expert, rank): expert-major from the start.
-    2. `dispatch` waits for the number of rows, unless experts are padded to capacity, gathers the
-       tokens, and copies out the rows.
+    2. `dispatch` waits for the number of rows, unless experts are padded to capacity, all-gathers
+       the tokens, and copies out the rows.
     3. `combine` adds up what the experts here make of every token, in fp32; a reduce-scatter in
-       fp32 adds the ranks' sums and brings each token's home.
+       fp32 returns the sums to the source ranks.
 
-    Backward mirrors it. Moves N·D elements whatever K is, so it suits a few ranks with many experts
+    Backward mirrors it. Sends N·D elements whatever K is, so it suits few ranks with many experts
     per token.
     """
 
@@ -48,9 +48,10 @@ class AllGatherDispatcher:
     def preprocess(
         self, experts_TK: Tensor, drops: bool = False, rows_per_expert: int | None = None
     ) -> Selected:
-        """Gather the choices; the permutation leads from all ranks' tokens to rows of own experts.
+        """All-gather the choices and build the permutation from all ranks' tokens to rows of own
+        experts.
 
-        What others' experts do is dropped here, so `drops` changes nothing.
+        Choices of other ranks' experts are dropped here, so `drops` changes nothing.
         """
         ranks = self.group.size()
         chosen_NK = gathered(experts_TK, self.group) - self.first
@@ -71,9 +72,9 @@ class AllGatherDispatcher:
     def dispatch(
         self, x_TD: Tensor, prepared: Selected, ready: ReadyRows | None = None
     ) -> tuple[Dispatched, Permutation]:
-        """T × D -> R × D, expert-major; waits for the number of rows where it is not known.
+        """Map T × D -> R × D, expert-major; waits for the number of rows if it is not known.
 
-        Nothing is left `ready`.
+        Leaves nothing in `ready`.
         """
         permutation = prepared.permutation
         if not prepared.counted:
@@ -89,5 +90,5 @@ class AllGatherDispatcher:
         origin: Permutation,
         ready: ReadyRows | None = None,
     ) -> Tensor:
-        """R × D -> T × D."""
+        """Map R × D -> T × D."""
         return combine_and_scatter(expert_out_RD, probs_TK, origin, group=self.group)

@@ -1,10 +1,10 @@
-"""Rows travel to the ranks of their experts, and back.
+"""Dispatcher by all-to-all: rows are sent to the ranks of their experts, and back.
 
 Those ranks are a grid of ep × etp: ep shares of the experts, and etp parts of the hidden width of
-each. A rank's place in their group is ep_rank · etp + etp_rank.
+each. A rank's index in the group is ep_rank · etp + etp_rank.
 
 Shapes: T tokens of this rank, D hidden, E experts of the layer, L = E / ep experts of this rank, K
-experts per token, R rows on this rank after the exchange, P = ep · etp ranks.
+experts per token, R rows on this rank after dispatch, P = ep · etp ranks.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from app.collectives import all_gather
 from app.model.fp8.ready import ReadyRows
 from app.model.layer_groups import size
-from app.moe.dispatch.collectives import exchange_rows, start_to_host
+from app.moe.dispatch.collectives import all_to_all_rows, start_to_host
 from app.moe.permute import Permutation, combine, permute, reorder, sort_by_expert
 from app.moe.protocol import Dispatched
 
 
 @dataclass(frozen=True, slots=True)
 class CountedRows:
-    """The exchange, but for splits that only the device knows yet."""
+    """Layout before the splits are known on the host."""
 
     permutation: Permutation  # this rank's rows by expert of the whole layer, hence by destination
     splits_2P: Tensor  # input splits, then output splits
@@ -35,8 +35,8 @@ class CountedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class RowExchange:
-    """How this rank's rows leave, how foreign rows arrive and are grouped by expert."""
+class AllToAllLayout:
+    """Splits of the all-to-all, and the order in which received rows are grouped by expert."""
 
     permutation: Permutation  # this rank's rows by expert of the whole layer, hence by destination
     input_splits: tuple[int, ...]  # rows to each rank
@@ -47,22 +47,21 @@ class RowExchange:
 
 
 class AllToAllDispatcher:
-    """Rows travel by all_to_all; the host reads gathered counts, unless padded to capacity.
+    """Sends rows by all-to-all; the host reads the gathered counts, unless experts are padded.
 
     1. `preprocess` sorts the (token, expert) pairs by expert of the whole layer, which is by
-       destination, and gathers the counts of all ranks. All of it stays on the device, so a graph
-       may hold it.
-    2. `dispatch` copies each token into its K rows, while the splits travel to the host, which then
+       destination, and all-gathers the counts. All of it stays on the device and can be captured.
+    2. `dispatch` copies each token into its K rows while the splits are copied to the host, then
        waits for them: `input_splits` rows to each rank, `output_splits` from each.
-    3. all_to_all. With experts e0, e1 here and ranks r0, r1, rows arrive rank-major:
+    3. All-to-all. With experts e0, e1 here and ranks r0, r1, rows arrive rank-major:
        (e0,r0), (e1,r0), (e0,r1), (e1,r1).
-    4. They are put expert-major, as grouped products read them: (e0,r0), (e0,r1), (e1,r0), (e1,r1).
+    4. Rows are reordered expert-major for the grouped GEMMs: (e0,r0), (e0,r1), (e1,r0), (e1,r1).
     5. `combine` undoes 4 and 3, and adds up each token's rows, weighted, in fp32.
 
-    An expert in etp parts is etp experts to this class, one on each of the ranks that share it: a
-    row goes to all of them, and what comes back is added up with the K rows of a token, in fp32. So
-    rows travel etp times, but in one exchange instead of an exchange and a gather, and back in one
-    instead of a reduction and an exchange.
+    An expert in etp parts counts as etp experts, one on each of the ranks that share it: a row is
+    sent to all of them, and what they return is added up with the K rows of a token, in fp32. Rows
+    are sent etp times, but in one all-to-all instead of an all-to-all plus an all-gather, and
+    returned in one instead of a reduce-scatter plus an all-to-all.
     """
 
     def __init__(self, num_experts: int, group: dist.ProcessGroup, etp: int = 1) -> None:
@@ -73,8 +72,8 @@ class AllToAllDispatcher:
 
     def preprocess(
         self, experts_TK: Tensor, drops: bool = False, rows_per_expert: int | None = None
-    ) -> CountedRows | RowExchange:
-        """Lay out what leaves and what arrives, as far as the device can."""
+    ) -> CountedRows | AllToAllLayout:
+        """Compute the layout of sent and received rows, as far as the device can."""
         permutation = sort_by_expert(
             self._parts_of(experts_TK), self.parts, drops, rows_per_expert=rows_per_expert
         )
@@ -83,8 +82,8 @@ class AllToAllDispatcher:
         return self._even(permutation, rows_per_expert)
 
     def _parts_of(self, experts_TK: Tensor) -> Tensor:
-        """T × K·etp: part j of expert e is on rank (e // L)·etp + j, which has parts rank·L to
-        (rank + 1)·L.
+        """Return the parts of chosen experts, T × K·etp: part j of expert e is on rank (e // L)·etp
+        + j, which has parts rank·L to (rank + 1)·L.
         """
         if self.etp == 1:
             return experts_TK
@@ -93,7 +92,7 @@ class AllToAllDispatcher:
         return (rank_TKj * self.local + (experts_TK % self.local)[..., None]).flatten(1)
 
     def _count(self, permutation: Permutation) -> CountedRows:
-        """Every rank's counts, of which this rank's row and column are its splits."""
+        """All-gather the counts; this rank's row and column of them are its splits."""
         ranks = self.group.size()
         counts_E = permutation.ends_E.diff(prepend=permutation.ends_E.new_zeros(1))
         # source, destination, expert of the destination
@@ -104,8 +103,10 @@ class AllToAllDispatcher:
         ends_E = here_PL.sum(0).cumsum(0).to(torch.int32)
         return CountedRows(permutation, splits_2P, here_PL, ends_E=ends_E)
 
-    def _even(self, permutation: Permutation, rows_per_expert: int) -> RowExchange:
-        """So many rows of every expert from every rank: nobody has to count."""
+    def _even(self, permutation: Permutation, rows_per_expert: int) -> AllToAllLayout:
+        """Return the layout for the same number of rows of every expert from every rank: no counts
+        needed.
+        """
         ranks = self.group.size()
         local = self.local
         split = (local * rows_per_expert,) * ranks
@@ -114,7 +115,7 @@ class AllToAllDispatcher:
             rows_R.view(a, b, rows_per_expert).transpose(0, 1).flatten()
             for a, b in ((ranks, local), (local, ranks))
         )
-        return RowExchange(
+        return AllToAllLayout(
             permutation,
             split,
             split,
@@ -124,43 +125,43 @@ class AllToAllDispatcher:
         )
 
     def dispatch(
-        self, x_TD: Tensor, prepared: CountedRows | RowExchange, ready: ReadyRows | None = None
-    ) -> tuple[Dispatched, RowExchange]:
-        """T × D -> R × D, expert-major; waits for the splits where the device alone knows them.
+        self, x_TD: Tensor, prepared: CountedRows | AllToAllLayout, ready: ReadyRows | None = None
+    ) -> tuple[Dispatched, AllToAllLayout]:
+        """Map T × D -> R × D, expert-major; waits for the splits if only the device knows them.
 
-        Nothing is left `ready`.
+        Leaves nothing in `ready`.
         """
-        if isinstance(prepared, RowExchange):
-            rows, exchange = permute(x_TD, prepared.permutation), prepared
+        if isinstance(prepared, AllToAllLayout):
+            rows, layout = permute(x_TD, prepared.permutation), prepared
         else:
-            rows, exchange = _permute_and_wait(x_TD, prepared)
-        rows = exchange_rows(rows, exchange.input_splits, exchange.output_splits, group=self.group)
-        rows = reorder(rows, exchange.to_expert_major_R, exchange.to_rank_major_R)
-        return Dispatched(rows, exchange.ends_E), exchange
+            rows, layout = _permute_and_wait(x_TD, prepared)
+        rows = all_to_all_rows(rows, layout.input_splits, layout.output_splits, group=self.group)
+        rows = reorder(rows, layout.to_expert_major_R, layout.to_rank_major_R)
+        return Dispatched(rows, layout.ends_E), layout
 
     def combine(
         self,
         expert_out_RD: Tensor,
         probs_TK: Tensor,
-        origin: RowExchange,
+        origin: AllToAllLayout,
         ready: ReadyRows | None = None,
     ) -> Tensor:
-        """R × D -> T × D."""
+        """Map R × D -> T × D."""
         rows = reorder(expert_out_RD, origin.to_rank_major_R, origin.to_expert_major_R)
-        rows = exchange_rows(rows, origin.output_splits, origin.input_splits, group=self.group)
-        if self.etp > 1:  # a row came back from each part of its expert
+        rows = all_to_all_rows(rows, origin.output_splits, origin.input_splits, group=self.group)
+        if self.etp > 1:  # each part of an expert returned a row
             probs_TK = probs_TK[..., None].expand(-1, -1, self.etp).flatten(1)
         return combine(rows, probs_TK, origin.permutation)
 
 
-def _permute_and_wait(x_TD: Tensor, counted: CountedRows) -> tuple[Tensor, RowExchange]:
-    """Rows by destination, and the exchange with the splits that have come to the host."""
+def _permute_and_wait(x_TD: Tensor, counted: CountedRows) -> tuple[Tensor, AllToAllLayout]:
+    """Return rows by destination, and the layout with the splits that have arrived on the host."""
     arrive = start_to_host(counted.splits_2P)
     permutation = counted.permutation
     if permutation.kept_TK is None:
         rows = permute(x_TD, permutation)
         input_splits, output_splits = arrive()
-    else:  # what is dropped stays, so the number of rows is waited for first
+    else:  # dropped choices are not sent, so wait for the number of rows first
         input_splits, output_splits = arrive()
         token_of_row_R = permutation.token_of_row_R[: sum(input_splits)]
         permutation = replace(permutation, token_of_row_R=token_of_row_R)
@@ -170,9 +171,9 @@ def _permute_and_wait(x_TD: Tensor, counted: CountedRows) -> tuple[Tensor, RowEx
 
 def _uneven(
     counted: CountedRows, input_splits: Sequence[int], output_splits: Sequence[int]
-) -> RowExchange:
+) -> AllToAllLayout:
     to_expert_major_R, to_rank_major_R = expert_major(counted.counts_PL, sum(output_splits))
-    return RowExchange(
+    return AllToAllLayout(
         counted.permutation,
         tuple(input_splits),
         tuple(output_splits),
@@ -183,7 +184,7 @@ def _uneven(
 
 
 def expert_major(counts_PL: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Order from rows by (rank, expert) to rows by (expert, rank), and its inverse."""
+    """Return the order from (rank, expert)-major to (expert, rank)-major rows, and its inverse."""
     ranks, local = counts_PL.shape
     expert_PL = torch.arange(local, device=counts_PL.device).repeat(ranks)
     expert_R = expert_PL.repeat_interleave(counts_PL.flatten(), output_size=rows)

@@ -1,4 +1,4 @@
-"""Exchanges of rows with their gradients, and of what the host has to know.
+"""Collectives of rows with gradients, and copies of counts to the host.
 
 Shapes: T tokens of this rank, N of all ranks, D hidden, K experts per token, R rows of this rank's
 experts.
@@ -18,19 +18,19 @@ from app.collectives import all_gather, reduce_scatter
 from app.moe.permute import Permutation, combine_gradients, sum_rows
 
 
-def exchange_rows(
+def all_to_all_rows(
     rows: Tensor,
     input_splits: tuple[int, ...],
     output_splits: tuple[int, ...],
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """all_to_all of so many rows to each rank and from each; backward sends gradients back."""
+    """All-to-all with these splits; backward sends gradients the other way."""
     out: Tensor = _AllToAll.apply(rows, input_splits, output_splits, group)
     return out
 
 
 def gather_and_permute(x_TD: Tensor, permutation: Permutation, group: dist.ProcessGroup) -> Tensor:
-    """`permute` of the tokens of all ranks: R × D."""
+    """All-gather the tokens of all ranks and `permute` them: R × D."""
     rows_RD: Tensor = _GatherRows.apply(
         x_TD, permutation.token_of_row_R, permutation.row_of_TK, permutation.kept_TK, group
     )
@@ -40,8 +40,8 @@ def gather_and_permute(x_TD: Tensor, permutation: Permutation, group: dist.Proce
 def combine_and_scatter(
     rows_RD: Tensor, probs_TK: Tensor, permutation: Permutation, group: dist.ProcessGroup
 ) -> Tensor:
-    """`combine` for the tokens of all ranks; each rank ends up with the sums of its own: T × D."""
-    out_TD: Tensor = _BringHome.apply(
+    """`combine` for the tokens of all ranks, reduce-scattered to the source ranks: T × D."""
+    out_TD: Tensor = _CombineAndScatter.apply(
         rows_RD,
         probs_TK,
         permutation.token_of_row_R,
@@ -53,14 +53,16 @@ def combine_and_scatter(
 
 
 def gathered(own_T: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The rows of all ranks, in rank order: [T, …] -> [N, …]."""
+    """All-gather rows in rank order: [T, …] -> [N, …]."""
     all_N = own_T.new_empty(group.size() * own_T.shape[0], *own_T.shape[1:])
     all_gather(all_N, own_T.contiguous(), group)
     return all_N
 
 
 def start_to_host(values_AB: Tensor) -> Callable[[], list[list[int]]]:
-    """Start to copy a small matrix of integers to the host; returns what waits for this alone."""
+    """Start copying a small integer matrix to the host; return a function that waits for it
+    alone.
+    """
     if not values_AB.is_cuda:
         return values_AB.tolist
     copy = values_AB.to("cpu", non_blocking=True, memory_format=torch.contiguous_format)
@@ -85,16 +87,16 @@ class _AllToAll(torch.autograd.Function):
     ) -> Tensor:
         ctx.splits = input_splits, output_splits
         ctx.group = group
-        return _exchange(rows, input_splits, output_splits, group=group)
+        return _uneven_all_to_all(rows, input_splits, output_splits, group=group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         input_splits, output_splits = ctx.splits
-        grad = _exchange(grad, output_splits, input_splits, group=ctx.group)
+        grad = _uneven_all_to_all(grad, output_splits, input_splits, group=ctx.group)
         return grad, None, None, None
 
 
-def _exchange(
+def _uneven_all_to_all(
     rows: Tensor,
     input_splits: tuple[int, ...],
     output_splits: tuple[int, ...],
@@ -108,7 +110,7 @@ def _exchange(
 
 
 class _GatherRows(torch.autograd.Function):
-    """`permute` of the tokens of all ranks."""
+    """`permute` of the all-gathered tokens."""
 
     @staticmethod
     def forward(
@@ -131,8 +133,8 @@ class _GatherRows(torch.autograd.Function):
         return _scattered(grad_ND, ctx.group).to(grad_RD.dtype), None, None, None, None
 
 
-class _BringHome(torch.autograd.Function):
-    """`combine` for the tokens of all ranks; each rank ends up with the sums of its own."""
+class _CombineAndScatter(torch.autograd.Function):
+    """`combine` for the tokens of all ranks, reduce-scattered to the source ranks."""
 
     @staticmethod
     def forward(
@@ -158,7 +160,7 @@ class _BringHome(torch.autograd.Function):
 
 
 def _scattered(all_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's rows of the sum over the ranks: [N, …] -> [T, …]."""
+    """Reduce-scatter rows: [N, …] -> [T, …]."""
     own_T = all_N.new_empty(all_N.shape[0] // group.size(), *all_N.shape[1:])
     reduce_scatter(own_T, all_N, group)
     return own_T

@@ -1,11 +1,11 @@
-"""Where the tokens of all ranks lie among the rows of this rank's experts, and what is done with
-rows that lie there: kernels on a GPU, plain torch elsewhere, with equal bits.
+"""Placement of all ranks' tokens in the rows of this rank's experts, and operations on such rows:
+kernels on a GPU, plain torch elsewhere, bit for bit equal.
 
-Nothing waits for the device, and there are no atomics: sums are in fp32 in a fixed order.
+Nothing synchronizes with the device, and there are no atomics: sums are fp32 in a fixed order.
 
 Shapes: P ranks · T tokens of each · N = P·T tokens of all, in rank order · K choices of each · D
-width · L experts of this rank · R rows, of which those that no choice has are neither written nor
-read. A choice without a row here has the row R.
+width · L experts of this rank · R rows; rows without a choice are neither written nor read. A
+choice without a row here has the row R.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from app.kernels import peer_rows as kernels
 from app.kernels import peer_sums
 from app.kernels.common import usable
 from app.kernels.expert_rows import expert_rows
-from app.kernels.fp8.quantise import InEight
+from app.kernels.fp8.quantise import Fp8Rows
 from app.moe.permute import dot_rows, pick_rows, sort_by_expert, sum_rows, widened
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """Rows of this rank's experts, on the device as int32: expert-major, tokens ascending within
-    an expert.
+    """Rows of this rank's experts, int32 on the device: expert-major, tokens ascending within an
+    expert.
     """
 
-    row_of_NK: Tensor  # R: no row here
+    row_of_NK: Tensor  # R stands for no row here
     ends_E: Tensor  # L: the first row after each expert's, as `grouped_mm` takes it; at most R
-    filled_E: Tensor  # L: the first row of each expert that has no token, up to ends_E
+    filled_E: Tensor  # L: the first unused row of each expert, up to ends_E
     needed: Tensor  # one: rows that all choices would need; more than R is an overflow
 
 
 def place_rows(
     chosen_NK: Tensor, first: int, local: int, num_rows: int, multiple: int = 1
 ) -> ExpertRows:
-    """Give a row to every choice among the `local` experts from id `first` on.
+    """Assign a row to every choice of the `local` experts from id `first` on.
 
-    Every expert's rows start at a multiple of `multiple`, and so does what follows the last; those
-    that would lie behind `num_rows`, a multiple too, get none. A token's ids differ from each
-    other; what is no expert's id has no row.
+    Every expert's rows start at a multiple of `multiple`, and so does the end; choices whose rows
+    would lie beyond `num_rows`, also a multiple, get none. A token's ids differ from each other;
+    other ids have no row.
     """
     assert num_rows % multiple == 0, (num_rows, multiple)
     if chosen_NK.is_cuda and usable():
@@ -69,21 +69,22 @@ def place_rows(
 
 
 def spread_rows(
-    x_ND: Tensor, row_of_NK: Tensor, num_rows: int, in_8: InEight | None = None
+    x_ND: Tensor, row_of_NK: Tensor, num_rows: int, fp8_rows: Fp8Rows | None = None
 ) -> Tensor:
-    """rows[row_of[n, k]] = x[n]: [R, D]; x is contiguous. Kernels fill `in_8` besides."""
+    """Return rows[row_of[n, k]] = x[n]: [R, D]; x is contiguous. Kernels also fill `fp8_rows`."""
     if usable(x_ND):
         addresses = kernels.addresses_in(x_ND)
         return kernels.pull_rows(
-            addresses, row_of_NK, num_rows, width=x_ND.shape[1], dtype=x_ND.dtype, in_8=in_8
+            addresses, row_of_NK, num_rows, width=x_ND.shape[1], dtype=x_ND.dtype, fp8_rows=fp8_rows
         )
-    assert in_8 is None, "kernels alone write it"
+    assert fp8_rows is None, "only kernels write fp8_rows"
     return x_ND.index_select(0, _choice_of_rows(row_of_NK, num_rows) // row_of_NK.shape[1])
 
 
 def partial_sums(rows_RD: Tensor, probs_NK: Tensor | None, row_of_NK: Tensor) -> Tensor:
-    """Σ_k probs[n, k] · rows[row_of[n, k]] over the choices with a row here, in fp32 in order of k,
-    rounded to the rows' type: [N, D], undefined for a token that has none.
+    """Return Σ_k probs[n, k] · rows[row_of[n, k]] over the choices with a row here: [N, D].
+
+    Adds in fp32 in order of k and rounds to the rows' dtype; undefined for a token without a row.
     """
     if usable(rows_RD):
         partial_ND = rows_RD.new_empty(len(row_of_NK), rows_RD.shape[1])
@@ -95,8 +96,9 @@ def partial_sums(rows_RD: Tensor, probs_NK: Tensor | None, row_of_NK: Tensor) ->
 
 
 def sum_partials(partial_PTD: Tensor, experts_TK: Tensor, local: int, etp: int) -> Tensor:
-    """Σ_p partial[p, t] over the ranks p that have an expert of token t, in fp32 in rank order:
-    [T, D], rounded once.
+    """Return Σ_p partial[p, t] over the ranks p that have an expert of token t: [T, D].
+
+    Adds in fp32 in rank order and rounds once.
     """
     if usable(partial_PTD):
         return peer_sums.sum_partials(partial_PTD, experts_TK, local, etp=etp)
@@ -113,11 +115,13 @@ def row_gradients(
     rows_RD: Tensor,
     probs_NK: Tensor,
     row_of_NK: Tensor,
-    in_8: InEight | None = None,
+    fp8_rows: Fp8Rows | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of `partial_sums`: of the rows, rounded once, [R, D]; of the probabilities,
-    [N, K] in their type, undefined for a choice without a row here. Both g and the probabilities
-    are contiguous. Kernels fill `in_8` with the rows' besides.
+    """Return the gradients of `partial_sums`: of the rows, rounded once, [R, D]; of the
+    probabilities, [N, K] in their dtype, undefined for a choice without a row here.
+
+    The gradient and the probabilities are contiguous. Kernels also fill `fp8_rows` with the rows'
+    gradients.
     """
     if usable(rows_RD, probs_NK):
         dots_NK = torch.empty_like(probs_NK)
@@ -127,14 +131,14 @@ def row_gradients(
             probs_NK,
             row_of_NK=row_of_NK,
             dots_addresses_P=kernels.addresses_in(dots_NK),
-            in_8=in_8,
+            fp8_rows=fp8_rows,
         )
         return grad_RD, dots_NK
-    assert in_8 is None, "kernels alone write it"
+    assert fp8_rows is None, "only kernels write fp8_rows"
     kept_NK = row_of_NK < len(rows_RD)
     choice_R = _choice_of_rows(row_of_NK, len(rows_RD))
     grad_RD = grad_ND.index_select(0, choice_R // row_of_NK.shape[1])
-    # in place, so that the product with fp32 probabilities is rounded once and never stored in fp32
+    # in place: rows · fp32 probabilities is rounded once and never stored in fp32
     grad_RD.mul_(probs_NK.flatten()[choice_R][:, None])
     dots = [
         dot_rows(pick_rows(rows_RD, row_of_NK, kept_NK, k=k), grad_ND)
@@ -144,15 +148,16 @@ def row_gradients(
 
 
 def _choice_of_rows(row_of_NK: Tensor, num_rows: int) -> Tensor:
-    """Which choice, of N·K, has a row; 0 where none has: int64 [R]."""
+    """Return the choice, of N·K, of each row; 0 for rows without one: int64 [R]."""
     choices = torch.arange(row_of_NK.numel(), device=row_of_NK.device)
-    choice_R = choices.new_zeros(num_rows + 1)  # the last one for what has no row
+    choice_R = choices.new_zeros(num_rows + 1)  # the last entry takes choices without a row
     return choice_R.scatter_(0, row_of_NK.flatten().long(), choices)[:num_rows]
 
 
 def sum_dots(dots_PTK: Tensor, experts_TK: Tensor, local: int, etp: int) -> Tensor:
-    """Σ_p dots[p, t, k] over the ranks p that have a part of choice k's expert, in rank order:
-    [T, K]; 0 where there is none.
+    """Return Σ_p dots[p, t, k] over the ranks p that hold a part of choice k's expert: [T, K].
+
+    Adds in rank order; 0 if there is none.
     """
     if usable(dots_PTK):
         return peer_sums.sum_dots(dots_PTK, experts_TK, local, etp=etp)
@@ -164,7 +169,7 @@ def sum_dots(dots_PTK: Tensor, experts_TK: Tensor, local: int, etp: int) -> Tens
 
 
 def zero_gaps(rows_RD: Tensor, filled_E: Tensor, ends_E: Tensor) -> Tensor:
-    """Zero the rows of each expert that have no token, in place; returns the rows."""
+    """Zero the unused rows of each expert in place; return the rows."""
     if usable(rows_RD):
         kernels.zero_gaps(rows_RD, filled_E, ends_E)
         return rows_RD

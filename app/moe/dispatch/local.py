@@ -1,6 +1,6 @@
-"""Every expert is on this rank: a permutation.
+"""Dispatcher for ranks that hold every expert: a permutation.
 
-Shapes: T tokens, K experts of each, D hidden, R = T·K rows, or those of all capacities.
+Shapes: T tokens, K experts of each, D hidden, R = T·K rows, or the sum of all capacities.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from app.moe.protocol import Dispatched
 
 
 class LocalDispatcher:
-    """Every expert is on this rank: nothing is exchanged."""
+    """Permutes tokens by expert; nothing is sent."""
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
@@ -27,7 +27,7 @@ class LocalDispatcher:
     def dispatch(
         self, x_TD: Tensor, prepared: Permutation, ready: ReadyRows | None = None
     ) -> tuple[Dispatched, Permutation]:
-        """T × D -> R × D, expert-major."""
+        """Map T × D -> R × D, expert-major."""
         return Dispatched(permute(x_TD, prepared, ready), prepared.ends_E), prepared
 
     def combine(
@@ -37,5 +37,5 @@ class LocalDispatcher:
         origin: Permutation,
         ready: ReadyRows | None = None,
     ) -> Tensor:
-        """R × D -> T × D."""
+        """Map R × D -> T × D."""
         return combine(expert_out_RD, probs_TK, origin, ready)

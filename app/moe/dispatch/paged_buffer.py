@@ -1,9 +1,10 @@
-"""What backward needs of experts' rows, kept in one pool of pages for all layers and microbatches.
+"""Paged activation buffer: one pool of pages for the expert rows that backward needs, of all layers
+and microbatches.
 
-Tensors have as many rows as experts could be asked for; how many are used, the device alone knows.
-Those are copied to as many pages as they take, and for backward into a new tensor, whose other rows
-are uninitialised. Pages are handed out on the device (`app.kernels.pages`): nothing waits, so a
-graph may hold all of it, and replays may follow one another in any order.
+Tensors are allocated for as many rows as experts could be asked for; only the device knows how many
+are used. The used rows are copied to as many pages as they take, and for backward into a new
+tensor, whose other rows are uninitialised. Pages are allocated on the device (`app.kernels.pages`)
+without synchronizing, so all of it can be captured, and graphs may be replayed in any order.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from app.kernels.tiling import cdiv
 from app.model.recompute import BackwardSource
 from app.plan.dispatchers.paged_buffer import PlannedPagedBuffer
 
-WORD = 4  # bytes of what is copied
+WORD = 4  # bytes per copied element
 
 
 class PagedBuffer:
-    """The pool of one rank. Where it has too few pages, a tensor gets none, and is not to be used:
-    `lacks` says so.
+    """Pool of one rank. If it runs out of pages, a tensor gets none and must not be used: `lacks`
+    tells.
     """
 
     def __init__(self, planned: PlannedPagedBuffer, device: torch.device) -> None:
@@ -37,21 +38,23 @@ class PagedBuffer:
         self.clear()
 
     def clear(self) -> None:
-        """All pages are free."""
+        """Free all pages."""
         torch.arange(len(self.ring_N), out=self.ring_N)
         self.state.zero_()
         self.state[1:2].fill_(self.planned.pages)
 
     def needed(self) -> Tensor:
-        """Most pages that have been wanted at once since it was cleared: int64 [1]."""
+        """Return the most pages requested at once since `clear`: int64 [1]."""
         return self.state[3:]
 
     def lacks(self) -> Tensor:
-        """Whether those are more than there are: bool [1]."""
+        """Return whether more pages were requested than exist: bool [1]."""
         return self.needed() > self.planned.pages
 
     def put(self, rows: Tensor, used: Tensor) -> Tensor:
-        """Copy the first `used` rows (int32 [1]) to pages: which, as in `app.kernels.pages`."""
+        """Copy the first `used` rows (int32 [1]) to pages; return the page table of
+        `app.kernels.pages`.
+        """
         row = rows[0].numel() * rows.element_size() // WORD
         page = self.pool_NW.shape[1]
         most = cdiv(rows.shape[0] * row, page)
@@ -69,7 +72,7 @@ class PagedBuffer:
         return pages_M2
 
     def get(self, pages_M2: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """The rows, contiguous, in a new tensor, as many as were put there; the pages are free."""
+        """Return the rows in a new contiguous tensor and free the pages."""
         rows = torch.empty(shape, dtype=dtype, device=self.state.device)
         if usable(rows):
             kernels.copy_out(rows, self.pool_NW, pages_M2)
@@ -104,14 +107,14 @@ class PagedBuffer:
 
 
 def _there(pages_M2: Tensor) -> Tensor:
-    """Which of its pages a tensor has."""
+    """Return which entries of a page table are in use."""
     return torch.arange(len(pages_M2) - 2, device=pages_M2.device) < pages_M2[0]
 
 
 @dataclass(slots=True)
 class PagedRows(BackwardSource):
     """Rows of one tensor, in pages from when the first operation saves them until backward reads
-    them; then in memory of their own until its last reader has them.
+    them; then in memory of their own until the last reader has them.
     """
 
     paged_buffer: PagedBuffer
@@ -124,12 +127,12 @@ class PagedRows(BackwardSource):
 
     @classmethod
     def of(cls, paged_buffer: PagedBuffer, ends_E: Tensor, rows: Tensor) -> PagedRows:
-        """For rows that have all of their memory, of which ends[-1] are used."""
+        """Build it for rows in complete storage, of which ends[-1] are used."""
         assert rows.is_contiguous() and not rows.storage_offset()
         return cls(paged_buffer, ends_E[-1:], rows.shape, dtype=rows.dtype)
 
     def add_reader(self, saved: Tensor) -> None:
-        """The first one has the rows copied; `saved` may be a part of every row."""
+        """Count a reader; the first one copies the rows. `saved` may be a part of every row."""
         if not self.readers:
             width = self.shape[1]
             rows = saved.detach().as_strided(self.shape, (width, 1), 0)
@@ -137,12 +140,12 @@ class PagedRows(BackwardSource):
         self.readers += 1
 
     def read(self) -> Tensor:
-        """The rows, the same tensor for all readers."""
+        """Return the rows, the same tensor for all readers."""
         if self.pages_M2 is not None:
             self.rows = self.paged_buffer.get(self.pages_M2, self.shape, self.dtype)
             self.pages_M2 = None
         rows = self.rows
-        assert rows is not None, "it is read once for every operation that has saved it"
+        assert rows is not None, "read more often than saved"
         self.readers -= 1
         if not self.readers:
             self.rows = None

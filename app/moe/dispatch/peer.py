@@ -1,19 +1,19 @@
-"""The transport by kernels that read and write other ranks' memory over NVLink.
+"""Transport by kernels that read and write other ranks' memory over NVLink.
 
 Shapes as in `app.moe.dispatch.transport`.
 
-Each exchange is a write, a barrier of all ranks, and a read: of what lies with others (pulled) or
-of what others have put here (pushed). Every buffer exists twice, and its exchanges take turns. Why
-this one barrier is enough: let exchanges i < j < k of one buffer follow each other, so that i and k
-have the same half of it. Whoever reads it in i does so before it comes to the barrier of j, since a
-rank's kernels run one after another. Whoever writes to it in k has passed the barrier of j, and so
-comes after all reads of i, be it the owner that writes what others have pulled, or others that
-write what the owner has read. Exchanges of other buffers in between add barriers, which do no harm.
+Each operation is a write, a barrier of all ranks, and a read: of what lies with others (pull) or of
+what others have written here (push). Every buffer has two halves, used in turn. Why one barrier is
+enough: let operations i < j < k of one buffer follow each other, so that i and k use the same half.
+Whoever reads it in i does so before reaching the barrier of j, since a rank's kernels run in order.
+Whoever writes it in k has passed the barrier of j, and so comes after all reads of i, be it the
+owner that writes what others pull, or others that write what the owner reads. Operations of other
+buffers in between only add barriers.
 
-A captured graph has the halves that were due at its capture. Replays and other exchanges may meet
-so that the same half is used twice in a row; then there must be an exchange of another buffer
-between the two, whose barrier takes the place of j's. In a layer that is always so: forward
-exchanges choices, tokens, probabilities and sums, backward gradients, dot products and sums.
+A captured graph uses the halves that were due at its capture. Replays and other operations may then
+use the same half twice in a row; in that case an operation of another buffer must lie between the
+two, whose barrier replaces that of j. Within a layer that always holds: forward exchanges choices,
+tokens, probabilities and sums, backward gradients, dot products and sums.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.kernels.fp8.quantise import InEight
+from app.kernels.fp8.quantise import Fp8Rows
 from app.kernels.peer_rows import pull_gradients, pull_rows, push_values
 from app.kernels.peer_sums import push_sums
 from app.moe.dispatch.expert_rows import sum_dots, sum_partials
@@ -33,12 +33,12 @@ from app.moe.peer_memory import Buffer, Layout, PeerMemory
 
 
 class PeerTransport:
-    """A token is read by each rank that has any of its experts, once, and a sum comes back from
-    each. Needs GPUs of one host that reach each other's memory, and Triton.
+    """Each rank that has any of a token's experts reads the token once and returns one sum. Needs
+    GPUs of one host with peer access, and Triton.
 
-    All exchanges must come from one stream, or from streams that wait for each other. The memory is
-    for T tokens of every rank in each exchange: 2·(P + 1)·T·D values and 2·10·P·T·K bytes. Creating
-    it is collective.
+    All operations must run on one stream, or on streams that wait for each other. Allocates memory
+    for T tokens of every rank per operation: 2·(P + 1)·T·D values and 2·10·P·T·K bytes. Creating it
+    is collective.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class PeerTransport:
         self.etp = etp
         self.tokens = tokens
         self.rank = group.rank()
-        assert local * ranks // etp <= torch.iinfo(torch.int16).max, "ids travel in two bytes"
+        assert local * ranks // etp <= torch.iinfo(torch.int16).max, "expert ids are sent as int16"
         lists = (ranks, tokens, top_k)
         layouts = [
             Layout((tokens, width), dtype, parted=False),
@@ -78,7 +78,7 @@ class PeerTransport:
         return self._everyones(self._choices, experts_TK)
 
     def spread(
-        self, x_TD: Tensor, row_of_NK: Tensor, num_rows: int, in_8: InEight | None = None
+        self, x_TD: Tensor, row_of_NK: Tensor, num_rows: int, fp8_rows: Fp8Rows | None = None
     ) -> Tensor:
         """See the protocol."""
         tokens = self._offered(x_TD)
@@ -90,10 +90,10 @@ class PeerTransport:
             width=x_TD.shape[1],
             dtype=x_TD.dtype,
             rank=self.rank,
-            in_8=in_8,
+            fp8_rows=fp8_rows,
         )
 
-    def sum_home(
+    def combine(
         self, rows_RD: Tensor, probs_TK: Tensor | None, row_of_NK: Tensor, experts_TK: Tensor
     ) -> Tensor:
         """See the protocol."""
@@ -111,7 +111,7 @@ class PeerTransport:
         probs_TK: Tensor,
         row_of_NK: Tensor,
         experts_TK: Tensor,
-        in_8: InEight | None = None,
+        fp8_rows: Fp8Rows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See the protocol."""
         grads = self._offered(grad_TD)
@@ -124,20 +124,20 @@ class PeerTransport:
             row_of_NK=row_of_NK,
             dots_addresses_P=dots.addresses_P,
             rank=self.rank,
-            in_8=in_8,
+            fp8_rows=fp8_rows,
         )
         self._memory.barrier()
         return grad_RD, sum_dots(dots.own, experts_TK, self.local, etp=self.etp)
 
     def _offered(self, x_TD: Tensor) -> Buffer:
-        """This rank's rows, where the others can read them behind a barrier."""
+        """Copy this rank's rows to memory that others can read after a barrier."""
         buffer = next(self._rows)
         assert x_TD.shape == buffer.own.shape and x_TD.dtype == buffer.own.dtype
         buffer.own.copy_(x_TD)
         return buffer
 
     def _everyones(self, pair: Iterator[Buffer], values_TK: Tensor) -> Tensor:
-        """The values of all ranks, N × K."""
+        """All-gather the values of all ranks, N × K."""
         buffer = next(pair)
         assert values_TK.shape == buffer.own.shape[1:]
         push_values(values_TK, buffer.addresses_P, buffer.own.dtype)

@@ -1,5 +1,5 @@
-"""A token goes once to each rank that has any of its experts, in buffers of fixed sizes: nothing
-waits for the host, so a graph may hold all of it.
+"""Static dispatcher: each token is sent once to each rank that has any of its experts, in buffers
+of fixed sizes. Nothing synchronizes with the host, so all of it can be captured.
 
 Shapes: T tokens of this rank, D hidden, K experts per token, L experts of this rank, P ranks, N =
 P·T tokens of all of them in rank order, R rows that this rank has memory for.
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from app.kernels.common import usable
-from app.kernels.fp8.quantise import empty_in_8
+from app.kernels.fp8.quantise import empty_fp8_rows
 from app.model.fp8.ready import ReadyRows
 from app.moe.clones.cloning import Cloning
 from app.moe.clones.record import Clones
@@ -32,26 +32,26 @@ from app.plan.dispatchers.static import PlannedStatic
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the rows of this rank's experts come from."""
+    """Layout of the rows of this rank's experts."""
 
     rows: ExpertRows
-    experts_TK: Tensor  # what this rank's own tokens have chosen
+    experts_TK: Tensor  # experts chosen by this rank's own tokens
     num_rows: int  # R
-    clones: Clones | None = None  # of experts that have rows here or there; None: nothing is cloned
+    clones: Clones | None = None  # None disables cloning
 
 
 class StaticDispatcher:
-    """Tokens travel in parts of equal size; where rows lie, the device alone finds out.
+    """Dispatches in parts of equal size; the device alone computes the rows.
 
-    1. `preprocess` gathers the choices of all ranks, and gives each choice of an expert here its
-       row, by (expert, rank, token): expert-major from the start.
-    2. `dispatch` has every token of all ranks that has an expert here put into its rows.
+    1. `preprocess` all-gathers the choices and assigns each choice of an expert here its row, by
+       (expert, rank, token): expert-major from the start.
+    2. `dispatch` copies every token of all ranks that has an expert here into its rows.
     3. `combine` adds up what the experts here make of each token, weighted, in fp32; these sums,
-       rounded once, go home, where those of all ranks are added in fp32.
+       rounded once, return to the source rank, which adds those of all ranks in fp32.
 
-    Backward mirrors it. Rows are as many as `planned` says, whatever routers choose; those from
-    ends[-1] on are neither read nor written. Where choices need more, those beyond have no row,
-    and `missing` remembers how many.
+    Backward mirrors it. The number of rows is fixed by `planned`, whatever routers choose; rows
+    from ends[-1] on are neither read nor written. Choices beyond that number have no row, and
+    `missing` records how many there were.
     """
 
     def __init__(
@@ -65,35 +65,34 @@ class StaticDispatcher:
         paged_buffer: PagedBuffer | None = None,
         cloning: Cloning | None = None,
     ) -> None:
-        """`peer` carries as many tokens as it has memory for, `collective` other numbers of them,
-        with equal bits. `paged_buffer` keeps what backward needs of rows; None leaves all of
-        them to autograd.
-        `cloning` sends choices of hot experts to clones; None: each goes to its expert.
+        """`peer` transports as many tokens as it has memory for, `collective` other numbers of
+        them, with equal bits. `paged_buffer` keeps the rows that backward needs; None leaves all of
+        them to autograd. `cloning` sends choices of hot experts to clones; None disables it.
         """
         self.planned = planned
         self.collective = collective
         self.peer = peer
         self.first = ep_rank * planned.experts  # global index of this rank's first expert
-        # int32 [1]: most rows that a microbatch has lacked since this was cleared; 0: none
+        # int32 [1]: most rows that a microbatch has lacked since `clear`
         self.missing = torch.zeros(1, dtype=torch.int32, device=device)
         self.paged_buffer = paged_buffer
         self.cloning = cloning
         self._counts_rows = False
 
     def clear(self) -> None:
-        """Work begins: no rows have been missing yet, and nothing is kept."""
+        """Reset the overflow record and the paged buffer at the start of a step."""
         self.missing.zero_()
         if self.paged_buffer is not None:
             self.paged_buffer.clear()
 
     def lacks(self) -> Tensor:
-        """Whether rows have been missing since, or memory to keep them: bool [1]."""
+        """Return whether rows, or pages to keep them, have been missing since `clear`: bool [1]."""
         lacking = self.missing > 0
         return lacking if self.paged_buffer is None else lacking | self.paged_buffer.lacks()
 
     @property
     def _gaps(self) -> bool:
-        """Whether experts' rows may be followed by others up to a multiple."""
+        """True if experts' rows are padded to a multiple."""
         return self.planned.moe.static.multiple > 1
 
     def _transport(self, tokens: int) -> TokenTransport:
@@ -103,8 +102,8 @@ class StaticDispatcher:
 
     @contextmanager
     def all_rows(self) -> Iterator[None]:
-        """Within the block the host waits to learn how many rows are needed, and there is memory
-        for as many. None are missing then; but what waits cannot be captured.
+        """Allocate as many rows as are needed within the block, so that none are missing; the host
+        waits for their number, which cannot be captured.
         """
         self._counts_rows = True
         try:
@@ -115,9 +114,9 @@ class StaticDispatcher:
     def preprocess(
         self, experts_TK: Tensor, drops: bool = False, rows_per_expert: int | None = None
     ) -> Places:
-        """Gather the choices and place those of this rank's experts.
+        """All-gather the choices and place those of this rank's experts.
 
-        What is dropped has no expert here, so `drops` changes nothing; experts are not filled up.
+        Dropped choices have no expert here, so `drops` changes nothing; experts are not padded.
         """
         assert rows_per_expert is None, "model.moe.pad_to_capacity is refused"
         tokens = len(experts_TK)
@@ -138,13 +137,13 @@ class StaticDispatcher:
             torch.maximum(self.missing, rows.needed - num_rows, out=self.missing)
             return Places(rows, experts_TK, num_rows, clones=clones)
         needed = int(rows.needed)
-        row_of_NK = rows.row_of_NK.clamp(max=needed)  # R, which means no row here, is `needed` now
+        row_of_NK = rows.row_of_NK.clamp(max=needed)  # no row here was R and is `needed` now
         return Places(replace(rows, row_of_NK=row_of_NK), experts_TK, needed, clones=clones)
 
     def dispatch(
         self, x_TD: Tensor, prepared: Places, ready: ReadyRows | None = None
     ) -> tuple[Dispatched, Places]:
-        """T × D -> R × D, expert-major."""
+        """Map T × D -> R × D, expert-major."""
         rows_RD: Tensor = _Dispatch.apply(
             x_TD, self._transport(len(x_TD)), prepared, self._gaps, self._filled(ready, x_TD)
         )
@@ -152,10 +151,10 @@ class StaticDispatcher:
         keep = None
         if self.paged_buffer is not None and not self._counts_rows:
             keep = partial(PagedRows.of, self.paged_buffer, ends_E)
-        lent = None
+        replicas = None
         if self.cloning is not None and prepared.clones is not None:
-            lent = self.cloning.lent(prepared.clones)
-        return Dispatched(rows_RD, ends_E, keep, lent=lent), prepared
+            replicas = self.cloning.replicas(prepared.clones)
+        return Dispatched(rows_RD, ends_E, keep, replicas=replicas), prepared
 
     def combine(
         self,
@@ -164,7 +163,7 @@ class StaticDispatcher:
         origin: Places,
         ready: ReadyRows | None = None,
     ) -> Tensor:
-        """R × D -> T × D."""
+        """Map R × D -> T × D."""
         transport = self._transport(len(probs_TK))
         out_TD: Tensor = _Combine.apply(
             expert_out_RD,
@@ -177,8 +176,8 @@ class StaticDispatcher:
         return out_TD
 
     def _filled(self, ready: ReadyRows | None, rows: Tensor) -> ReadyRows | None:
-        """Where kernels leave rows in FP8; None: who reads them quantises them, and zeros
-        between the rows of experts.
+        """Return `ready` if kernels quantise the rows into it; None if the GEMM quantises them,
+        after padding rows have been zeroed.
         """
         return ready if usable(rows) and not self._gaps else None
 
@@ -197,9 +196,9 @@ class _Dispatch(torch.autograd.Function):
         ctx.save_for_backward(rows.row_of_NK, places.experts_TK)
         ctx.transport = transport
         if ready is not None:
-            in_8 = empty_in_8((places.num_rows, x_TD.shape[1]), x_TD.device)
-            spread_RD = transport.spread(x_TD, rows.row_of_NK, places.num_rows, in_8=in_8)
-            return ready.put((spread_RD, *in_8))
+            fp8_rows = empty_fp8_rows((places.num_rows, x_TD.shape[1]), x_TD.device)
+            spread_RD = transport.spread(x_TD, rows.row_of_NK, places.num_rows, fp8_rows=fp8_rows)
+            return ready.put((spread_RD, *fp8_rows))
         rows_RD = transport.spread(x_TD, rows.row_of_NK, places.num_rows)
         return zero_gaps(rows_RD, rows.filled_E, rows.ends_E) if gaps else rows_RD
 
@@ -207,7 +206,7 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None, None]:
         row_of_NK, experts_TK = ctx.saved_tensors
-        return ctx.transport.sum_home(grad_RD, None, row_of_NK, experts_TK), None, None, None, None
+        return ctx.transport.combine(grad_RD, None, row_of_NK, experts_TK), None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -226,16 +225,18 @@ class _Combine(torch.autograd.Function):
         ctx.save_for_backward(rows_RD, probs_TK, rows.row_of_NK, places.experts_TK)
         ctx.gaps = (rows.filled_E, rows.ends_E) if gaps else None
         ctx.transport = transport
-        return transport.sum_home(rows_RD, probs_TK, rows.row_of_NK, places.experts_TK)
+        return transport.combine(rows_RD, probs_TK, rows.row_of_NK, places.experts_TK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         rows_RD, *where = ctx.saved_tensors
-        in_8 = None if ctx.ready is None else empty_in_8(rows_RD.shape, grad_TD.device)
-        grad_RD, dots_TK = ctx.transport.spread_gradients(grad_TD, rows_RD, *where, in_8=in_8)
-        if in_8 is not None:
-            ctx.ready.put((grad_RD, *in_8))
+        fp8_rows = None if ctx.ready is None else empty_fp8_rows(rows_RD.shape, grad_TD.device)
+        grad_RD, dots_TK = ctx.transport.spread_gradients(
+            grad_TD, rows_RD, *where, fp8_rows=fp8_rows
+        )
+        if fp8_rows is not None:
+            ctx.ready.put((grad_RD, *fp8_rows))
         if ctx.gaps is not None:
             grad_RD = zero_gaps(grad_RD, *ctx.gaps)
         return grad_RD, dots_TK, None, None, None, None

@@ -1,9 +1,9 @@
-"""What carries tokens between the ranks of an expert group where all shapes are known beforehand.
+"""Transport of tokens between the ranks of an expert group, with all shapes known beforehand.
 
 Shapes: P ranks of the group · T tokens of each · N = P·T tokens of all, in rank order · K choices
-of each · D width · R rows of this rank's experts, of which the device alone knows how many are
-used · L experts of this rank. Experts s·L to (s+1)·L are on ranks s·etp to (s+1)·etp, a part of
-each of them on each.
+of each · D width · R rows of this rank's experts, of which the device alone knows how many are used
+· L experts of this rank. Experts s·L to (s+1)·L are on ranks s·etp to (s+1)·etp, one part of each
+expert on each rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.collectives import all_to_all
-from app.kernels.fp8.quantise import InEight
+from app.kernels.fp8.quantise import Fp8Rows
 from app.moe.dispatch.collectives import gathered
 from app.moe.dispatch.expert_rows import (
     partial_sums,
@@ -27,35 +27,36 @@ from app.moe.dispatch.expert_rows import (
 
 
 class TokenTransport(Protocol):
-    """Exchanges that never wait for the device, so they can be captured; all ranks of the group
-    call the same ones in the same order.
+    """Communication that never synchronizes with the device, so it can be captured; all ranks of
+    the group call the same methods in the same order.
 
-    `row_of_NK` says which row here each choice of any rank has, R where none (`place_rows`). Rows
-    that no choice has are neither written nor read. Nothing here is differentiable: the backward of
-    `spread` is `sum_home` without probabilities, that of `sum_home` is `spread_gradients`. Where
-    kernels compute, both may write their rows `in_8` bits besides.
+    `row_of_NK` holds the row here of each choice of any rank, R for none (`place_rows`). Rows
+    without a choice are neither written nor read. Nothing here is differentiable: the backward of
+    `spread` is `combine` without probabilities, that of `combine` is `spread_gradients`. Kernels of
+    both spreads may also write their rows to `fp8_rows`.
     """
 
     def gather_choices(self, experts_TK: Tensor) -> Tensor:
-        """Experts of this rank's tokens -> those of all tokens, integers N × K.
+        """All-gather the experts chosen by this rank's tokens: integers N × K.
 
-        The result may lie in memory that the next call but one writes to: use it at once.
+        The result may lie in memory that the next call but one overwrites: use it at once.
         """
         ...
 
     def spread(
-        self, x_TD: Tensor, row_of_NK: Tensor, num_rows: int, in_8: InEight | None = None
+        self, x_TD: Tensor, row_of_NK: Tensor, num_rows: int, fp8_rows: Fp8Rows | None = None
     ) -> Tensor:
-        """rows[row_of[n, k]] = x[n]: T × D -> R × D."""
+        """Return rows[row_of[n, k]] = x[n]: T × D -> R × D."""
         ...
 
-    def sum_home(
+    def combine(
         self, rows_RD: Tensor, probs_TK: Tensor | None, row_of_NK: Tensor, experts_TK: Tensor
     ) -> Tensor:
-        """Each token's rows on all ranks, times its probabilities (None: 1), added up: T × D.
+        """Sum each token's rows on all ranks, times its probabilities (None means 1), at its source
+        rank: T × D.
 
-        Each rank adds its own in fp32 in order of k and rounds to the rows' type; the token's own
-        rank adds these in fp32 in rank order, and rounds once more.
+        Each rank adds its own rows in fp32 in order of k and rounds to their dtype; the source rank
+        adds these sums in fp32 in rank order, and rounds once more.
         """
         ...
 
@@ -66,21 +67,21 @@ class TokenTransport(Protocol):
         probs_TK: Tensor,
         row_of_NK: Tensor,
         experts_TK: Tensor,
-        in_8: InEight | None = None,
+        fp8_rows: Fp8Rows | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of the rows, R × D, and of the probabilities, T × K in fp32, in `sum_home`.
+        """Return the gradients of `combine`: of the rows, R × D, and of the probabilities, T × K in
+        fp32.
 
-        Choices that were dropped have a gradient of 0; those whose rows are missing an undefined
-        one.
+        Dropped choices have a gradient of 0; those whose rows are missing an undefined one.
         """
         ...
 
 
 class CollectiveTransport:
-    """By collectives of equal sizes, on any back end and device.
+    """Transport by collectives of equal sizes, on any back end and device.
 
-    Gathers the tokens of all ranks on each of them; what these make of a token goes back to its
-    rank by an all-to-all of equal parts. N·D elements arrive in either direction.
+    All-gathers the tokens; an all-to-all of equal parts returns what a rank makes of a token to its
+    source rank. N·D elements arrive in either direction.
     """
 
     def __init__(self, group: dist.ProcessGroup, local: int, etp: int = 1) -> None:
@@ -93,18 +94,18 @@ class CollectiveTransport:
         return gathered(experts_TK.to(torch.int32), self.group)
 
     def spread(
-        self, x_TD: Tensor, row_of_NK: Tensor, num_rows: int, in_8: InEight | None = None
+        self, x_TD: Tensor, row_of_NK: Tensor, num_rows: int, fp8_rows: Fp8Rows | None = None
     ) -> Tensor:
         """See the protocol."""
-        return spread_rows(gathered(x_TD, self.group), row_of_NK, num_rows, in_8=in_8)
+        return spread_rows(gathered(x_TD, self.group), row_of_NK, num_rows, fp8_rows=fp8_rows)
 
-    def sum_home(
+    def combine(
         self, rows_RD: Tensor, probs_TK: Tensor | None, row_of_NK: Tensor, experts_TK: Tensor
     ) -> Tensor:
         """See the protocol."""
         probs_NK = None if probs_TK is None else gathered(probs_TK, self.group)
         partial_ND = partial_sums(rows_RD, probs_NK, row_of_NK)
-        return sum_partials(self._home(partial_ND), experts_TK, self.local, etp=self.etp)
+        return sum_partials(self._to_sources(partial_ND), experts_TK, self.local, etp=self.etp)
 
     def spread_gradients(
         self,
@@ -113,14 +114,16 @@ class CollectiveTransport:
         probs_TK: Tensor,
         row_of_NK: Tensor,
         experts_TK: Tensor,
-        in_8: InEight | None = None,
+        fp8_rows: Fp8Rows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See the protocol."""
         grad_ND, probs_NK = (gathered(own, self.group) for own in (grad_TD, probs_TK))
-        grad_RD, dots_NK = row_gradients(grad_ND, rows_RD, probs_NK, row_of_NK=row_of_NK, in_8=in_8)
-        return grad_RD, sum_dots(self._home(dots_NK), experts_TK, self.local, etp=self.etp)
+        grad_RD, dots_NK = row_gradients(
+            grad_ND, rows_RD, probs_NK, row_of_NK=row_of_NK, fp8_rows=fp8_rows
+        )
+        return grad_RD, sum_dots(self._to_sources(dots_NK), experts_TK, self.local, etp=self.etp)
 
-    def _home(self, values_N: Tensor) -> Tensor:
-        """Values of all tokens -> those of this rank's that every rank has made: [P, T, …]."""
+    def _to_sources(self, values_N: Tensor) -> Tensor:
+        """All-to-all of per-token values to the tokens' source ranks: [N, …] -> [P, T, …]."""
         ranks = self.group.size()
         return all_to_all(values_N.unflatten(0, (ranks, len(values_N) // ranks)), self.group)

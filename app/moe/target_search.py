@@ -1,25 +1,26 @@
-"""Clones that balance ranks as evenly as their slots allow: the algorithm `exact` of
+"""Clone plans by searching target loads: the algorithm `target_search` of
 `app.moe.echo.plan_clones`.
 
-With one slot to a rank and one expert of each, this is the alias method (Walker 1977, Vose 1991):
-a rank that has too little is filled up to the target from one that has too much, and where that
-brings the giver below the target, its own slot fills it up again. So the loads of R ranks even out
-with R - 1 clones at most. Experts of which a rank has several can be too small to fill a room at
-once; then a few targets and ways of choosing are tried, and the best found is taken. The smallest
-possible load is NP-hard to find (3-partition: rooms of one slot each, filled from experts whose
-tokens all have to go).
+With one slot and one expert per rank this is the alias method (Walker 1977, Vose 1991): a rank
+below the target is raised to it by a rank above it, and if that drops the giver below the
+target, its own slot is filled in turn. R - 1 clones then suffice for even loads. With several
+experts per rank, an expert may be too small to fill a room alone. So a fixed set of candidates is
+tried, 32 target loads times 4 rules of choosing what moves, plus the other algorithms' plans, and
+the plan of the lowest cost is taken. That need not be the optimum: the smallest possible maximum
+load is NP-hard to find (3-partition: rooms of one slot each, filled by experts whose tokens all
+have to move).
 
-A clone has a price in tokens: what the fullest rank could compute while the clone's weights and
-gradients travel. Links work side by side, so it is to be paid for those of the rank that gives or
-gets the most. A clone that relieves the fullest rank by less is not worth it. What is certain where
-the price is 0, and the target the average rounded up:
+The cost of a clone is given in tokens: what the fullest rank could compute while the clone's
+weights and gradients are sent. Links transfer in parallel, so only the clones of the rank that
+sends or receives most are charged. A clone that relieves the fullest rank by less is not made.
+Guarantees if the price is 0, and the target the average rounded up:
 
-- no larger load than either of the other algorithms leaves, nor than before;
-- no load above the target, if none was below (1 - s/L) of it, so always with s >= L: a rank above
-  the target has an expert with more than 1/L of it, and s of those fill any room there is. What a
-  giver lacks then is less than the room that it filled.
+- The maximum load is at most that of either other algorithm, and at most that without clones.
+- No load is above the target if none was below (1 - s/L) of it, hence always if s >= L: a rank
+  above the target has an expert with more than 1/L of it, and s of those fill any room. What the
+  giver then lacks is less than the room that it filled.
 
-Against the smallest possible load see docs/moe.md.
+docs/moe.md compares the maximum load with the smallest possible one.
 
 Shapes: R ranks · E experts, L of each rank · S slots, s of each rank · C candidates.
 """
@@ -29,19 +30,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from app.kernels.clones import exact as kernels
+from app.kernels.clones import target_search as kernels
 
 
-def exact_slots(
+def search_slots(
     load_RL: Tensor, spares: int, price: Tensor, others: list[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Expert and tokens of each slot, [S]; any expert where there are no tokens: the best of all
-    candidates, to which `others` belong.
+    """Return expert and tokens of each slot, [S], of the best candidate; `others` are further
+    candidates.
 
-    The best leaves the smallest load of the fullest rank, and not less than the average rounded up,
-    with `price` tokens more for each clone of the rank that gives or gets most of them; then has
-    the fewest clones; then is the first. So nothing moves while no rank has more than `price` above
-    the average.
+    The best has the lowest cost: the load of the fullest rank, at least the average rounded up,
+    plus `price` tokens for each clone of the rank that sends or receives most of them. Ties go to
+    fewer clones, then to the first candidate. So nothing moves while no rank exceeds the average by
+    more than `price`. The expert of an empty slot is arbitrary.
     """
     steps, ways = kernels.TARGETS, kernels.WAYS
     load_R = load_RL.sum(dim=1)
@@ -66,19 +67,19 @@ def exact_slots(
 def _filled(
     load_RL: Tensor, spares: int, target_C: Tensor, passes_on_C: Tensor, fits_C: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Expert and tokens of each slot, [C, S]: ranks are filled up to each candidate's target, until
-    none is above it or no slot is of use.
+    """Fill slots up to each candidate's target, until no rank is above it or no slot is of use:
+    expert and tokens of each slot, [C, S].
 
-    Each time the rank with the largest room that has a slot left gets tokens of one expert of the
-    rank that is most above the target: of its largest, or with `fits` of the smallest that is large
-    enough. It gets what the other has too much; with `passes_on` as much as there is room for,
-    where other ranks are above the target too. A rank above it was never filled: its slots are
+    Each step, the rank with the largest room and a free slot receives tokens of one expert of the
+    rank that is most above the target: of its largest expert, or with `fits` of the smallest that
+    is large enough. It receives the giver's excess; with `passes_on` as much as fits, if other
+    ranks are above the target too. A rank above the target was never filled, so its own slots are
     free for what it then lacks.
     """
     ranks, local = load_RL.shape
     count, slots = len(target_C), ranks * spares
     target_C1, passes_on_C1, fits_C1 = target_C[:, None], passes_on_C[:, None], fits_C[:, None]
-    home_E = torch.arange(ranks * local, device=load_RL.device) // local
+    owner_E = torch.arange(ranks * local, device=load_RL.device) // local
     left_CE = load_RL.flatten().repeat(count, 1)
     load_CR = load_RL.sum(dim=1).repeat(count, 1)
     free_CR = torch.full_like(load_CR, spares)
@@ -90,12 +91,12 @@ def _filled(
         room_C1, over_C1 = room_CR.gather(1, host_C1), over_CR.gather(1, giver_C1)
         more_C1 = passes_on_C1 & (over_CR.sum(dim=1, keepdim=True) > over_C1)
         wanted_C1 = torch.where(more_C1, room_C1, torch.minimum(room_C1, over_C1))
-        own_CE = torch.where(home_E == giver_C1, left_CE, -1)
+        own_CE = torch.where(owner_E == giver_C1, left_CE, -1)
         order_CE = torch.where(fits_C1 & (own_CE >= wanted_C1), kernels.FIRST - own_CE, own_CE)
         expert_C1 = order_CE.argmax(dim=1, keepdim=True)
         moved_C1 = torch.minimum(wanted_C1, left_CE.gather(1, expert_C1))
         slot_C1 = host_C1 * spares + (spares - free_CR.gather(1, host_C1)).clamp(max=spares - 1)
-        # once nothing moves, nothing will: what is in the slot stays
+        # once nothing moves, no later step moves anything: an empty slot is not overwritten
         expert_CS.scatter_add_(1, slot_C1, expert_C1 * (moved_C1 > 0))
         moved_CS.scatter_add_(1, slot_C1, moved_C1)
         left_CE.scatter_add_(1, expert_C1, -moved_C1)
@@ -105,7 +106,7 @@ def _filled(
 
 
 def _loads(load_RL: Tensor, spares: int, expert_CS: Tensor, moved_CS: Tensor) -> Tensor:
-    """Tokens of each rank when those in slots have moved: [C, R]."""
+    """Return the tokens of each rank under each candidate: [C, R]."""
     ranks, local = load_RL.shape
     load_CR = load_RL.sum(dim=1).repeat(len(moved_CS), 1)
     load_CR.scatter_add_(1, expert_CS // local, -moved_CS)
@@ -113,7 +114,7 @@ def _loads(load_RL: Tensor, spares: int, expert_CS: Tensor, moved_CS: Tensor) ->
 
 
 def _busiest(load_RL: Tensor, spares: int, expert_CS: Tensor, moved_CS: Tensor) -> Tensor:
-    """Clones of the rank that gives or gets the most: [C]."""
+    """Return the clones of the rank that sends or receives most: [C]."""
     ranks, local = load_RL.shape
     filled_CS = (moved_CS > 0).long()
     given_CR = filled_CS.new_zeros(len(moved_CS), ranks)

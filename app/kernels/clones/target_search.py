@@ -1,5 +1,5 @@
-"""The plan of clones `exact` in two launches: one program to each candidate, then one that takes
-the best and writes its plan. `app.moe.exact_clones` says what candidates there are, in this order.
+"""Clone plan `target_search` in two launches: one program per candidate, then one that writes the
+plan of the best. `app.moe.target_search` lists the candidates, in this order.
 
 Shapes: R ranks · E experts, L of each rank · S slots · C candidates. In kernels R, E, LOCAL, S and
 C are powers of two that hold these.
@@ -19,17 +19,17 @@ from app.kernels.clones.slots import (
 from app.kernels.common import jit, tl
 from app.kernels.tiling import block_of
 
-TARGETS = 32  # a clone's price above the average, then from the average to the largest load
-WAYS = 4  # of choosing what moves, for each of them
-FIRST = 2**62  # more than any count
-WARPS = 4  # of a candidate
-LAST_WARPS = 2  # of the program that takes the best
+TARGETS = 32  # the average plus a clone's price, then from the average to the largest load
+WAYS = 4  # rules of choosing what moves, per target
+FIRST = 2**62  # larger than any count
+WARPS = 4  # per candidate
+LAST_WARPS = 2  # of the program that writes the best plan
 
 
-def exact_clones(
+def search_clones(
     counts_RE: Tensor, spares: int, threshold: float, sums_4: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `app.kernels.clones.plan.plan_clones`."""
+    """Return what `app.kernels.clones.plan.plan_clones` returns, by `target_search`."""
     ranks, experts = counts_RE.shape
     slots, filled = ranks * spares, WAYS * TARGETS
     candidates = filled + (2 if spares == 1 else 1)
@@ -111,13 +111,14 @@ def _try(
     at = rank[:, None] * experts + expert[None, :]
     there = (rank < ranks)[:, None] & (expert < experts)[None, :]
     load = tl.sum(tl.load(counts + at, mask=there, other=0), axis=0)
-    at_home = rank[:, None] == (expert // local)[None, :]
-    rank_load = tl.sum(tl.where(at_home, load[None, :], 0), axis=1)
+    at_owner = rank[:, None] == (expert // local)[None, :]
+    rank_load = tl.sum(tl.where(at_owner, load[None, :], 0), axis=1)
     total = tl.sum(load, axis=0)
     average = total // ranks
     price = (average.to(tl.float32) * threshold).to(tl.int64)
     even = (total + ranks - 1) // ranks
-    if tl.max(rank_load, axis=0) <= average + price:  # nothing moves, and nobody reads the rest
+    if tl.max(rank_load, axis=0) <= average + price:
+        # nothing moves, and `_take_best` reads no candidate
         return
     slot_experts += candidate * slots
     slot_tokens += candidate * slots
@@ -187,8 +188,8 @@ def _fill(
     E: tl.constexpr,
     S: tl.constexpr,
 ) -> None:
-    """Slots that bring ranks to the target: bits of `way` say whether givers pass on, and whether
-    the smallest expert that fits is taken.
+    """Fill slots up to the target; bits of `way` say whether givers pass on, and whether the
+    smallest expert that fits is taken.
     """
     rank, expert, slot = tl.arange(0, R), tl.arange(0, E), tl.arange(0, S)
     free = tl.where(rank < ranks, spares, 0)
@@ -236,7 +237,7 @@ def _spill_over(
     R: tl.constexpr,
     E: tl.constexpr,
 ) -> None:
-    """Slots by the other algorithms, without a threshold."""
+    """Fill slots by the other algorithms, without a threshold."""
     expert = tl.arange(0, E)
     tl.store(scratch + expert, load, mask=expert < experts)
     tl.debug_barrier()
@@ -300,11 +301,11 @@ def _take_best(
     rank, expert = tl.arange(0, R)[:, None], tl.arange(0, E)
     there = (rank < ranks) & (expert < experts)[None, :]
     load = tl.sum(tl.load(counts + rank * experts + expert[None, :], mask=there, other=0), axis=0)
-    at_home = rank == (expert // (experts // ranks))[None, :]
-    rank_load = tl.sum(tl.where(at_home, load[None, :], 0), axis=1)
+    at_owner = rank == (expert // (experts // ranks))[None, :]
+    rank_load = tl.sum(tl.where(at_owner, load[None, :], 0), axis=1)
     average = tl.sum(load, axis=0) // ranks
     price = (average.to(tl.float32) * threshold).to(tl.int64)
-    uneven = tl.max(rank_load, axis=0) > average + price  # else no candidate has been tried
+    uneven = tl.max(rank_load, axis=0) > average + price  # otherwise no candidate was tried
     tried = (candidate < candidates) & uneven
     cost = tl.load(costs + candidate, mask=tried, other=FIRST)
     best = tl.min(tl.where(cost == tl.min(cost, axis=0), candidate, C), axis=0)

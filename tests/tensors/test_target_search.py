@@ -1,4 +1,4 @@
-"""Plans of clones that balance ranks exactly where slots allow."""
+"""Clone plans by `target_search` against the smallest possible load, and their guarantees."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from app.choices import CloneAlgorithm
+from app.cli.options.arguments import Typed
+from app.cli.options.compose import load_overrides
+from app.cli.options.old_values import old_value_lines
 from app.moe.echo import plan_clones
 from tests.cases import sampled
-from tests.echo_plans import EXACT, PACKS, check_plan, draw_counts, loads_after
+from tests.echo_plans import PACKS, SEARCHES, check_plan, draw_counts, loads_after
 
 # ranks, experts of each, spares
 SMALL = [(2, 4, 1), (3, 2, 1), (4, 1, 1), (4, 2, 1), (3, 3, 1), (3, 2, 2), (2, 4, 2)]
@@ -39,8 +42,8 @@ def smallest_load(counts_RE: Tensor, spares: int) -> int:
     return int(largest_P.min())
 
 
-def largest_load(counts_RE: Tensor, spares: int, algorithm: CloneAlgorithm = EXACT) -> int:
-    """Of the fullest rank, after cloning."""
+def largest_load(counts_RE: Tensor, spares: int, algorithm: CloneAlgorithm = SEARCHES) -> int:
+    """Return the load of the fullest rank after cloning."""
     return int(loads_after(counts_RE, plan_clones(counts_RE, spares, algorithm)[0]).max())
 
 
@@ -89,7 +92,7 @@ def test_experts_are_split_so_that_they_fit():
     counts_RE = torch.zeros(4, 64, dtype=torch.int64)
     counts_RE[0, :16] = torch.tensor([8, 6] + [1] * 14)
     counts_RE[1, [16, 32, 48]] = torch.tensor([8, 10, 10])
-    moved_ES, _ = plan_clones(counts_RE, 1, EXACT)
+    moved_ES, _ = plan_clones(counts_RE, 1, SEARCHES)
     assert loads_after(counts_RE, moved_ES).tolist() == [14] * 4
     assert moved_ES[:2].tolist() == [[0, 0, 4, 4], [0, 6, 0, 0]]
 
@@ -99,8 +102,8 @@ def test_one_slot_and_one_expert_per_rank_even_loads_out(ranks: int):
     """The alias method: with fewer clones than ranks."""
     for seed in range(10):
         counts_RE = draw_counts(ranks, 1, 1000, seed=seed)
-        moved_ES, moved_RS = plan_clones(counts_RE, 1, EXACT)
-        check_plan(counts_RE, moved_ES, moved_RS, algorithm=EXACT)
+        moved_ES, moved_RS = plan_clones(counts_RE, 1, SEARCHES)
+        check_plan(counts_RE, moved_ES, moved_RS, algorithm=SEARCHES)
         assert loads_after(counts_RE, moved_ES).max() == even_load(counts_RE)
         assert (moved_ES > 0).sum() < ranks
 
@@ -126,7 +129,7 @@ def test_never_worse_than_other_algorithms(size: tuple[int, int, int], seed: int
     ranks, local, spares = size
     for most in (1, 20, 4000):
         counts_RE = draw_counts(ranks, local, most, seed=seed)
-        check_plan(counts_RE, *plan_clones(counts_RE, spares, EXACT), algorithm=EXACT)
+        check_plan(counts_RE, *plan_clones(counts_RE, spares, SEARCHES), algorithm=SEARCHES)
         algorithms = [CloneAlgorithm.one_shot_greedy] + [PACKS] * (spares == 1)
         for algorithm in algorithms:
             others = largest_load(counts_RE, spares, algorithm)
@@ -157,12 +160,12 @@ def test_clones_are_worth_their_price(threshold: float):
         def cost(moved_ES: Tensor, counts_RE: Tensor = counts_RE, price: int = price) -> int:
             return int(loads_after(counts_RE, moved_ES).max()) + price * busiest(moved_ES, 8)
 
-        moved_ES, moved_RS = plan_clones(counts_RE, 2, EXACT, threshold)
-        check_plan(counts_RE, moved_ES, moved_RS, algorithm=EXACT)
+        moved_ES, moved_RS = plan_clones(counts_RE, 2, SEARCHES, threshold)
+        check_plan(counts_RE, moved_ES, moved_RS, algorithm=SEARCHES)
         within = rank_loads(counts_RE).max() <= average + price
         kept += bool(within)
         assert moved_ES.sum() == 0 or not within
-        every_ES, _ = plan_clones(counts_RE, 2, EXACT)
+        every_ES, _ = plan_clones(counts_RE, 2, SEARCHES)
         fewer += busiest(moved_ES, 8) < busiest(every_ES, 8)
         greedy_ES, _ = plan_clones(counts_RE, 2, CloneAlgorithm.one_shot_greedy)
         assert cost(moved_ES) <= min(map(cost, (every_ES, greedy_ES, torch.zeros_like(every_ES))))
@@ -175,7 +178,7 @@ def test_a_clone_that_brings_little_is_not_made():
     counts_RE = torch.zeros(2, 16, dtype=torch.int64)
     counts_RE[0] = torch.tensor([25, 25, 20, 15, 15, 10, 10, 10] + [10] * 6 + [5, 5])
     for threshold, left in ((0.0, 100), (0.04, 100), (0.06, 105), (0.24, 105), (0.25, 130)):
-        moved_ES, _ = plan_clones(counts_RE, 2, EXACT, threshold)
+        moved_ES, _ = plan_clones(counts_RE, 2, SEARCHES, threshold)
         assert loads_after(counts_RE, moved_ES).max() == left, threshold
 
 
@@ -183,7 +186,7 @@ def test_clones_of_several_ranks_are_paid_once():
     """Two pairs of ranks even out side by side, for what one of them would pay."""
     counts_RE = torch.tensor([[13, 0, 7, 0, 13, 0, 7, 0]]).repeat(4, 1)
     for threshold, clones in ((0.2, 2), (0.3, 0)):
-        moved_ES, _ = plan_clones(counts_RE, 1, EXACT, threshold)
+        moved_ES, _ = plan_clones(counts_RE, 1, SEARCHES, threshold)
         assert (moved_ES > 0).sum() == clones
 
 
@@ -192,7 +195,21 @@ def test_loads_within_the_bound_stay(threshold: float):
     for load in (0, 1, 7, 1000):
         counts_RE = torch.full((4, 8), load)
         counts_RE[0, 0] += int(threshold * load)
-        assert plan_clones(counts_RE, 2, EXACT, threshold)[0].sum() == 0
+        assert plan_clones(counts_RE, 2, SEARCHES, threshold)[0].sum() == 0
     one_token = torch.zeros(4, 8, dtype=torch.int64)
     one_token[1, 3] = 1
-    assert plan_clones(one_token, 2, EXACT, threshold)[0].sum() == 0
+    assert plan_clones(one_token, 2, SEARCHES, threshold)[0].sum() == 0
+
+
+def test_former_name_exact_is_accepted():
+    counts_RE = draw_counts(3, 2, 100, seed=0)
+    former, now = (plan_clones(counts_RE, 1, name)[0] for name in ("exact", "target_search"))
+    assert torch.equal(former, now)
+    run = load_overrides(("model=moe_tiny", "model.moe.echo.algorithm=exact"))
+    assert run.model.moe is not None and run.model.moe.echo.algorithm is SEARCHES
+
+
+def test_line_names_new_name_of_exact():
+    typed = Typed(("model.moe.echo.algorithm=exact", "model.moe.echo.spares=1"))
+    (line,) = old_value_lines(typed)
+    assert line.endswith("type model.moe.echo.algorithm=target_search")
