@@ -1,4 +1,4 @@
-"""Rules on CUDA graphs and on what backward computes again."""
+"""Rules on CUDA graphs and on recomputation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def _whole() -> Instead:
 
 
 def check_graphs_update(run: Run) -> None:
-    """Only the graph of a whole step has an update behind it that it could hold."""
+    """Refuse the optimizer update in any but a full-iteration graph: no other graph precedes the
+    update.
+    """
     graph = run.cuda_graph
     if graph.optimizer and graph.impl is not GraphImpl.full_iteration:
         what = "nothing" if graph.impl is GraphImpl.none else "parts of layers"
@@ -27,8 +29,8 @@ def check_graphs_update(run: Run) -> None:
 
 
 def check_graphs_choice(run: Run) -> None:
-    """What is captured into CUDA graphs can be: no host wait inside, one contiguous part of a
-    layer.
+    """Refuse scopes that are not one contiguous part of a layer, and captures that would wait for
+    the host.
     """
     graph = run.cuda_graph
     scope = set(graph.scope)
@@ -88,12 +90,14 @@ INSIDE = {
     Recompute.experts_act: PhaseName.experts,
     Recompute.shared: PhaseName.shared,
     Recompute.moe: PhaseName.finish,
-}  # what may be recomputed with its random numbers -> the phase that it ends in
+}  # recomputed part -> its last phase: jitter inside a captured one could not be drawn again
 
 
 def check_graphs_beside(run: Run) -> None:
-    """What is captured runs once per microbatch, from its forward to its backward, and ends
-    before the rest of its layer.
+    """Refuse graphs beside schedules, recomputation and overlap that they cannot work with.
+
+    A captured part runs once per microbatch, forward and backward, and ends before the rest of its
+    layer.
     """
     graph = run.cuda_graph
     moe = run.model.moe
@@ -146,7 +150,7 @@ def check_graphs_beside(run: Run) -> None:
 
 
 def check_recompute(run: Run) -> None:
-    """What is computed twice must not count twice."""
+    """Refuse to recompute a router that counts the load of every forward (balance=global_batch)."""
     moe = run.model.moe
     if (
         moe

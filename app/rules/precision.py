@@ -1,4 +1,4 @@
-"""Rules on products in FP8."""
+"""Rules on FP8 GEMMs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from app.plan.stages import Stage
 
 
 def check_fp8(run: Run) -> None:
-    """Products in FP8 are asked for where they can be computed."""
+    """Refuse FP8 where it cannot be computed, or where it would apply to nothing."""
     fp8 = run.precision.fp8
     if fp8.recipe is None:
         return
@@ -30,7 +30,7 @@ def check_fp8(run: Run) -> None:
     _check_experts(run)
     left_out = fp8.first_layers + fp8.last_layers
     if fp8.include != (Fp8Part.head,) and left_out >= run.model.num_layers:
-        # the larger one is to blame, and the other may stay
+        # blame the larger one; the other may stay
         other, name = sorted(("first_layers", "last_layers"), key=lambda name: getattr(fp8, name))
         kept = getattr(fp8, other)
         rule = f"with {other}={kept} leaves none of {run.model.num_layers} layers in FP8"
@@ -41,7 +41,7 @@ def check_fp8(run: Run) -> None:
 
 
 def _check_experts(run: Run) -> None:
-    """Experts in FP8 are there, and all of them are this rank's own."""
+    """Refuse FP8 experts in a dense model, or together with clones of experts."""
     fp8, moe = run.precision.fp8, run.model.moe
     if Fp8Part.experts not in fp8.include:
         return
@@ -64,7 +64,7 @@ def _check_experts(run: Run) -> None:
 
 
 def _check_widths(run: Run) -> None:
-    """Every matrix of a rank has widths that tensor cores load whole."""
+    """Refuse matrices whose widths on a rank are not a multiple of what tensor cores load."""
     tp = run.parallel.tp
     etp = tp if run.parallel.etp is None else run.parallel.etp
     fp8 = run.precision.fp8
