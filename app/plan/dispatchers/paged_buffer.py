@@ -40,8 +40,8 @@ class PlannedPagedBuffer:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all pages, of one spare page that overflowing rows go to, and of the free
-        list.
+        """Bytes of all pages, of one page that masked writes go to, and of the ring of free page
+        numbers.
         """
         return (self.page + NUMBER) * (self.pages + 1)
 

@@ -1,4 +1,4 @@
-"""The parts that a stage is a row of, and the trace of each."""
+"""Parts of a pipeline stage, and the trace of each."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ T = TypeVar("T")
 
 
 class StagePart(Enum):
-    """Parts of equal kind are alike."""
+    """Kind of part; parts of one kind have equal traces."""
 
     embedding = auto()
     dense_layer = auto()
     moe_layer = auto()
-    dense_layer_in_8 = auto()  # with products in FP8
+    dense_layer_in_8 = auto()  # with FP8 GEMMs
     moe_layer_in_8 = auto()
     head = auto()
     tied_head = auto()  # with the embedding on the same rank
 
     @property
     def is_layer(self) -> bool:
-        """Whether it is a decoder layer."""
+        """True for a decoder layer."""
         return self in LAYERS.values()
 
 
-LAYERS = {  # (routed to experts, products in FP8) -> its kind
+LAYERS = {  # (routed to experts, FP8 GEMMs) -> kind of part
     (False, False): StagePart.dense_layer,
     (True, False): StagePart.moe_layer,
     (False, True): StagePart.dense_layer_in_8,
@@ -50,7 +50,7 @@ LAYERS = {  # (routed to experts, products in FP8) -> its kind
 
 
 def stage_parts(model: ModelConfig, stage: Stage, fp8: Fp8Config | None = None) -> list[StagePart]:
-    """The parts of a stage, in the order of its forward."""
+    """Return the parts of a stage, in the order of its forward."""
     narrow = [bool(parts_in_8(model, fp8 or Fp8Config(), layer)) for layer in stage.layers]
     layers = [
         LAYERS[model.is_moe_layer(layer), in_8]
@@ -63,7 +63,7 @@ def stage_parts(model: ModelConfig, stage: Stage, fp8: Fp8Config | None = None) 
 
 
 def part_trace(s: Sizes, part: StagePart, recompute: RecomputeChoice) -> ForwardTrace:
-    """The trace of one part; layers are computed again in part or whole."""
+    """Return the trace of one part; layers are recomputed in part or whole."""
     fp8 = s.run.precision.fp8
     match part:
         case StagePart.embedding:
@@ -88,8 +88,9 @@ def part_trace(s: Sizes, part: StagePart, recompute: RecomputeChoice) -> Forward
 def fold_stages(
     s: Sizes, stages: Sequence[Stage], fold: Callable[[ForwardTrace], T]
 ) -> list[list[tuple[T, int]]]:
-    """What `fold` makes of the trace of each kind of part that a stage has, and how many it has of
-    it, of microbatches that are not spared. Each kind is recorded once for all stages.
+    """Return, per stage, `fold` of the trace of each kind of part and the number of such parts.
+
+    Traces are of microbatches that are not spared, and recorded once for all stages.
     """
     fp8 = s.run.precision.fp8
     counts = [Counter(stage_parts(s.model, stage, fp8)) for stage in stages]
