@@ -53,8 +53,9 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send parts[p] to rank p of `group`, one entry of the first dimension per rank; return what
-    arrived, in rank order.
+    """Send parts[p] to rank p of `group`, one entry of the first dimension per rank.
+
+    Return what arrived, in rank order.
     """
     arrived = torch.empty_like(parts)
     dist.all_to_all_single(arrived, parts, group=group)

@@ -166,8 +166,9 @@ def writing(run_dir: Path) -> Iterator[None]:
 
 
 def nearest_divisors(value: int, of: int, key: str | None = None) -> tuple[FirstOf, ...]:
-    """Return the divisors of `of` below and above `value`, nearest first; `key` names another key
-    to set to them.
+    """Return the divisors of `of` below and above `value`, nearest first.
+
+    `key` names another key to set to them.
     """
     divisors = _divisors(of)
     below = [d for d in reversed(divisors) if d <= value]
@@ -175,8 +176,9 @@ def nearest_divisors(value: int, of: int, key: str | None = None) -> tuple[First
 
 
 def nearest_multiples(value: int, of: int, key: str | None = None) -> tuple[FirstOf, ...]:
-    """Return the positive multiples of `of` around `value`; `key` names another key to set to
-    them.
+    """Return the positive multiples of `of` around `value`.
+
+    `key` names another key to set to them.
     """
     below = value // of * of
     return _of_key(key, [below] if below > 0 else [], [below + of])
@@ -226,8 +228,9 @@ def near_names(word: str, known: Sequence[str]) -> list[str]:
 
 
 def _most_slips(word: str, other: str) -> int:
-    """Return how many slips still leave two words near: one in five letters, or one omitted letter
-    of four. a100 and h100 are not near.
+    """Return how many slips still leave two words near.
+
+    One in five letters, or one omitted letter of four. So a100 and h100 are not near.
     """
     shorter, longer = sorted((word, other), key=len)
     rest = iter(longer)
@@ -241,8 +244,9 @@ def letters(word: str) -> str:
 
 
 def _slips(word: str, other: str) -> int:
-    """Return the edit distance: omitted, added, mistaken and swapped neighbouring letters (optimal
-    string alignment).
+    """Return the edit distance of two words (optimal string alignment).
+
+    It counts omitted, added, mistaken and swapped neighbouring letters.
     """
     before, row = list[int](), list(range(len(other) + 1))
     for place, letter in enumerate(word, 1):

@@ -17,8 +17,9 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def enqueued(group: dist.ProcessGroup) -> int:
-    """Return how many collectives this process has enqueued in `group`; with gloo, sends and
-    receives too.
+    """Return how many collectives this process has enqueued in `group`.
+
+    With gloo, sends and receives too.
     """
     number: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # private
     return number

@@ -26,9 +26,7 @@ LARGEST = 8192
 
 
 def whole_graph(run: Run) -> Iterator[Change]:
-    """Capture the full iteration in one graph, with a dispatcher that does not wait for the
-    host.
-    """
+    """Capture the full iteration in one graph, with a dispatcher that needs no host sync."""
     values: dict[str, Value] = {"cuda_graph.impl": GraphImpl.full_iteration, "cuda_graph.scope": ()}
     static: dict[str, Value] = {**without_waits()}
     dispatcher = run_dispatcher(run)
@@ -175,8 +173,8 @@ class _Faster:
 
 
 def faster(plan: Plan) -> tuple[Suggestion, ...]:
-    """Return changes that make a fitting run faster, fastest first: single ones, and the best
-    combination.
+    """Return changes that make a fitting run faster: single ones and the best combination, fastest
+    first.
 
     Empty for a run that does not fit, or whose hardware has no profile.
     """

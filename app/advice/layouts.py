@@ -237,8 +237,9 @@ class _Search:
         return self.run.train.global_batch // (size * dp)
 
     def _bound(self, shape: Shape, size: int, rung: int) -> float | None:
-        """Return a lower bound on the seconds of a step, at the network's own speed; None if not
-        legal.
+        """Return a lower bound on the seconds of a step, at the network's own speed.
+
+        None if not legal.
         """
         least = self._least(shape, size, rung)
         if least is None:
@@ -282,8 +283,8 @@ class _Search:
         rung: int,
         best: dict[Shape, tuple[float, Run]],
     ) -> None:
-        """Record the fastest of a shape's schedules, graph modes and recomputation that fits, if it
-        is fast enough for a row.
+        """Record the fastest schedule, graph mode and recomputation of a shape that fits, if fast
+        enough.
         """
         for order in schedules(run, shape.pp):
             laid_out = with_values(run, shape.values(run) | order | {"train.micro_batch": size})
@@ -310,9 +311,7 @@ class _Search:
         return self.bytes[usual]
 
     def _fits(self, run: Run) -> bool:
-        """Return whether the run fits with all microbatches, of which graphs hold more than fill
-        the pipeline.
-        """
+        """Return whether the run fits with all microbatches, which take more graphs than few do."""
         usual = _networked(run, self.run.hardware.network_gb_s)
         return self.trials.memory(usual, whole=True) <= self.trials.limit
 

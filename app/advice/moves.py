@@ -39,8 +39,9 @@ Move = Callable[[Run], Iterator[Change]]
 
 
 def with_values(run: Run, values: dict[str, Value]) -> Run:
-    """Return the run with some dotted keys changed; each section is checked once it has all of its
-    own.
+    """Return the run with some dotted keys changed.
+
+    Each section is checked once it has all of its own.
     """
     changed: Run = _replaced(run, values)
     return changed

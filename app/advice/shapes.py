@@ -1,5 +1,5 @@
-"""Search space of layouts on a given number of GPUs: degrees of parallelism, and what each can be
-combined with.
+"""Search space of layouts on a given number of GPUs: degrees of parallelism and what goes with
+them.
 
 `app.rules` decides whether they are legal.
 """
@@ -70,8 +70,9 @@ class Shape:
         }
 
     def state_bytes(self, run: Run, count: ParameterCount) -> int:
-        """Return bytes of parameters, gradients, optimizer state and CUDA context on a mean rank: a
-        lower bound for the busiest.
+        """Return bytes of parameters, gradients, optimizer state and CUDA context on a mean rank.
+
+        This is a lower bound for the busiest rank.
         """
         params, grads, shard = bytes_per_parameter(run.precision)
         dense = (count.total - count.experts) / (self.tp * self.pp)
@@ -137,8 +138,7 @@ def _stages(run: Run, pp: int, vpp: int) -> Values:
 
 
 def graph_modes(run: Run) -> Iterator[Values]:
-    """Yield graph modes: as set, partial graphs that leave out the token exchange, and full
-    iteration.
+    """Yield graph modes: as set, partial graphs without the token exchange, and full iteration.
 
     Full iteration with experts on several ranks needs a dispatcher that does not wait for the host.
     """

@@ -1,9 +1,8 @@
-"""Changes that make a run fit its GPUs, cheapest first; every suggestion is planned before it is
-made.
+"""Changes that make a run fit its GPUs, cheapest first.
 
-Beam search over changes: each round tries every legal change of the runs that do not fit yet, and
-continues from those that came nearest. The price is the estimated time of a step relative to the
-run as it is. `moves` lists the changes.
+Every suggestion is planned before it is made. Beam search over changes: each round tries every
+legal change of the runs that do not fit yet, and continues from those that came nearest. The price
+is the estimated time of a step relative to the run as it is. `moves` lists the changes.
 """
 
 from __future__ import annotations
@@ -59,10 +58,10 @@ class Candidate:
 
 
 def suggest(plan: Plan) -> tuple[Suggestion, ...]:
-    """Return changes that make a run fit, cheapest first; empty for a run that fits, or if nothing
-    helps.
+    """Return changes that make a run fit, cheapest first.
 
-    More GPUs are suggested only if nothing else helps.
+    Empty for a run that fits, or if nothing helps. More GPUs are suggested only if nothing else
+    helps.
     """
     if plan.fits:
         return ()
@@ -80,9 +79,7 @@ def suggest(plan: Plan) -> tuple[Suggestion, ...]:
 def _suggestions(
     candidates: Sequence[Candidate], before: float, trials: Trials
 ) -> Iterator[Suggestion]:
-    """Yield the first few that fit when planned in full, leaving out supersets of an earlier
-    suggestion.
-    """
+    """Yield the first few that fit when planned in full, without supersets of earlier ones."""
     given: list[set[str]] = []
     for candidate in candidates:
         overrides = set(candidate.overrides)

@@ -32,8 +32,9 @@ class Trials:
         return Plan(run, self.known)
 
     def memory(self, run: Run, whole: bool = False) -> int:
-        """Return bytes of the busiest rank: with all microbatches, or with as many as fill the
-        pipeline.
+        """Return bytes of the busiest rank, with all (`whole`) or just enough microbatches.
+
+        Just enough are those that fill the pipeline.
         """
         plan = self.plan(run)
         key = plan.schedule_key

@@ -100,7 +100,7 @@ class Run:
 
     @property
     def writes_expert_grads(self) -> bool:
-        """True if a step's first expert gradients overwrite the main gradients, which then need no
+        """True if a step's first expert gradients overwrite the main gradients, which saves
         zeroing.
 
         Not with partial graphs, which replay one kernel for every microbatch, nor if autograd
@@ -115,8 +115,9 @@ class Run:
 
     @property
     def decay_steps(self) -> float:
-        """Step at which the learning rate reaches its minimum; a fraction if the given samples end
-        within a step.
+        """Step at which the learning rate reaches its minimum.
+
+        A fraction if the given samples end within a step.
         """
         steps = self._steps(self.optim.decay_steps, self.optim.decay_samples)
         return self.train.steps if steps is None else steps
@@ -129,8 +130,9 @@ class Run:
 
     @property
     def wsd_decay_steps(self) -> float:
-        """Steps of the final decay of warm-up-stable-decay; may be a fraction; 0 if none are
-        given.
+        """Steps of the final decay of warm-up-stable-decay; may be a fraction.
+
+        0 if none are given.
         """
         return self._steps(self.optim.wsd_decay_steps, self.optim.wsd_decay_samples) or 0
 

@@ -11,8 +11,9 @@ from app.errors import ConfigError
 
 @dataclass(frozen=True)
 class YarnConfig:
-    """Rotary positions for longer sequences than in pre-training: YaRN (Peng et al. 2023, arXiv
-    2309.00071), with DeepSeek's factor on the softmax.
+    """YaRN: rotary positions for longer sequences than in pre-training.
+
+    Peng et al. 2023, arXiv 2309.00071, with DeepSeek's factor on the softmax.
     """
 
     factor: float = 40.0  # new length over original_length
@@ -42,8 +43,9 @@ class YarnConfig:
 
 @dataclass(frozen=True)
 class Llama3RopeConfig:
-    """Rotary positions for longer sequences than in pre-training, as in Llama 3.1 (arXiv
-    2407.21783): low frequencies are divided by a factor, high ones unchanged.
+    """Llama 3.1's rotary positions for longer sequences than in pre-training (arXiv 2407.21783).
+
+    Low frequencies are divided by a factor, high ones are unchanged.
     """
 
     factor: float = 8.0  # divisor of low frequencies

@@ -32,8 +32,9 @@ def at_least(section: str, config: object, low: float, *names: str) -> None:
 
 
 def finite(section: str, config: object, *names: str) -> None:
-    """Raise ConfigError for a named field that is not a finite number; None means unset and
-    passes.
+    """Raise ConfigError for a named field that is not a finite number.
+
+    None means unset and passes.
     """
     for name in names:
         _number(section, config, name)

@@ -65,8 +65,9 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class HardwareConfig:
-    """The GPUs that plans are made for; null: those of an H100, or in training what the GPU itself
-    reports.
+    """The GPUs that plans are made for.
+
+    null: those of an H100, or in training what the GPU itself reports.
     """
 
     gpu_memory_gib: float | None = None  # memory of one GPU, GiB
@@ -112,7 +113,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """What is recomputed in backward instead of saved."""
+    """Activations that are recomputed in backward instead of saved."""
 
     full: bool = False  # every layer from its input
     phases: tuple[Recompute, ...] = ()  # parts of each layer

@@ -240,8 +240,9 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query or latent attention,
-    SwiGLU.
+    """A decoder-only transformer.
+
+    RMSNorm, rotary positions, grouped-query or latent attention, SwiGLU.
     """
 
     name: str = "model"  # shown in logs and run folders

@@ -93,7 +93,7 @@ class HardwareProfile:
                     raise ConfigError(key, getattr(self, name), f"must be from 0 to {most:,.0f}")
 
     def check_peak(self, peak_tflops: float) -> None:
-        """Raise ConfigError for a speed above the data sheet's 16-bit peak, or twice that in
+        """Raise ConfigError for a speed above the data sheet's 16-bit peak, or twice that for
         FP8.
         """
         for field in fields(self):

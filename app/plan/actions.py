@@ -48,8 +48,9 @@ class BackwardInput(Compute):
 
 
 class BackwardWeight(Compute):
-    """Weight gradients, the other half of a split backward; any time after its BackwardInput:
-    W3.0.
+    """Weight gradients, the other half of a split backward.
+
+    Any time after its BackwardInput: W3.0.
     """
 
     __slots__ = ()
@@ -94,11 +95,11 @@ Flow = Literal["F", "B"]
 
 # Lists hold and look up tens of thousands of these: a tuple takes half the time of a dataclass.
 class P2POp(NamedTuple):
-    """Send or receive of a tensor; prints as F3.0>1 (send to rank 1) or F3.0<0 (receive from rank
-    0).
+    """Send or receive of a tensor.
 
-    `mb` and `chunk` name the forward (flow F) or backward (flow B) of this rank that produced the
-    sent tensor, or that needs the received one. A BackwardInput counts as backward.
+    Prints as F3.0>1 (send to rank 1) or F3.0<0 (receive from rank 0). `mb` and `chunk` name the
+    forward (flow F) or backward (flow B) of this rank that produced the sent tensor, or that needs
+    the received one. A BackwardInput counts as backward.
     """
 
     flow: Flow

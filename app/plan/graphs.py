@@ -93,8 +93,7 @@ class GraphPlan:
 
     @property
     def num_static_inputs(self) -> int:
-        """Static inputs of layers: a slot has one for each layer that needs one in any of its
-        chunks.
+        """Static inputs of layers: a slot has one for each layer of its chunks that needs one.
 
         Transformer Engine gives one to every layer, reusing the one that has been free for longest.
         """
@@ -178,8 +177,7 @@ def plan_graphs(
 
 
 def for_transformer_engine(plan: GraphPlan, actions: Sequence[Action]) -> GraphPlan:
-    """Return the plan for capture by Transformer Engine, which captures a pool in one call before a
-    step.
+    """Return the plan for capture by Transformer Engine, one call per pool before a step.
 
     It counts to find the microbatch of a backward: raises ValueError for a list whose backwards of
     a chunk come in another order than its forwards, or are split. It reuses the memory of an input
@@ -216,9 +214,7 @@ def _pool_order(captured: Sequence[Compute]) -> PoolOrder:
 
 
 def _assign(computes: Sequence[Compute], chunks: Collection[int]) -> dict[MicrobatchChunk, int]:
-    """Return slots for the microbatches of `chunks`: the one free for longest, otherwise a new
-    one.
-    """
+    """Return slots for the microbatches of `chunks`: the longest free one, otherwise a new one."""
     last = {(action.mb, action.chunk): position for position, action in enumerate(computes)}
     free: deque[int] = deque()
     slots: dict[MicrobatchChunk, int] = {}
@@ -264,8 +260,9 @@ def check_graphs(actions: Sequence[Action], plan: GraphPlan) -> None:
 
 
 def _touches(action: Action, plan: GraphPlan) -> Iterator[Held]:
-    """Yield the buffers that an action reads or writes; a Wait ends the reading of the sends it
-    waits for.
+    """Yield the buffers that an action reads or writes.
+
+    A Wait ends the reading of the sends it waits for.
     """
     if isinstance(action, Wait) and not plan.copy_sent:
         yield from (
@@ -280,9 +277,7 @@ def _touches(action: Action, plan: GraphPlan) -> Iterator[Held]:
 
 
 def _static(block: Held, plan: GraphPlan) -> Static:
-    """Return the static buffer that the block is an instance of: shared by the microbatches of a
-    slot or set.
-    """
+    """Return the static buffer of a block, which the microbatches of its slot or set share."""
     name, mb, chunk = block
     if name == "input":
         return name, -1, plan.slots[mb, chunk]

@@ -78,9 +78,7 @@ class Group:
         return self.size(layout) > 1 and (ends or not self.ends_only)
 
     def used_by(self, model: ModelConfig) -> bool:
-        """Return whether this model has anything to send in the group, which is created in any
-        case.
-        """
+        """Return whether this model sends anything in the group, which is created in any case."""
         if self.expert:
             return model.moe is not None
         return model.tie_embeddings or not self.ends_only

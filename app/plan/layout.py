@@ -98,8 +98,9 @@ class ParallelLayout:
         return {names[axis]: values[axis] for axis in ordered if axis in names}
 
     def coords(self, rank: int, expert: bool = False) -> dict[str, int]:
-        """Return the index of `rank` on each axis of the dense or expert grid; ValueError for no
-        such rank.
+        """Return the index of `rank` on each axis of the dense or expert grid.
+
+        ValueError for no such rank.
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the world of {self.world_size} ranks")
@@ -125,9 +126,7 @@ class ParallelLayout:
         return axis_groups(list(sizes.values()), {list(sizes).index(axis) for axis in axes})
 
     def embedding_groups(self) -> list[list[int]]:
-        """Return first and last rank of each pipeline, which hold the two copies of tied
-        embeddings.
-        """
+        """Return first and last rank of each pipeline, which hold the copies of tied embeddings."""
         return [
             [pipeline[0], pipeline[-1]] if len(pipeline) > 1 else pipeline
             for pipeline in self.groups("pp")

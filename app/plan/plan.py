@@ -121,8 +121,9 @@ class Plan:
 
     @cached_property
     def graphs(self) -> tuple[GraphPlan | None, ...]:
-        """Partial CUDA graphs of each rank, proved not to overwrite each other; None for a rank
-        without.
+        """Partial CUDA graphs of each rank, proved not to overwrite each other.
+
+        None for a rank without.
         """
         graphs = select_graphs(self.run, self.stages, self.actions)
         for actions, graph in zip(self.actions, graphs, strict=True):
@@ -169,8 +170,9 @@ class Plan:
 
     @cached_property
     def stage_times(self) -> tuple[PartTimes, ...]:
-        """Time of one microbatch in each stage by kind of work, in stage order; empty without a
-        profile.
+        """Time of one microbatch in each stage by kind of work, in stage order.
+
+        Empty without a profile.
         """
         if self.profile is None:
             return ()
@@ -186,8 +188,9 @@ class Plan:
 
     @cached_property
     def stage_seconds(self) -> tuple[StageSeconds, ...]:
-        """Time of one microbatch in each stage, in stage order; with a profile, exposed traffic
-        included.
+        """Time of one microbatch in each stage, in stage order.
+
+        With a profile, exposed traffic included.
         """
         if self.profile is None:
             return stage_seconds(self.run, self.stages.in_order, self.layout)

@@ -20,7 +20,7 @@ from app.plan.schedule import peak_in_flight
 
 @dataclass(frozen=True, slots=True)
 class RecomputeChoice:
-    """What backward recomputes of one microbatch in one chunk."""
+    """Recomputation of one microbatch in one chunk."""
 
     parts: frozenset[Recompute] = frozenset()  # of each layer
     whole_layers: bool = False  # every layer from its input, which includes all parts
@@ -31,7 +31,7 @@ NOTHING = RecomputeChoice()
 
 @dataclass(frozen=True, slots=True)
 class RecomputePolicy:
-    """What backward recomputes, on all ranks of a run."""
+    """Recomputation on all ranks of a run."""
 
     usual: RecomputeChoice = NOTHING
     spared: RecomputeChoice = NOTHING  # for microbatches that may save more
@@ -46,7 +46,7 @@ class RecomputePolicy:
 
 @dataclass(frozen=True, slots=True)
 class RankRecompute:
-    """What backward recomputes of every microbatch on one rank."""
+    """Recomputation of every microbatch on one rank."""
 
     policy: RecomputePolicy
     spared: frozenset[MicrobatchChunk] = frozenset()

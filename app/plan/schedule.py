@@ -1,5 +1,4 @@
-"""Pipeline schedules: the compute actions of each pipeline rank within one step, as printable
-lists.
+"""Pipeline schedules: compute actions of each pipeline rank within a step, as printable lists.
 
 Rank r of `pp` ranks holds `num_chunks` chunks. Chunk c of rank r is stage c·pp + r, or, in
 `v_shaped` schedules, chunk 1 of rank r is stage 2·pp − 1 − r. A microbatch passes all stages
@@ -75,8 +74,9 @@ def build_schedule(
 
 
 def v_shaped(name: str) -> bool:
-    """Return whether the schedule's chunks lie in a V; users of its lists then pass
-    v_shape=True.
+    """Return whether the schedule's chunks lie in a V.
+
+    Users of its lists then pass v_shape=True.
     """
     return name == "zero_bubble_v"
 
@@ -84,9 +84,7 @@ def v_shaped(name: str) -> bool:
 def check_schedule(
     name: str, pp: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None
 ) -> None:
-    """Raise ValueError, with numbers and the nearest legal value, for what build_schedule
-    refuses.
-    """
+    """Raise ValueError, with the nearest legal value, for what build_schedule refuses."""
     _check_choice(name, pp, num_microbatches, num_chunks=num_chunks, group_size=group_size)
     if name == "interleaved":
         _check_groups(pp, num_microbatches, pp if group_size is None else group_size)
@@ -147,8 +145,9 @@ def _check_groups(pp: int, num_microbatches: int, group: int) -> None:
 
 
 def _legal_groups(pp: int, num_microbatches: int) -> list[int]:
-    """Return the group sizes with which no microbatch waits for its own previous chunk; maybe
-    none.
+    """Return the group sizes with which no microbatch waits for its own previous chunk.
+
+    Maybe none.
     """
     sizes = range(pp, num_microbatches + 1)
     return [size for size in sizes if not 0 < num_microbatches % size < pp]
@@ -186,9 +185,7 @@ def warmup_count(
 
 
 def chunk_order(num_microbatches: int, num_chunks: int, group: int) -> list[tuple[int, int]]:
-    """Return (mb, chunk) in order of forwards: each group of microbatches passes chunk 0, 1, … in
-    turn.
-    """
+    """Return (mb, chunk) in order of forwards: each group of microbatches passes chunk 0, 1, …."""
     starts = range(0, num_microbatches, group)
     groups = [range(start, min(start + group, num_microbatches)) for start in starts]
     return [(mb, chunk) for mbs in groups for chunk in range(num_chunks) for mb in mbs]
@@ -237,9 +234,7 @@ def _forwards(
 
 
 def _forwards_in_v(pp: int, num_microbatches: int) -> list[list[Compute]]:
-    """Return forwards of chunk 0 until the first one of chunk 1 arrives, then one of each in
-    turn.
-    """
+    """Return forwards of chunk 0 until the first one of chunk 1 arrives, then both in turn."""
     out, back = ([Forward(mb, chunk) for mb in range(num_microbatches)] for chunk in (0, 1))
     return [_weave(out, back, min(num_microbatches, 2 * (pp - rank - 1))) for rank in range(pp)]
 
@@ -269,8 +264,7 @@ def signed_order(actions: Iterable[object]) -> list[int]:
 
 
 def peak_in_flight(actions: Iterable[object]) -> int:
-    """Return the most microbatches in flight, counted per chunk: after forward, before the end of
-    backward.
+    """Return the most microbatches in flight, counted per chunk, from forward to backward.
 
     A split backward ends with its BackwardWeight. Without backwards nothing is saved, and the peak
     is 1, the microbatch that runs.
@@ -286,8 +280,9 @@ def peak_in_flight(actions: Iterable[object]) -> int:
 
 
 def last_backwards(actions: Sequence[object]) -> frozenset[int]:
-    """Return positions of each chunk's last backward, which completes its gradients; none if
-    split.
+    """Return positions of each chunk's last backward, which completes its gradients.
+
+    None if split.
     """
     if any(isinstance(action, BackwardWeight) for action in actions):
         return frozenset()

@@ -31,8 +31,9 @@ def select_stages(run: Run) -> StagePlan:
 
 
 def select_schedule(run: Run, stages: StagePlan) -> ScheduleName:
-    """Return the schedule; `auto` is none without pipeline ranks, 1f1b with one stage per rank,
-    interleaved with several.
+    """Return the schedule.
+
+    `auto` is none without pipeline ranks, 1f1b with one stage per rank, interleaved with several.
     """
     if run.schedule.name is not ScheduleName.auto:
         return run.schedule.name
@@ -44,8 +45,9 @@ def select_schedule(run: Run, stages: StagePlan) -> ScheduleName:
 def select_graphs(
     run: Run, stages: StagePlan, actions: Sequence[Sequence[Action]]
 ) -> tuple[GraphPlan | None, ...]:
-    """Return the partial CUDA graphs of each pipeline rank for its actions; None for a rank
-    without.
+    """Return the partial CUDA graphs of each pipeline rank for its actions.
+
+    None for a rank without.
     """
     if not run.cuda_graph.of_parts:
         return (None,) * stages.pp

@@ -46,8 +46,9 @@ class BufferLayout:
         return self.buckets[-1][1] if self.buckets else 0
 
     def shard(self, bucket: int, rank: int) -> Bounds:
-        """Return the place in the buffer of `rank`'s shard of `bucket`; ValueError for a rank
-        outside the world.
+        """Return the place in the buffer of `rank`'s shard of `bucket`.
+
+        ValueError for a rank outside the world.
         """
         if not 0 <= rank < self.world:
             raise ValueError(f"rank {rank} is outside the {self.world} ranks that share the buffer")
@@ -131,10 +132,9 @@ def shard_map(
     param_align: int = 1,
     shard_align: int = 1,
 ) -> list[list[Range]]:
-    """Return what `rank` owns of each parameter, in registration order; arguments as in
-    `buffer_layout`.
+    """Return what `rank` owns of each parameter, in registration order.
 
-    For other programs; this one uses `BufferLayout` directly.
+    Arguments as in `buffer_layout`. For other programs; this one uses `BufferLayout` directly.
     """
     return buffer_layout(
         numels, world, bucket_numel=bucket_numel, param_align=param_align, shard_align=shard_align

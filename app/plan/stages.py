@@ -169,8 +169,10 @@ def _even_sizes(
 
 
 def _even(num_layers: int, pp: int, vpp: int, extra: int) -> tuple[FirstOf, ...]:
-    """Return alternatives to an uneven split: other sizes of the end stages, a spelled-out layout,
-    or fewer stages; other numbers of layers if there are fewer than stages.
+    """Return what works instead of an uneven split.
+
+    Other sizes of the end stages, a spelled-out layout, or fewer stages; other numbers of layers if
+    there are fewer than stages.
     """
     places = num_layers + extra
     stages = pp * vpp
@@ -234,9 +236,7 @@ def _around(value: int, step: int) -> list[int]:
 def _uneven_sizes(
     num_layers: int, pipeline: Pipeline, first: int | None, last: int | None
 ) -> list[int]:
-    """Return the decoder layers of each stage, in stage order, given those of the first or last
-    rank.
-    """
+    """Return the decoder layers of each stage, in order, given those of the first or last rank."""
     pp = pipeline.pp
     vpp = pipeline.num_chunks
     for key, value in (("parallel.first", first), ("parallel.last", last)):
@@ -294,8 +294,9 @@ def _check_layout(layout: object, parts: list[str], num_layers: int, pp: int, vp
 
 
 def _ends_filled(parts: list[str]) -> str:
-    """Return the layout with E in the first and L in the last stage; empty outer stages move before
-    L.
+    """Return the layout with E in the first and L in the last stage.
+
+    Empty outer stages move before L.
     """
     inner = "|".join(parts).strip("|")
     first, _, last = inner.rpartition("|") if "|" in inner else (inner.removesuffix("L"), "|", "L")

@@ -72,9 +72,7 @@ def degree_sizes(plan: Plan) -> dict[str, int]:
 
 
 def memory_line(plan: Plan, gpu_memory: int) -> str:
-    """Return the memory that the busiest rank needs of a GPU with `gpu_memory` bytes, with its
-    largest parts.
-    """
+    """Return the busiest rank's memory of `gpu_memory` bytes, with its largest parts."""
     busiest = plan.busiest
     largest = sorted(busiest.parts, key=lambda part: -part.bytes)[:SHOWN_PARTS]
     parts = ", ".join(f"{part.name} {part.bytes / GIB:.1f}" for part in largest)

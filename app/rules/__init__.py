@@ -1,6 +1,4 @@
-"""Rules that span sections of the configuration: named functions in one tuple, applied before
-anything is built.
-"""
+"""Rules that span sections of the configuration, applied before anything is built."""
 
 from __future__ import annotations
 

@@ -17,8 +17,9 @@ def _whole() -> Instead:
 
 
 def check_graphs_update(run: Run) -> None:
-    """Refuse the optimizer update in any but a full-iteration graph: no other graph precedes the
-    update.
+    """Refuse the optimizer update in any but a full-iteration graph.
+
+    No other graph precedes the update.
     """
     graph = run.cuda_graph
     if graph.optimizer and graph.impl is not GraphImpl.full_iteration:
@@ -29,9 +30,7 @@ def check_graphs_update(run: Run) -> None:
 
 
 def check_graphs_choice(run: Run) -> None:
-    """Refuse scopes that are not one contiguous part of a layer, and captures that would wait for
-    the host.
-    """
+    """Refuse scopes that are not one contiguous part of a layer, and captures with host syncs."""
     graph = run.cuda_graph
     scope = set(graph.scope)
     partial = graph.of_parts

@@ -19,7 +19,7 @@ from app.plan.layout import AXES, select_layout
 
 
 def check_world(run: Run) -> None:
-    """Refuse dense degrees whose product is not the world size."""
+    """Refuse dense degrees that do not multiply to the world size."""
     world = run.parallel.world_size
     ranks = run.model_ranks
     if world and run.parallel.dp is None and world % ranks:
@@ -51,8 +51,8 @@ def _degrees_of(run: Run, world: int) -> tuple[FirstOf, ...]:
 
 
 def check_expert_parallel(run: Run) -> None:
-    """Refuse ep that does not divide the experts, and ep × etp that does not divide the ranks of a
-    stage.
+    """Refuse ep that does not divide the experts, or ep × etp that does not divide a stage's
+    ranks.
     """
     ep = run.parallel.ep
     moe = run.model.moe
@@ -138,9 +138,7 @@ def check_static_dispatch(run: Run) -> None:
 
 
 def check_clones(run: Run) -> None:
-    """Refuse clones of experts without other ranks to go to, or without a dispatcher that serves
-    them.
-    """
+    """Refuse clones of experts without other ranks, or without a dispatcher that serves them."""
     moe = run.model.moe
     if moe is None:
         return
@@ -237,8 +235,9 @@ def check_sequence(run: Run) -> None:
 
 
 def check_context_parallel(run: Run) -> None:
-    """Refuse all-to-all context parallelism that would split a head: cp must divide the key/value
-    heads of a tensor-parallel rank.
+    """Refuse all-to-all context parallelism that would split a head.
+
+    cp must divide the key/value heads of a tensor-parallel rank.
     """
     cp = run.parallel.cp
     tp = run.parallel.tp
@@ -259,8 +258,9 @@ def check_context_parallel(run: Run) -> None:
 
 
 def check_layout(run: Run) -> None:
-    """Refuse grids of dense layers and experts that differ in their pipelines, or that do not place
-    the etp parts of an expert on adjacent ranks.
+    """Refuse grids of dense layers and experts that do not fit together.
+
+    They must have the same pipelines, and the etp parts of an expert on adjacent ranks.
     """
     layout = select_layout(run)
     order = run.parallel.order.lower().split("-")

@@ -9,9 +9,7 @@ from app.plan.select import select_schedule, select_stages
 
 
 def check_stages(run: Run) -> None:
-    """Refuse layers that do not divide over stages, and stages per rank that the schedule does not
-    take.
-    """
+    """Refuse layers that do not divide over stages, and vpp that the schedule does not take."""
     stages = select_stages(run)
     name = select_schedule(run, stages)
     if name is ScheduleName.zero_bubble_v and stages.vpp != 2:

@@ -1,6 +1,4 @@
-"""Upper bounds on the sizes of a run: larger ones are mistakes, and planning them would take
-minutes.
-"""
+"""Upper bounds on the sizes of a run: planning larger ones, which are mistakes, takes minutes."""
 
 from __future__ import annotations
 

@@ -10,9 +10,7 @@ from app.plan.model.phases import PhaseName
 
 
 def check_batch(run: Run) -> None:
-    """Refuse a global batch that is not a whole number of microbatches on every data-parallel
-    rank.
-    """
+    """Refuse a global batch that does not divide into microbatches on every data-parallel rank."""
     per_step = run.train.micro_batch * run.dp
     if run.train.global_batch % per_step:
         raise ConfigError(
@@ -37,9 +35,7 @@ def _batch_of(run: Run) -> tuple[FirstOf, ...]:
 
 
 def check_lr_schedule(run: Run) -> None:
-    """Refuse warm-up and final decay that do not fit into the decay steps, all counted in whole
-    samples.
-    """
+    """Refuse warm-up and final decay that do not fit into the decay steps, in whole samples."""
     lengths = run.warmup_steps, run.wsd_decay_steps, run.decay_steps
     warmup, last, whole = (round(steps * run.train.global_batch) for steps in lengths)
     if warmup >= whole:
@@ -67,9 +63,7 @@ def _unit(run: Run, name: str) -> tuple[str, int]:
 
 
 def check_paired_grads(run: Run) -> None:
-    """Refuse paired expert gradients where the tokens of a microbatch cannot stay until the next
-    one's.
-    """
+    """Refuse paired expert gradients whose inputs cannot stay until the next microbatch."""
     moe = run.model.moe
     if not run.optim.pair_expert_grads:
         return

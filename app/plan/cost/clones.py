@@ -43,8 +43,7 @@ class CloneCosts:
         return cls(mean, 0.0, OVERHEAD + slots * clone)
 
     def saved(self, before: float, after: float, clones: float) -> float:
-        """Return the seconds saved if clones lower the busiest rank's load from `before` to
-        `after`.
+        """Return seconds saved if clones lower the busiest rank's load from `before` to `after`.
 
         Loads are over the mean; `clones` leave one rank, or arrive there.
         """

@@ -88,8 +88,7 @@ def _used(weight: Weight, moe: MoEConfig | None) -> int:
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """Return FLOPs of forward and backward (twice forward) per token, for sequences of seq_len
-    tokens.
+    """Return FLOPs of forward and backward per token, for sequences of seq_len tokens.
 
     Recomputation is not counted: this is the numerator of model FLOPs utilisation.
     """
@@ -100,10 +99,10 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> float:
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Return the dense bf16 peak of a GPU in TFLOP/s by the name its driver reports; None if
-    unknown.
+    """Return the dense bf16 peak of a GPU in TFLOP/s by the name its driver reports.
 
-    Power and clock limits make a card's real peak lower; a measured ceiling is more accurate.
+    None if unknown. Power and clock limits make a card's real peak lower; a measured ceiling is
+    more accurate.
     """
     words = set(re.findall(r"[A-Z0-9]+", device_name.upper()))
     return next((peak for needed, peak in PEAKS if needed <= words), None)
@@ -181,8 +180,7 @@ class StageSeconds:
 def stage_seconds(
     run: Run, stages: Sequence[Stage], layout: ParallelLayout
 ) -> tuple[StageSeconds, ...]:
-    """Return times of each stage's busiest rank from FLOPs and the hardware's peak_tflops ·
-    efficiency.
+    """Return times of each stage's busiest rank: FLOPs / (peak_tflops · efficiency).
 
     FP8 GEMMs count divided by their speedup.
     """

@@ -26,10 +26,10 @@ class NodeSpan:
 def node_span(
     sizes: Mapping[str, int], axes: Collection[str], per_node: int, ends_only: bool = False
 ) -> NodeSpan:
-    """Return the span of groups whose ranks differ only along `axes`; `sizes` lists the grid,
-    fastest axis first.
+    """Return the span of groups whose ranks differ only along `axes`.
 
-    ends_only: only the first and last rank of each group.
+    `sizes` lists the grid, fastest axis first. ends_only: only the first and last rank of each
+    group.
     """
     offsets = [0]
     places = {0}

@@ -72,8 +72,8 @@ class _Load:
         return max(self.other + self.arithmetic / clock, self.host)
 
     def clock(self, bound: float, period: float = 0.0) -> float:
-        """Return the share of the clock that power allows, with a microbatch every `period` seconds
-        or more.
+        """Return the share of the clock that power allows, with a microbatch per `period`
+        seconds.
         """
 
         def allowed(clock: float) -> bool:

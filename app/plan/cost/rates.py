@@ -63,10 +63,10 @@ class Kernels:
         return kernels * self.profile.kernel_us * MICRO
 
     def gemm(self, op: Operation, gradient: bool = False) -> float:
-        """Return seconds of one of an operation's GEMMs: forward, input gradient, or
-        (gradient=True) weight gradient.
+        """Return seconds of one of an operation's GEMMs: output, input gradient, or weight
+        gradient.
 
-        The weight gradient's output is counted by `sums`.
+        gradient=True is the weight gradient, whose output is counted by `sums`.
         """
         profile = self.profile
         flops = op.flops
@@ -158,8 +158,9 @@ def _made(op: Operation) -> int:
 
 
 def _between(points: Sequence[tuple[float, float]], at: float) -> float:
-    """Interpolate linearly between sorted points; outside of them return the nearest one's
-    value.
+    """Interpolate linearly between sorted points.
+
+    Outside of them return the nearest one's value.
     """
     for (low, first), (high, second) in pairwise(points):
         if low <= at <= high:
@@ -189,8 +190,8 @@ class Links:
         return self.peers and group is ETP_EP
 
     def seconds(self, group: Group, way: Way, size: int) -> float:
-        """Return seconds of a collective, or of an exchange over symmetric memory, that sends
-        `size` bytes from this rank.
+        """Return seconds of a collective or peer exchange that sends `size` bytes from this
+        rank.
         """
         if not size:
             return 0.0

@@ -1,6 +1,4 @@
-"""End-to-end seconds of a step: the pipeline, then gradient reduction, update and parameter
-gathering.
-"""
+"""End-to-end time of a step: pipeline, gradient reduction, update and parameter all-gather."""
 
 from __future__ import annotations
 
@@ -111,10 +109,9 @@ def step_tail(
 
 
 def _left(actions: Sequence[Action], chunks: Sequence[PartTimes]) -> dict[int, float]:
-    """Return, for a split backward, chunk -> seconds of the rank's compute after the chunk's last
-    weight gradient.
+    """Return chunk -> seconds of the rank's compute after the chunk's last weight gradient.
 
-    Chunks are in the order of those; empty if backward is not split.
+    For a split backward, chunks in the order of those gradients; empty if backward is not split.
     """
     left: dict[int, float] = {}
     behind = 0.0
@@ -147,7 +144,7 @@ def _behind(
 
 
 def _passed(links: Links, chunk: ChunkBuffers, element: int) -> tuple[float, float]:
-    """Return seconds of one pass over a chunk's gradients or parameters: inside of nodes, and in
+    """Return seconds of one pass over a chunk's gradients or parameters: inside nodes, and in
     all.
     """
     total = inside = 0.0
@@ -160,8 +157,9 @@ def _passed(links: Links, chunk: ChunkBuffers, element: int) -> tuple[float, flo
 
 
 def _exchanged(links: Links, chunks: Sequence[ChunkBuffers], element: int, window: float) -> float:
-    """Return exposed seconds of one pass over all gradients or parameters, beside `window` seconds
-    of compute.
+    """Return exposed seconds of one pass over all gradients or parameters.
+
+    `window`: seconds of compute beside it.
     """
     passes = [_passed(links, chunk, element) for chunk in chunks]
     inside, total = sum(near for near, _ in passes), sum(whole for _, whole in passes)
@@ -205,7 +203,7 @@ def _quantised(
 def times_of_ranks(
     stages: StagePlan, times: Sequence[PartTimes], tail: StepTail, microbatches: int, whole: float
 ) -> list[dict[str, float]]:
-    """Return kind of work -> seconds of a step of `whole` seconds, per pipeline rank, idle time
+    """Return, per pipeline rank, kind of work -> seconds of a step that takes `whole`; idle
     last.
     """
     behind = {

@@ -43,8 +43,7 @@ BEHIND_WAIT = (PhaseName.preprocess, PhaseName.dispatch)
 
 
 def expected_load(run: Run) -> float:
-    """Return the load of the busiest expert-parallel rank over the mean, with which times are
-    planned.
+    """Return the busiest expert-parallel rank's load over the mean, as assumed for times.
 
     It is the largest of the ranks' sums of experts' loads that spread by SPREAD, and at most what
     memory is planned for (`busiest_load`).
@@ -209,8 +208,8 @@ class _Clock:
         return self.kernels.attention(op, run.model.head_width, run.train.seq_len)
 
     def _summed(self, op: Operation) -> float:
-        """Return how often per microbatch a gradient is accumulated, in reads and writes of the
-        main gradient.
+        """Return reads and writes of the main gradient per microbatch, relative to one
+        accumulation.
 
         Experts' paired gradients count half each; the first one of a step is only written.
         """

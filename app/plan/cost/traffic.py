@@ -1,5 +1,4 @@
-"""Traffic of every kind of group in a step: bytes within and across nodes, time, and better orders
-of axes.
+"""Traffic of every kind of group in a step: bytes inside and across nodes, time, better orders.
 
 docs/planning.md has the formulas and an example. Not counted: latency, counts of tokens, norms and
 losses, and a vocabulary-parallel loss's three numbers per token.
@@ -118,8 +117,7 @@ def _seconds(hardware: HardwareConfig, inside: int, across: int) -> float:
 
 
 def order_advice(run: Run, layout: ParallelLayout) -> tuple[OrderAdvice, ...]:
-    """Return advice for tp and etp_ep if groups span fewer nodes in the order with least exposed
-    traffic.
+    """Return advice for tp and etp_ep if the order with least exposed traffic spans fewer nodes.
 
     The search covers all orders that a run may have; among equally good ones it takes the one
     nearest to the present. Empty if no order saves time: the nearest of the best is then the
@@ -173,16 +171,15 @@ def legal_orders(layout: ParallelLayout) -> Iterator[Order]:
 
 
 def parts_side_by_side(layout: ParallelLayout, order: Sequence[str]) -> bool:
-    """Return whether the etp parts of an expert are adjacent in the group of etp × ep ranks, as the
-    token exchange assumes.
+    """Return whether the etp parts of an expert are adjacent in the group of etp × ep ranks.
+
+    The token exchange assumes that they are.
     """
     return 1 in (layout.expert_tp, layout.ep) or order.index("tp") < order.index("ep")
 
 
 def _grid(layout: ParallelLayout, order: Order, expert: bool) -> tuple[tuple[str, int], ...]:
-    """Return (axis, size) of the dense or the expert grid in another order, fastest-varying
-    first.
-    """
+    """Return (axis, size) of the dense or expert grid in another order, fastest-varying first."""
     names = EXPERT_AXIS if expert else DENSE_AXIS
     sizes = layout.sizes(expert)
     return tuple((names[axis], sizes[names[axis]]) for axis in order if axis in names)

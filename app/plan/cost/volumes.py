@@ -41,9 +41,7 @@ class Volume:
 
 
 def step_volumes(run: Run, layout: ParallelLayout, stages: StagePlan) -> Iterator[Volume]:
-    """Return the volume of every kind of group that has more than one rank and something to
-    send.
-    """
+    """Yield the volume of every kind of group with more than one rank and something to send."""
     step = _Step(
         run,
         layout,
@@ -119,8 +117,8 @@ class _Step:
         return self.run.num_microbatches * sizes_of(self.run, self.layout).stream
 
     def tensor(self, stage: Stage) -> int:
-        """Return bytes over tp: hidden states, and gradients of weights that each rank holds
-        whole.
+        """Return bytes over tp: hidden states, and gradients of weights that are whole on each
+        rank.
         """
         tp = self.layout.tp
         if tp == 1:
@@ -135,15 +133,11 @@ class _Step:
         return self.busiest(lambda stage: self._traced(stage, group, way))
 
     def pipeline(self) -> int:
-        """Return bytes of hidden states to the next stage and gradients to the one before, if on
-        other ranks.
-        """
+        """Return bytes of hidden states and their gradients to stages on other ranks."""
         return most_sends(self.stages.pipeline) * self.hidden
 
     def embedding(self) -> int:
-        """Return bytes of a shard of tied embeddings' gradient, if both ends are on different
-        ranks.
-        """
+        """Return bytes of a shard of tied embeddings' gradient; 0 if one rank holds both ends."""
         model = self.run.model
         first = self.stages.stages[0]
         if not model.tie_embeddings or any(stage.head for stage in first):
@@ -152,9 +146,7 @@ class _Step:
         return table(model).numel // shards * BYTES[self.run.precision.grads]
 
     def dense_parameters(self, stage: Stage) -> int:
-        """Return bytes of gradients reduced and parameters gathered over dp_cp, without
-        experts'.
-        """
+        """Return bytes of dense gradients reduced and parameters gathered over dp_cp."""
         return self._reduced_and_gathered(self.buffers[stage].dense)
 
     def expert_parameters(self, stage: Stage) -> int:
@@ -204,9 +196,7 @@ def _sent_by_operations(traced: ForwardTrace) -> Counter[Kind]:
 
 
 def most_sends(pipeline: Pipeline) -> int:
-    """Return sends per microbatch of the busiest pipeline rank: hidden states and their
-    gradients.
-    """
+    """Return sends of the busiest pipeline rank per microbatch, forward and backward."""
     sent = [0] * pipeline.pp
     for stage in range(pipeline.last):
         ranks = pipeline.rank(stage), pipeline.rank(stage + 1)

@@ -1,6 +1,4 @@
-"""All-gather dispatch: every rank gets all tokens and permutes those of its experts
-(`app.moe.dispatch.all_gather`).
-"""
+"""All-gather dispatch: every rank gets all tokens (`app.moe.dispatch.all_gather`)."""
 
 from __future__ import annotations
 
@@ -24,8 +22,9 @@ EXPERT, PROBABILITY = 8, 4  # bytes per choice of a token: expert id, probabilit
 
 @dataclass(frozen=True, slots=True)
 class PlannedAllGather(PlannedDispatcher):
-    """All-gather of tokens, whatever K is; each rank's partial sums are reduce-scattered in
-    fp32.
+    """All-gather of tokens, whatever K is.
+
+    Each rank's partial sums are reduce-scattered in fp32.
     """
 
     kind: ClassVar[DispatcherKind] = DispatcherKind.all_gather
@@ -80,9 +79,7 @@ class PlannedAllGather(PlannedDispatcher):
         )[0]
 
     def _ring(self, forward: int, backward: int) -> Sends:
-        """Return sends of a ring: each rank's share of what is gathered or scattered passes all
-        others.
-        """
+        """Return sends of a ring: each rank's share passes all others."""
         others = self.ranks - 1
         return self.sends(forward=others * forward, backward=others * backward)
 
@@ -93,7 +90,7 @@ class PlannedAllGather(PlannedDispatcher):
         return self.ranks * tokens.bytes
 
     def _summed(self, tokens: Tokens) -> int:
-        """Return bytes of fp32 sums for tokens of all ranks, and this rank's share before it is
+        """Return bytes of fp32 sums for tokens of all ranks, and this rank's share before its
         cast.
         """
         return (self.ranks + 1) * self._sums(tokens) - tokens.bytes

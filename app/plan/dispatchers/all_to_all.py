@@ -19,9 +19,7 @@ from app.plan.trace.trace import Sends, Trace, TracedTensor, Work
 
 @dataclass(frozen=True, slots=True)
 class PlannedAllToAll(PlannedDispatcher):
-    """All-to-all: a token is sent once per choice, to each rank that has a part of the chosen
-    expert.
-    """
+    """All-to-all: one row per choice goes to each rank that has a part of the chosen expert."""
 
     kind: ClassVar[DispatcherKind] = DispatcherKind.all_to_all
     exchange: ClassVar[TokenExchange | None] = TokenExchange("all-to-all of rows", Way.all_to_all)

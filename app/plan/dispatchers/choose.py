@@ -58,19 +58,16 @@ def without_waits() -> dict[str, DispatcherKind]:
 
 
 def busiest_load(run: Run) -> float:
-    """Return the load of the run's busiest expert-parallel rank over the mean without drops; 1 if
-    dense.
+    """Return the load of the run's busiest expert-parallel rank over the mean without drops.
 
-    See `PlannedDispatcher.busiest_load`.
+    1 if dense. See `PlannedDispatcher.busiest_load`.
     """
     dispatcher = run_dispatcher(run)
     return 1.0 if dispatcher is None else dispatcher.busiest_load(tokens_per_rank(run))
 
 
 def tokens_per_rank(run: Run) -> int:
-    """Return the tokens of a microbatch on a rank outside of attention and feed-forward: T / (tp ·
-    cp).
-    """
+    """Return the tokens of a microbatch on a rank, divided over tp and cp."""
     parallel = run.parallel
     return run.train.micro_batch * run.train.seq_len // (parallel.tp * parallel.cp)
 

@@ -1,6 +1,4 @@
-"""Local dispatch: all experts on one rank, so that a permutation is enough
-(`app.moe.dispatch.local`).
-"""
+"""Local dispatch: a permutation, as all experts are on the rank (`app.moe.dispatch.local`)."""
 
 from __future__ import annotations
 

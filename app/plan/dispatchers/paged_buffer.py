@@ -1,6 +1,4 @@
-"""Size of the paged buffer that saves experts' activations for backward
-(`app.moe.dispatch.paged_buffer`).
-"""
+"""Size of the paged buffer for experts' saved activations (`app.moe.dispatch.paged_buffer`)."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ class PlannedPagedBuffer:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all pages, of one page that masked writes go to, and of the ring of free page
+        """Bytes of all pages, of one more for masked writes, and of the ring of free page
         numbers.
         """
         return (self.page + NUMBER) * (self.pages + 1)
@@ -49,11 +47,10 @@ class PlannedPagedBuffer:
 def planned_paged_buffer(
     run: Run, stages: Sequence[Stage], actions: Sequence[Action]
 ) -> PlannedPagedBuffer | None:
-    """Return the paged buffer of a rank with these stages and actions; None if rows are saved as
-    they are.
+    """Return the paged buffer of a rank with these stages and actions.
 
-    It has room for every tensor saved at the same time, each with `static.paged_buffer` times the
-    mean number of rows, in whole pages.
+    None if rows are saved as they are. It has room for every tensor saved at the same time, each
+    with `static.paged_buffer` times the mean number of rows, in whole pages.
     """
     dispatcher = run_dispatcher(run)
     if not isinstance(dispatcher, PlannedStatic) or dispatcher.moe.static.paged_buffer is None:
@@ -84,9 +81,7 @@ def planned_paged_buffer(
 
 
 def page_numbers(run: Run, dispatcher: PlannedDispatcher, recompute: RecomputeChoice) -> int:
-    """Return bytes of the page tables of one layer and microbatch, which live from forward to
-    backward.
-    """
+    """Return bytes of the page tables of one layer and microbatch, from forward to backward."""
     tokens = tokens_per_rank(run)
     outer, inner = _widths(run, dispatcher)
     page = _page(dispatcher.mean_rows(tokens) * min(outer, inner))
@@ -96,9 +91,7 @@ def page_numbers(run: Run, dispatcher: PlannedDispatcher, recompute: RecomputeCh
 
 
 def _widths(run: Run, dispatcher: PlannedDispatcher) -> tuple[int, int]:
-    """Return bytes of a row of hidden states, and of this rank's part of an expert's hidden
-    width.
-    """
+    """Return bytes of a row of hidden states, and of this rank's part of an expert's ffn width."""
     size = BYTES[run.precision.params]
     return run.model.hidden_size * size, dispatcher.moe.ffn_hidden_size // dispatcher.etp * size
 
@@ -115,8 +108,9 @@ def _kept(recompute: RecomputeChoice, outer: int, inner: int) -> tuple[int, ...]
 
 
 def _waiting(outer: int, inner: int) -> tuple[int, ...]:
-    """Return bytes per row of every tensor that waits for the second part of a split backward: for
-    each of the two GEMMs its input and the gradient of its output.
+    """Return bytes per row of every tensor that waits for the second part of a split backward.
+
+    For each of the two GEMMs these are its input and the gradient of its output.
     """
     return outer, 2 * inner, inner, outer
 

@@ -26,10 +26,9 @@ from app.plan.trace.trace import Sends, Trace, TracedTensor
 
 
 def capacity(choices: int, num_experts: int, factor: float) -> int:
-    """Return the capacity of one expert: ceil(T·K / E · factor) rows of a microbatch, `choices` =
-    T·K.
+    """Return the capacity of one expert in a microbatch: ceil(T·K / E · factor) rows.
 
-    Source: GShard (arXiv 2006.16668), rounded as in Megatron-Core.
+    `choices` = T·K. Source: GShard (arXiv 2006.16668), rounded as in Megatron-Core.
     """
     return ceil(choices / num_experts * factor)
 
@@ -57,8 +56,9 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """Rows (dispatched tokens) of a microbatch on one rank; a row is sent to each etp part of its
-    expert.
+    """Rows (dispatched tokens) of a microbatch on one rank.
+
+    A row is sent to each etp part of its expert.
     """
 
     asked: int  # choices of the tokens seen here
@@ -149,9 +149,7 @@ class PlannedDispatcher(ABC):
 
     @property
     def quantises(self) -> bool:
-        """True if its permutation kernels also write FP8 copies for the grouped GEMMs that
-        follow.
-        """
+        """True if its permutation kernels also write FP8 copies for the grouped GEMMs."""
         return False
 
     @property
@@ -163,7 +161,8 @@ class PlannedDispatcher(ABC):
         return self.uneven and not self.moe.pad_to_capacity
 
     def most_per_expert(self, tokens: int) -> int | None:
-        """Return the most rows that an expert takes of a rank's T tokens: its capacity, at most T;
+        """Return the most rows that an expert takes of a rank's T tokens: its capacity, at most T.
+
         None without a capacity.
         """
         moe = self.moe
@@ -172,14 +171,16 @@ class PlannedDispatcher(ABC):
         return min(capacity(tokens * moe.top_k, moe.num_experts, moe.capacity_factor), tokens)
 
     def rows_per_expert(self, tokens: int) -> int | None:
-        """Return the rows that every expert is padded to, of a rank's tokens; None without
-        padding.
+        """Return the rows that every expert is padded to, of a rank's tokens.
+
+        None without padding.
         """
         return self.most_per_expert(tokens) if self.moe.pad_to_capacity else None
 
     def capacity_load(self, tokens: int) -> float | None:
-        """Return the most rows that experts take of a rank's tokens, over its choices; None without
-        a capacity.
+        """Return the most rows that experts take of a rank's tokens, over its choices.
+
+        None without a capacity.
         """
         most = self.most_per_expert(tokens)
         if most is None:
@@ -205,8 +206,9 @@ class PlannedDispatcher(ABC):
         return tokens * self.moe.top_k * self.etp
 
     def most_rows(self, tokens: int) -> int | None:
-        """Return the most rows that all experts take of a rank's tokens; None without a
-        capacity.
+        """Return the most rows that all experts take of a rank's tokens.
+
+        None without a capacity.
         """
         bound = self.capacity_load(tokens)
         return None if bound is None else round(self.mean_rows(tokens) * bound)
@@ -231,8 +233,9 @@ class PlannedDispatcher(ABC):
         return 0
 
     def lent(self, matrix: int, size: int) -> LentMatrices | None:
-        """Return the cost of sending clones of a kind of matrix (elements, bytes per element); None
-        without clones.
+        """Return the cost of sending clones of a kind of matrix (elements, bytes per element).
+
+        None without clones.
         """
         return None
 

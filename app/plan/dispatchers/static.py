@@ -1,4 +1,4 @@
-"""Static dispatch: a token goes once to each rank, into buffers of static size
+"""Static dispatch: each token goes once to each rank, in static sizes
 (`app.moe.dispatch.static`).
 """
 
@@ -103,8 +103,9 @@ class PlannedStatic(PlannedDispatcher):
         return self.moe.echo.spares * expert * (GRADIENT + (size if self.peer else 0))
 
     def lent(self, matrix: int, size: int) -> LentMatrices | None:
-        """Cost of clones: in place over symmetric memory; collectives carry all slots of all
-        ranks.
+        """Return the cost of sending clones.
+
+        Over symmetric memory they are written in place; collectives carry all slots of all ranks.
         """
         spares = self.moe.echo.spares
         if not spares:
@@ -127,10 +128,11 @@ class PlannedStatic(PlannedDispatcher):
             yield SmallerOption("static.capacity", StaticCapacity.factor, cost)
 
     def held(self, tokens: Tokens) -> int:
-        """Return bytes of symmetric memory: tokens, partial sums of every rank, and for each choice
-        of all ranks its expert, its probability and that one's gradient.
+        """Return bytes of symmetric memory, twice, as exchanges alternate between two sets of
+        buffers.
 
-        Twice, as consecutive exchanges alternate between two sets of buffers.
+        Each set holds tokens, partial sums of every rank, and for each choice of all ranks its
+        expert, its probability and the gradient of that.
         """
         if not self.peer:
             return 0
@@ -152,8 +154,9 @@ class PlannedStatic(PlannedDispatcher):
         return short or self.paged_buffers
 
     def worst_rows(self, tokens: int) -> int:
-        """Return the most rows that the experts of a rank could get, padded to multiples; a token's
-        experts are distinct.
+        """Return the most rows that the experts of a rank could get, padded to multiples.
+
+        A token's experts are distinct.
         """
         most = tokens * min(self.moe.top_k, self.experts)
         taken = self.most_per_expert(tokens)
@@ -163,9 +166,7 @@ class PlannedStatic(PlannedDispatcher):
         return ceil(filled / multiple) * multiple
 
     def trace_preprocess(self, trace: Trace, tokens: Tokens, chosen: TracedTensor) -> TracedRows:
-        """Trace the all-gather of choices, and the permutation of those that are this rank's
-        experts'.
-        """
+        """Trace the all-gather of choices, and the permutation for this rank's experts."""
         choices = tokens.count * self.moe.top_k
         everywhere = self.ranks * choices
         if self.moe.echo.spares:
@@ -194,8 +195,9 @@ class PlannedStatic(PlannedDispatcher):
     def trace_dispatch(
         self, trace: Trace, tokens: Tokens, h: TracedTensor, rows: TracedRows
     ) -> TracedTensor:
-        """T × D -> R × D: permute out of all ranks' tokens; backward returns partial sums of
-        gradients.
+        """T × D -> R × D: permute out of all ranks' tokens.
+
+        Backward returns partial sums of gradients.
         """
         count = self.rows(tokens.count).computed
         forward = self._gathered(tokens) + count * tokens.in_8
@@ -245,7 +247,8 @@ class PlannedStatic(PlannedDispatcher):
         return min(1.0, self.mean_rows(tokens.count) / self.rows(tokens.count).computed)
 
     def _gathered(self, tokens: Tokens) -> int:
-        """Return bytes for tokens of all ranks; none over symmetric memory, where they are read in
-        place.
+        """Return bytes for tokens of all ranks.
+
+        0 over symmetric memory, where they are read in place.
         """
         return 0 if self.peer else self.ranks * tokens.bytes

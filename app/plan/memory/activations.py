@@ -1,5 +1,4 @@
-"""Activations of one microbatch in one stage on one rank: what autograd saves, and what is alive
-during computation.
+"""Activations of one microbatch in one stage on one rank, and other memory alive meanwhile.
 
 A stage is a row of traces: embedding, layers, head. Forward adds what each one saves, and backward
 frees it from the other end, so the peak of a trace comes on top of what the traces before it save.
@@ -122,9 +121,7 @@ class _Link:
 
 
 def chunk_activations(run: Run, stage: Stage, layout: ParallelLayout) -> ChunkActivations:
-    """Return the memory of one microbatch in a stage on one rank, at the planned imbalance of its
-    experts.
-    """
+    """Return the memory of one microbatch in a stage, at the planned imbalance of experts."""
     s = sizes_of(run, layout)
     tied = StagePart.tied_head in stage_parts(s.model, stage)
     carried = s.weight(table(s.model)) if tied and not s.splits else 0
@@ -160,8 +157,7 @@ def captured_phases(choice: CudaGraphConfig) -> frozenset[str]:
 
 
 def own_inputs(run: Run, layers: Sequence[int]) -> tuple[int, ...]:
-    """Return the indices of layers whose captured part does not directly follow that of the layer
-    before.
+    """Return the layers, by index, whose captured part does not follow on the previous layer's.
 
     Those need a static input of their own; the others read the output of the graph before.
     """

@@ -1,5 +1,4 @@
-"""Memory of CUDA graphs: graph objects, static inputs, tensors that leave captured parts, and
-pools.
+"""Memory of CUDA graphs: graph objects, static inputs, tensors that leave graphs, and pools.
 
 Graphs with key=microbatch share one pool and reuse in it the memory of dead microbatches: it is as
 large as the most that is alive at once. Graphs of a slot have a pool of their own, which holds all
@@ -82,9 +81,7 @@ def _gradients(plan: GraphPlan, shares: Sequence[GraphShare]) -> int:
 def _pools(
     plan: GraphPlan, shares: Sequence[GraphShare], sets: Sequence[int], peak: Peak
 ) -> tuple[int, int, str]:
-    """Return bytes saved and scratch, bytes of tensors that leave graphs, and a note on their
-    number.
-    """
+    """Return bytes saved with scratch, bytes of tensors that leave graphs, and a note."""
     if not plan.pool_per_slot:
         scratch = max(share.scratch for share in shares)
         return peak.pool_kept + scratch, peak.pool_cut, "at most at once in one pool"

@@ -1,5 +1,6 @@
-"""GPU memory of driver and libraries besides tensors, measured by `bench/memory.py`
-(docs/planning.md).
+"""GPU memory of driver and libraries besides tensors (docs/planning.md).
+
+`bench/memory.py` measures it.
 """
 
 from __future__ import annotations

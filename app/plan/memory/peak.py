@@ -1,8 +1,7 @@
-"""Peak memory of a pipeline rank in a step: the moments of its list (`app.plan.pipeline.moments`),
-weighed with bytes.
+"""Peak memory of a pipeline rank in a step: moments of its list, weighed with bytes.
 
-Between the two parts of a split backward, the inputs of GEMMs and the gradients of their outputs
-are alive.
+See `app.plan.pipeline.moments`. Between the two parts of a split backward, the inputs of GEMMs and
+the gradients of their outputs are alive.
 """
 
 from __future__ import annotations

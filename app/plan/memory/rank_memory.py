@@ -127,12 +127,11 @@ def stage_state(run: Run, stage: Stage, layout: ParallelLayout) -> StageState:
 
 
 def bytes_per_parameter(precision: PrecisionConfig) -> tuple[int, int, int]:
-    """Return P, G, O: bytes of a parameter, of its gradient, and of optimizer state, sharded over d
-    ranks.
+    """Return P, G, O: bytes of a parameter, its gradient, and its sharded optimizer state.
 
-    A parameter takes P + G + O/d bytes. O is two fp32 moments, and an fp32 main parameter if P < 4:
-    8+8/d for fp32 throughout, 6+12/d for bf16 with fp32 gradients, 4+12/d for bf16 throughout.
-    Gradients below fp32 are widened only during the update.
+    With d ranks a parameter takes P + G + O/d bytes. O is two fp32 moments, and an fp32 main
+    parameter if P < 4: 8+8/d for fp32 throughout, 6+12/d for bf16 with fp32 gradients, 4+12/d for
+    bf16 throughout. Gradients below fp32 are widened only during the update.
     """
     params = BYTES[precision.params]
     grads = BYTES[precision.grads]
@@ -296,8 +295,7 @@ def _step_parts(
     peak: Peak,
     update: int,
 ) -> Iterator[MemoryPart]:
-    """Yield memory that lives within a step, outside of partial graphs or in one full-iteration
-    graph.
+    """Yield memory that lives within a step; partial graphs are counted elsewhere.
 
     `update`: kernels of an optimizer update.
     """
@@ -374,9 +372,7 @@ def _dispatch_parts(
 
 
 def held_gradients(run: Run, chunks: Sequence[ChunkActivations]) -> int:
-    """Return inputs of experts' weight gradients of one microbatch per chunk, held for the next
-    one's.
-    """
+    """Return the inputs of experts' weight gradients that wait for the next microbatch."""
     return sum(chunk.grouped for chunk in chunks) if run.optim.pair_expert_grads else 0
 
 
@@ -388,9 +384,7 @@ def _by_phase(peak: Peak) -> str:
 
 
 def batch_bytes(run: Run, layout: ParallelLayout) -> int:
-    """Return bytes of tokens, labels, positions and document ids: whole sequences, 8 bytes per
-    element.
-    """
+    """Return bytes of tokens, labels, positions and document ids: whole sequences, int64."""
     tokens = run.train.micro_batch * run.train.seq_len
     return 8 * (3 * tokens // layout.cp + (tokens if run.data.document_mask else 0))
 

@@ -16,9 +16,7 @@ class NormWeights(Part):
 
     @classmethod
     def of(cls, width: int, tp: int | None = None) -> NormWeights:
-        """Build a norm over `width` values, divided over tensor-parallel ranks along `tp`: 0, or
-        None.
-        """
+        """Build a norm over `width` values; `tp` 0 divides them over tensor-parallel ranks."""
         return cls(Weight((width,), tp=tp, initial=Initial.ones, decay=False))
 
     @classmethod

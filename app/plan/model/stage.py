@@ -15,9 +15,7 @@ from app.plan.stages import Stage
 
 @dataclass(frozen=True, slots=True)
 class NamedWeight:
-    """A weight with its global name, which is the same in every layout, in checkpoints and in
-    seeds.
-    """
+    """A weight with its global name, the same in every layout, in checkpoints and in seeds."""
 
     name: str
     weight: Weight

@@ -31,11 +31,10 @@ from app.plan.pipeline.dependencies import (
 def check(
     lists: Sequence[Sequence[Action]], schedule: Sequence[Sequence[Compute]], v_shape: bool = False
 ) -> None:
-    """Replay all ranks' lists; an exchange blocks until all its operations have met their other
-    side.
+    """Replay all ranks' lists.
 
-    Lists that pass also run with non-blocking exchanges, since every action then only starts
-    earlier. v_shape: see Pipeline.
+    An exchange blocks until all its operations have met their other side. Lists that pass also run
+    with non-blocking exchanges, since every action then only starts earlier. v_shape: see Pipeline.
 
     Raises ValueError, with the rank and a pointer into its list, if
     - ranks wait for each other in a circle, or two of them move tensors in different orders;
@@ -93,9 +92,7 @@ class _Wires:
         self.listed: defaultdict[tuple[int, int, bool], deque[Made]] = defaultdict(deque)
 
     def meet(self, rank: int, exchange: Exchange) -> bool:
-        """Return whether all operations of this rank's exchange have met their other side by
-        now.
-        """
+        """Return whether all operations of this rank's exchange have met their other side."""
         if rank not in self.meeting:
             self.meeting[rank] = len(exchange.ops)
             for op in exchange.ops:

@@ -56,15 +56,16 @@ class Pipeline:
         return self.pp - 1 - rank if self.v_shape and chunk % 2 else rank
 
     def makes(self, rank: int, action: Compute) -> Made:
-        """Return the output of an action of `rank`; a full backward counts as the gradient of its
-        input.
+        """Return the output of an action of `rank`.
+
+        A full backward counts as the gradient of its input.
         """
         letter = "B" if isinstance(action, BackwardInput) else action.letter
         return letter, action.mb, self.stage(rank, action.chunk)
 
     def needs(self, rank: int, action: Compute) -> list[Made]:
-        """Return the inputs of an action: outputs of the stages beside it, and of earlier actions
-        of its own.
+        """Return the inputs of an action: outputs of neighbouring stages, and of its own earlier
+        actions.
         """
         mb = action.mb
         stage = self.stage(rank, action.chunk)
@@ -76,8 +77,9 @@ class Pipeline:
         return [("F", mb, stage), *([("B", mb, stage + 1)] if stage < self.last else [])]
 
     def sides(self, made: Made) -> Iterator[tuple[int, P2POp]]:
-        """Yield (rank, operation) of sender and receiver; nothing for an output that stays on its
-        rank.
+        """Yield (rank, operation) of sender and receiver.
+
+        Nothing for an output that stays on its rank.
         """
         letter, mb, source = made
         target = {"F": source + 1, "B": source - 1}.get(letter, -1)
@@ -126,9 +128,7 @@ def take_turns(lists: Sequence[Sequence[Item]], advance: Callable[[int, Item], b
 
 
 def expect_finished(lists: Sequence[Sequence[Action]], places: Sequence[int]) -> None:
-    """Raise ValueError, with the action at which each rank waits, if a list has not run to its
-    end.
-    """
+    """Raise ValueError, naming the action at which each rank waits, for an unfinished list."""
     stops = enumerate(zip(lists, places, strict=True))
     waiting = [
         f"rank {rank} at {excerpt(actions, place)}"

@@ -76,9 +76,7 @@ def tick_moments(lists: Sequence[Sequence[Compute]], pipeline: Pipeline) -> dict
 def _ready(
     rank: int, actions: Sequence[Compute], moments: Moments, pipeline: Pipeline
 ) -> list[Made]:
-    """Return a rank's tick: its next action if that can run, and a full backward after a
-    forward.
-    """
+    """Return a rank's tick: its next action if it can run, and a full backward after a forward."""
     made: list[Made] = []
     for action in actions:
         paired = (
@@ -95,8 +93,9 @@ def _ready(
 
 
 def _exchanges(moments: Moments, pipeline: Pipeline) -> list[list[tuple[float, Exchange]]]:
-    """Return, per rank and moment, its sends and receives; hidden states first, then by
-    microbatch.
+    """Return, per rank and moment, its sends and receives.
+
+    Hidden states first, then by microbatch.
     """
     ops: list[defaultdict[float, list[P2POp]]] = [defaultdict(list) for _ in range(pipeline.pp)]
     for made in sorted(moments, key=lambda made: (made[0] != "F", made)):

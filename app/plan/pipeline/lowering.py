@@ -26,8 +26,7 @@ from app.plan.pipeline.exchanges import add_exchanges, add_frees
 
 
 def add_reductions(actions: Sequence[Action], delay: int = 0) -> list[Action]:
-    """Insert ReduceGrads of a chunk right after the action that completes its gradients of the
-    step.
+    """Insert ReduceGrads of a chunk right after the action that completes its gradients.
 
     That is the chunk's last Backward (BackwardWeight if split), or the `delay`-th backward after
     it, whatever its chunk, at most the last one. An exchange at that place goes first: another rank
@@ -58,9 +57,7 @@ def add_reductions(actions: Sequence[Action], delay: int = 0) -> list[Action]:
 
 
 def add_gathers(actions: Sequence[Action]) -> list[Action]:
-    """Insert GatherParams of a chunk before its first Forward, and before the waits at that
-    place.
-    """
+    """Insert GatherParams of a chunk before its first Forward and the waits that precede it."""
     gathered: set[int] = set()
     lowered: list[Action] = []
     for action in actions:

@@ -52,8 +52,9 @@ class Walks:
     found: dict[tuple[int, int, Borders], dict[Moment, str]] = field(default_factory=dict)
 
     def moments(self, pp_rank: int, partial: int, borders: Borders) -> dict[Moment, str]:
-        """Return the distinct moments of a rank -> the first action that has each, in the list's
-        order; `partial` as in `RecomputePolicy`.
+        """Return the distinct moments of a rank -> first action of each, in the list's order.
+
+        `partial` as in `RecomputePolicy`.
         """
         key = pp_rank, partial, borders
         if key not in self.found:

@@ -1,5 +1,6 @@
-"""Compute actions of all pipeline ranks in one dependency order: computed once per schedule, then
-timed for any times.
+"""Compute actions of all pipeline ranks in one dependency order.
+
+It is computed once per schedule, then timed for any times.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ class ComputeOrder:
 
     @classmethod
     def of(cls, lists: Sequence[Sequence[Compute]], v_shape: bool = False) -> ComputeOrder:
-        """Build the order of lists[rank]. Raises ValueError if they wait for each other in a
-        circle.
+        """Build the order of lists[rank].
+
+        Raises ValueError if they wait for each other in a circle.
         """
         pipeline = pipeline_of(lists, v_shape)
         places: dict[Made, int] = {}
@@ -50,8 +52,9 @@ class ComputeOrder:
         return cls(pipeline, tuple(places), tuple(steps))
 
     def spans(self, seconds: Sequence[float], send: float) -> Iterator[tuple[int, Span]]:
-        """Yield (rank, (start, end)) of each action: `seconds` are times by letter and stage, and
-        an output of another rank arrives `send` later.
+        """Yield (rank, (start, end)) of each action.
+
+        seconds: times by letter and stage. send: delay of an output of another rank.
         """
         now = [0.0] * self.pipeline.pp
         ends: list[float] = []

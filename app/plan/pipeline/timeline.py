@@ -27,15 +27,17 @@ class Times:
     send: float = 0.0  # moving one tensor to another rank
 
     def in_order(self, num_stages: int) -> list[float]:
-        """Return times by letter and stage, as `ComputeOrder` takes them. ValueError as in
-        `by_letter`.
+        """Return times by letter and stage, as `ComputeOrder` takes them.
+
+        ValueError as in `by_letter`.
         """
         found = self.by_letter(num_stages)
         return [seconds for letter in LETTERS for seconds in found[letter]]
 
     def by_letter(self, num_stages: int) -> dict[str, tuple[float, ...]]:
-        """Return times of every stage by letter of the action. Raises ValueError for tuples that do
-        not have num_stages entries.
+        """Return times of every stage by letter of the action.
+
+        Raises ValueError for tuples that do not have num_stages entries.
         """
         forward = _each(self.forward, num_stages)
         whole = _each(self.backward, num_stages)
@@ -111,8 +113,9 @@ def simulate(
 def ordered_timeline(
     lists: Sequence[Sequence[Compute]], order: ComputeOrder, times: Times
 ) -> Timeline:
-    """Return the timeline of compute lists whose order is known. Raises ValueError for `times` of
-    another number of stages.
+    """Return the timeline of compute lists whose order is known.
+
+    Raises ValueError for `times` of another number of stages.
     """
     spans: list[list[Span]] = [[] for _ in lists]
     for rank, span in order.spans(times.in_order(order.pipeline.last + 1), times.send):
@@ -129,8 +132,9 @@ def _timeline(lists: Sequence[Sequence[Action]], spans: Sequence[Sequence[Span]]
 
 
 def compute_moments(lists: Sequence[Sequence[Compute]], v_shape: bool, times: Times) -> Moments:
-    """Return when every output is computed if each rank runs as early as it can. ValueError as in
-    `simulate`.
+    """Return when every output is computed if each rank runs as early as it can.
+
+    ValueError as in `simulate`.
     """
     order = ComputeOrder.of(lists, v_shape)
     spans = order.spans(times.in_order(order.pipeline.last + 1), times.send)
@@ -210,8 +214,9 @@ class _Run:
         return self.made[need] + (self.send if self.pipeline.rank(need[2]) != rank else 0.0)
 
     def _start(self, posted: _Posted) -> None:
-        """Start the first exchange in a rank's queue; end those that waited only for it, and start
-        what these held up.
+        """Start the first exchange in a rank's queue.
+
+        End those that waited only for it, and start what these held up.
         """
         starting = [posted]
         while starting:

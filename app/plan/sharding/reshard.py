@@ -36,10 +36,10 @@ class Block:
         return cls(shape, (0,) * len(shape), shape)
 
     def cut(self, dim: int, parts: int, index: int) -> Block:
-        """Return part `index` of `parts` equal ones along `dim`; cuts along other dimensions can
-        follow.
+        """Return part `index` of `parts` equal ones along `dim`.
 
-        Raises ValueError for a dimension that does not divide and for an index outside the parts.
+        Cuts along other dimensions can follow. Raises ValueError for a dimension that does not
+        divide and for an index outside the parts.
         """
         if not 0 <= index < parts:
             raise ValueError(f"part {index} is outside the {parts} parts")
@@ -64,8 +64,9 @@ class Block:
         return prod(self.sizes)
 
     def intersection(self, other: Block) -> Block:
-        """Return the box that both hold, maybe empty; ValueError if the global tensors differ in
-        shape.
+        """Return the box that both hold, maybe empty.
+
+        ValueError if the global tensors differ in shape.
         """
         if self.shape != other.shape:
             raise ValueError(
@@ -162,7 +163,7 @@ def _shared_runs(have: Block, want: Block) -> _Runs:
 
 
 def _place(inside: Block, block: Block) -> tuple[int, list[int]]:
-    """Return the first element of a block within a larger one, flattened, and the larger one's
+    """Return the first element of a block within a larger one, flattened, and the latter's
     strides.
     """
     strides = [prod(block.sizes[dim + 1 :]) for dim in range(len(block.sizes))]

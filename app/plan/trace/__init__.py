@@ -1,3 +1,1 @@
-"""Traces: the model's operations with sizes in place of tensors, from which memory and cost are
-counted.
-"""
+"""Traces: the model's operations with sizes in place of tensors, to count memory and cost."""

@@ -25,8 +25,7 @@ RANDOM_STATE = 16  # bytes: seed and offset
 
 
 def attends_by_matrices(run: Run) -> bool:
-    """Return whether no fused attention supports the run, so that all S × S probabilities are
-    stored.
+    """Return whether no fused attention supports the run: all S × S probabilities are stored.
 
     With fewer key/value heads than query heads there is none in fp32, and no deterministic one
     under a document mask.
@@ -46,8 +45,7 @@ class _Reach:
     kv_heads: int  # G on this rank
 
     def flops(self, s: Sizes) -> int:
-        """Return FLOPs of scores and weighted values: two GEMMs over each query and its preceding
-        keys, without padding of widths.
+        """Return FLOPs of the two GEMMs, each query with its preceding keys, without padding.
 
         A sequence's queries are the last ones of its keys, so the first of n sees all but n − 1 of
         them. Documents packed into one sequence count as one.
@@ -82,8 +80,7 @@ def _grouped_attention(
 def _core(
     trace: Trace, s: Sizes, qkv: TracedTensor, weights: AttentionWeights, keep: bool
 ) -> TracedTensor:
-    """Trace attention from projected queries, keys and values to the input of the output
-    projection.
+    """Trace attention from projected queries, keys and values up to the output projection.
 
     keep: backward reruns it from `qkv`.
     """
@@ -184,9 +181,7 @@ def _latent_core(
 
 
 def _turned(trace: Trace, s: Sizes, x: TracedTensor, saves: Sequence[TracedTensor]) -> TracedTensor:
-    """Trace rotary embedding in plain torch: two permutations of `x`, each times an fp32 table, and
-    their sum.
-    """
+    """Trace rotary embedding in plain torch: two permutations of `x` times fp32 tables, added."""
     wide = x.bytes // s.size * 4
     scratch = x.bytes + 3 * wide, 2 * wide
     return trace.op([x], [x.bytes], saves, scratch=scratch, kernels=8)[0]
@@ -211,9 +206,7 @@ def _attend_all(
 
 
 def _head_norm_sums(s: Sizes, weights: NormWeights) -> int:
-    """Return bytes of fp32 partial gradients of a head norm, one per program of
-    `heads_backward`.
-    """
+    """Return bytes of a head norm's fp32 partial gradients, one per program of `heads_backward`."""
     (width,) = s.shape(weights.weight)
     tiling = head_tiling(s.kv_heads, s.heads // s.kv_heads, width)
     return 4 * width * tiling.grid(s.tokens, s.kv_heads)
@@ -384,8 +377,9 @@ def _copied(s: Sizes, q: TracedTensor, seen: int) -> tuple[int, int]:
 def _matrix_attention(
     trace: Trace, s: Sizes, q: TracedTensor, k: TracedTensor, v: TracedTensor, reach: _Reach
 ) -> TracedTensor:
-    """Trace attention by GEMMs and an fp32 softmax: it saves q, k, v per query head and all
-    probabilities.
+    """Trace attention by GEMMs and an fp32 softmax, which saves all probabilities.
+
+    It also saves q, k and v per query head.
     """
     wide = q.bytes // s.size * 4
     scores = 4 * reach.queries * reach.heads * reach.keys

@@ -1,5 +1,4 @@
-"""Trace of mixture-of-experts bodies: the operations of `app.moe` on a GPU, phase by phase, in
-bytes.
+"""Trace of mixture-of-experts bodies: the operations of `app.moe` on a GPU, in bytes.
 
 Shapes: as in `app.plan.trace.parts`, and E experts, K per token.
 """

@@ -76,7 +76,7 @@ class Copies:
 
     @classmethod
     def of_experts(cls, experts: int, width: int, made: int) -> Copies:
-        """Return the copies of experts' weights, each `width` × `made`: a scale per row, and per
+        """Return the copies of experts' weights, `width` × `made` each: one scale per row or
         column.
         """
         size = experts * width * made
@@ -99,9 +99,7 @@ NO_COPIES = Copies(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class GemmOperands:
-    """Memory of a linear layer's FP8 operands, which its GEMMs read instead of input and
-    gradient.
-    """
+    """Memory of the FP8 operands that a linear layer's GEMMs read."""
 
     given: Copies = NO_COPIES  # of the input
     back: Copies = NO_COPIES  # of the output gradient
@@ -110,8 +108,9 @@ class GemmOperands:
 
     @classmethod
     def of(cls, recipe: Fp8Recipe | None, rows: int, made: int, taken: int) -> GemmOperands:
-        """Return the operands of `rows` inputs of width `taken` and outputs of width `made`; recipe
-        None keeps the type of parameters.
+        """Return the operands of `rows` inputs of width `taken` and outputs of width `made`.
+
+        Recipe None keeps the type of parameters.
         """
         if recipe is None:
             return cls()
@@ -124,15 +123,17 @@ class GemmOperands:
 
     @property
     def kept(self) -> int | None:
-        """Bytes of the FP8 input saved for the weight gradient; None if the input itself is
-        saved.
+        """Bytes of the FP8 input saved for the weight gradient.
+
+        None if the input itself is saved.
         """
         return None if self.fp8 is None else self.given.columns
 
     @property
     def waiting(self) -> int | None:
-        """Bytes of the FP8 output gradient that waits in a split backward; None if the gradient
-        itself waits.
+        """Bytes of the FP8 output gradient that waits in a split backward.
+
+        None if the gradient itself waits.
         """
         return None if self.fp8 is None else self.back.columns
 

@@ -1,5 +1,4 @@
-"""Traces of the transformer: the operations of `app.model` on a GPU, with sizes in place of
-tensors.
+"""Traces of the transformer: the operations of `app.model` on a GPU.
 
 Each function follows the code of the same name there. An operation saves what its CUDA kernel
 saves: torch's own, or those of `app.kernels`. All sizes are bytes.
@@ -116,8 +115,9 @@ def _loss_of_kept_logits(
 def _loss_by_chunks(
     trace: Trace, s: Sizes, h: TracedTensor, table: Weight, added: GradAddition
 ) -> None:
-    """Trace the loss over chunks of tokens; logits are recomputed in backward, the weight gradient
-    accumulates in fp32.
+    """Trace the loss over chunks of tokens.
+
+    Logits are recomputed in backward, the weight gradient accumulates in fp32.
     """
     chunk = min(s.run.loss.chunk_tokens or s.tokens, s.tokens)
     parts = s.layout.tp
@@ -160,8 +160,8 @@ def _loss_by_chunks(
 
 
 def _gathers_twice(s: Sizes, h: TracedTensor) -> Sends:
-    """Return sends of the head: all-gathers in forward and for the weight gradient, one
-    reduce-scatter.
+    """Return sends of the head: all-gather in forward; all-gather and reduce-scatter in
+    backward.
     """
     return tp_sends(s, h.bytes, forward=1, backward=2)
 

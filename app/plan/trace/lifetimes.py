@@ -1,5 +1,4 @@
-"""Memory of a trace: what autograd saves, and what is alive at every operation, forward and
-backward.
+"""Memory of a trace: what autograd saves, and what is alive at every operation.
 
 A tensor's memory is freed after its last reader unless an operation has saved it. Saving a view
 saves its whole storage. A second gradient of a tensor is added to the first in place. All numbers
@@ -118,8 +117,7 @@ def _saved_by(trace: Trace) -> dict[int, list[int]]:
 
 
 def _dropped(trace: Trace, saved_by: Mapping[int, Sequence[int]]) -> dict[int, Segment]:
-    """Return saved storages that are recomputed or paged instead of kept -> the segment that
-    restores them.
+    """Return saved storages that are recomputed or paged -> the segment that restores them.
 
     A paged tensor is a segment of its own: it is copied back by itself.
     """
@@ -145,8 +143,9 @@ def _kept(
     dropped: Mapping[int, Segment],
     phases: Collection[str] | None = None,
 ) -> dict[str, int]:
-    """Return phase -> bytes of these storages, by first saver, and of statistics (`phases` None:
-    all).
+    """Return phase -> bytes of these storages, by first saver, and of statistics.
+
+    phases: None counts the statistics of all.
     """
     kept: dict[str, int] = {}
     for storage, places in saved_by.items():
@@ -229,9 +228,7 @@ def _backward(
 def _made_again(
     trace: Trace, saved_by: Mapping[int, Sequence[int]], dropped: Mapping[int, Segment]
 ) -> dict[int, int]:
-    """Return the operation whose backward first needs a segment -> bytes that the segment
-    restores.
-    """
+    """Return the operation whose backward first needs a segment -> bytes that it restores."""
     first: dict[Segment, int] = {}
     sizes: dict[Segment, int] = {}
     for place, op in enumerate(trace.ops):
@@ -260,8 +257,9 @@ class _Gradients:
     live: int = 0  # bytes
 
     def give(self, value: TracedTensor, gradient: _Gradient) -> int:
-        """Add a gradient to that of a tensor; return bytes that are needed only for the
-        addition.
+        """Add a gradient to that of a tensor.
+
+        Return bytes that are needed only for the addition.
         """
         if gradient.owners == 0:
             self.live += gradient.bytes
@@ -276,8 +274,9 @@ class _Gradients:
         return 0
 
     def spread(self, op: Operation, incoming: Sequence[_Gradient]) -> int:
-        """Create gradients of an operation's inputs; return bytes that are needed only for
-        additions.
+        """Create gradients of an operation's inputs.
+
+        Return bytes that are needed only for additions.
         """
         if not incoming:
             incoming = [_Gradient(0)]

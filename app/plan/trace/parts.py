@@ -110,11 +110,10 @@ class Sizes:
         return GradAddition.inside if self.direct or self.splits else GradAddition.after
 
     def deferred(self, weight: int, gathered: int = 0) -> int | None:
-        """Return the memory of a deferred weight gradient while it is computed; None if none is
-        deferred.
+        """Return the memory of a deferred weight gradient while it is computed.
 
-        That is what is gathered for it, and the gradient itself unless it is accumulated in the
-        GEMM.
+        None if none is deferred. That is what is gathered for it, and the gradient itself unless it
+        is accumulated in the GEMM.
         """
         return gathered + (0 if self.fused else weight) if self.splits else None
 
@@ -225,8 +224,9 @@ class Gemm:
 
 
 def column_parallel(trace: Trace, s: Sizes, x: TracedTensor, weight: Weight) -> TracedTensor:
-    """Trace a column-parallel linear layer for all tokens; a weight that is whole on every rank
-    takes the rank's own tokens.
+    """Trace a column-parallel linear layer for all tokens.
+
+    A weight that is whole on every rank takes the rank's own tokens.
     """
     if s.layout.tp == 1 or weight.tp is None:
         return _gemm(trace, s, x, weight=weight)
@@ -305,8 +305,9 @@ def scattered(
 
 
 def tp_sends(s: Sizes, own: int, forward: int, backward: int) -> Sends:
-    """Return sends of so many ring all-gathers and reduce-scatters over the tensor-parallel ranks;
-    `own`: bytes of a rank's own tokens.
+    """Return sends of ring all-gathers and reduce-scatters over the tensor-parallel ranks.
+
+    forward, backward: how many. own: bytes of a rank's own tokens.
     """
     each = (s.layout.tp - 1) * own
     return Sends(TP, Way.ring, forward=forward * each, backward=backward * each)

@@ -1,5 +1,4 @@
-"""Trace of a forward: a list of operations on sizes, with what each reads, makes, saves and
-computes.
+"""Trace of a forward: a list of operations on sizes: reads, outputs, saved tensors, FLOPs.
 
 `app.plan.trace.lifetimes` derives what autograd saves and what is alive. Floating-point operations
 (`app.plan.cost.flops`), bytes sent to other ranks (`app.plan.cost.volumes`) and launches are sums
@@ -182,8 +181,9 @@ class Trace:
         return made
 
     def split(self, of: TracedTensor, *sizes: int) -> tuple[TracedTensor, ...]:
-        """Record views of parts of a tensor; backward concatenates their gradients in a new
-        tensor.
+        """Record views of parts of a tensor.
+
+        Backward concatenates their gradients in a new tensor.
         """
         return self.op([of], [TracedTensor(size, of.storage) for size in sizes], kernels=0)
 
