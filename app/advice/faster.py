@@ -39,7 +39,7 @@ def whole_graph(run: Run) -> Iterator[Change]:
 
 def less_recompute(run: Run) -> Iterator[Change]:
     """Recompute less in backward."""
-    cost = "more memory: less is computed again"
+    cost = "more memory: less recomputation"
     if run.recompute.full:
         values: dict[str, Value] = {
             "recompute.partial_microbatches": 0,
@@ -56,9 +56,7 @@ def larger_microbatch(run: Run) -> Iterator[Change]:
     """Double the sequences of a microbatch."""
     tokens = run.train.micro_batch * run.train.seq_len // (run.parallel.tp * run.parallel.cp)
     if tokens < LARGEST:
-        yield Change(
-            {"train.micro_batch": 2 * run.train.micro_batch}, "more memory: larger products"
-        )
+        yield Change({"train.micro_batch": 2 * run.train.micro_batch}, "more memory: larger GEMMs")
 
 
 def fewer_parts(run: Run) -> Iterator[Change]:
@@ -138,7 +136,7 @@ def other_recipe(run: Run) -> Iterator[Change]:
         if fp8.by_library and recipe is not fp8.recipe:
             unread = () if recipe is Fp8Recipe.delayed else OF_DELAYED
             yield Change(_usual(fp8, unread) | {f"{key}.recipe": recipe}, cost)
-    cost = "products in 16 bits, which take less time than by this recipe"
+    cost = "GEMMs in 16 bits, which take less time than with this recipe"
     yield Change(_usual(fp8, (*OF_ALL, *OF_DELAYED)) | {f"{key}.recipe": None}, cost)
 
 

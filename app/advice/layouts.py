@@ -129,7 +129,7 @@ def _captured(run: Run) -> str:
         case GraphImpl.none:
             return "none"
         case GraphImpl.full_iteration:
-            return "whole step"
+            return "full iteration"
         case _:
             return "partial" if run.cuda_graph.scope else "layers"
 

@@ -88,7 +88,7 @@ RUNGS = (
     ({Recompute.norm, Recompute.mlp_act, Recompute.experts_act}, "norms and activations twice"),
     ({Recompute.attn_core}, "attention's softmax twice"),
     ({Recompute.shared}, "shared experts twice"),
-    ({Recompute.moe}, "MoE forwards twice, with their exchanges"),
+    ({Recompute.moe}, "MoE forwards twice, with their communication"),
 )
 
 
@@ -111,16 +111,14 @@ def smaller_microbatch(run: Run) -> Iterator[Change]:
     """Halve the sequences of a microbatch."""
     size = run.train.micro_batch
     if size > 1:
-        yield Change(
-            {"train.micro_batch": size // 2}, "smaller matrix products, not in the estimate"
-        )
+        yield Change({"train.micro_batch": size // 2}, "smaller GEMMs, not in the estimate")
 
 
 def loss_by_chunks(run: Run) -> Iterator[Change]:
     """Compute the logits of fewer tokens at a time."""
     tokens = run.train.micro_batch * run.train.seq_len // run.parallel.cp
     if (run.loss.chunk_tokens or tokens) > CHUNK:
-        yield Change({"loss.chunk_tokens": CHUNK}, "the head's product twice")
+        yield Change({"loss.chunk_tokens": CHUNK}, "the head's GEMM twice")
 
 
 # tokens: GEMMs are still large, and the fp32 loss needs memory for as many at once anyway
@@ -144,7 +142,7 @@ def attention_by_torch(run: Run) -> Iterator[Change]:
 def more_tensor_parallel(run: Run) -> Iterator[Change]:
     """Double tp within a node, for experts too or with etp as it is."""
     tp = 2 * run.parallel.tp
-    cost = "exchanges in every layer, narrower products"
+    cost = "communication in every layer, narrower GEMMs"
     if tp <= run.parallel.gpus_per_node:
         yield Change(_with_dp(run, {"parallel.tp": tp}, 2), cost)
         if run.model.moe and run.parallel.etp is None:
@@ -225,7 +223,7 @@ def smaller_elements(run: Run) -> Iterator[Change]:
 def unpaired_gradients(run: Run) -> Iterator[Change]:
     """Do not keep dispatched tokens until the next microbatch's."""
     if run.optim.pair_expert_grads:
-        cost = "sums of experts' gradients are read and written for every microbatch"
+        cost = "experts' main gradients are read and written for every microbatch"
         yield Change({"optim.pair_expert_grads": False}, cost)
 
 

@@ -124,7 +124,7 @@ class RecomputeConfig:
         object.__setattr__(self, "phases", tuple(self.phases))
         at_least("recompute", self, 0, "partial_microbatches")
         if self.partial_microbatches and not self.full:
-            rule = "lets some microbatches keep more than recompute.full does, so it needs that"
+            rule = "lets some microbatches save more, so it needs recompute.full=true"
             raise ConfigError(
                 "recompute.partial_microbatches", self.partial_microbatches, rule, nearest=0
             )
@@ -176,18 +176,18 @@ class Fp8Config:
         at_least("precision.fp8", self, 0, "first_layers", "last_layers", "margin")
         at_least("precision.fp8", self, 1, "amax_history")
         if self.recipe is None:
-            rule = "recipe=null has no products in FP8"
+            rule = "recipe=null turns FP8 off"
             self._refuse(rule, "current", *OF_ALL)
             self._refuse(rule, "delayed", *OF_DELAYED)
         elif self.recipe is not Fp8Recipe.delayed:
-            rule = f"recipe={self.recipe.value} looks at the entries themselves"
+            rule = f"recipe={self.recipe.value} keeps no history of largest entries"
             self._refuse(rule, "delayed", *OF_DELAYED)
         if self.count_entries and not self.by_library:
-            rule = "is about matrices of linear layers and heads, and experts are no such"
+            rule = "counts entries of linear layers and the head, and include has neither"
             with_some = (False, Instead("precision.fp8.include=[linear,experts]"))
             raise ConfigError("precision.fp8.count_entries", True, rule, nearest=with_some)
         if self.recipe is not None and not self.include:
-            rule = f"precision.fp8.recipe={self.recipe.value} is for some products"
+            rule = f"precision.fp8.recipe={self.recipe.value} needs layers to apply to"
             near = ("[linear]", Instead("precision.fp8.recipe=null"))
             raise ConfigError("precision.fp8.include", self.include, rule, nearest=near)
 
@@ -226,12 +226,10 @@ class PrecisionConfig:
         above_zero("precision", self, "loss_scale", "initial_loss_scale", "min_loss_scale")
         at_least("precision", self, 1, "loss_scale_window", "loss_scale_hysteresis")
         if self.grads not in (Dtype.float32, self.params):
-            rule = (
-                f"gradients are summed in float32 or in the type of parameters, {self.params.value}"
-            )
+            rule = f"must be float32 or the type of parameters, {self.params.value}"
             raise ConfigError("precision.grads", self.grads, rule, nearest="float32")
         if self.min_loss_scale > self.initial_loss_scale:
-            rule = f"above precision.initial_loss_scale={self.initial_loss_scale}"
+            rule = f"must be at most precision.initial_loss_scale={self.initial_loss_scale}"
             raise ConfigError(
                 "precision.min_loss_scale",
                 self.min_loss_scale,

@@ -175,7 +175,7 @@ class MoEConfig:
 
     def _check_capacity(self) -> None:
         if self.pad_to_capacity and self.dispatcher is DispatcherKind.static:
-            rule = "dispatcher=static waits for no sizes already"
+            rule = "dispatcher=static has static sizes anyway"
             raise ConfigError("model.moe.pad_to_capacity", True, rule, nearest=False)
         if self.capacity_factor is not None:
             if self.capacity_factor <= 0:
@@ -204,7 +204,7 @@ class MoEConfig:
             raise ConfigError("model.moe.topk_groups", self.topk_groups, rule, nearest=both)
         if self.groups is None or self.topk_groups is None:
             if self.group_best is not None:
-                rule = "there are no groups to score"
+                rule = "needs expert groups, and groups=null has none"
                 raise ConfigError("model.moe.group_best", self.group_best, rule, nearest=("null",))
             return
         if self.num_experts % self.groups:
@@ -292,10 +292,10 @@ class ModelConfig:
             rule = "YaRN needs frequencies that fall from pair to pair, so a base above 1"
             raise ConfigError("model.rope_theta", self.rope_theta, rule, nearest=10000.0)
         if self.yarn is not None and self.llama3_rope is not None:
-            rule = "rotary frequencies are scaled in one way, and model.yarn is another"
+            rule = "cannot be combined with model.yarn: both scale the rotary frequencies"
             raise ConfigError("model.llama3_rope", "{…}", rule, nearest=("null",))
         if self.qk_norm_whole and not self.qk_norm:
-            rule = "there are no norms of queries and keys"
+            rule = "needs norms of queries and keys, and model.qk_norm=false has none"
             near = (False, Instead("model.qk_norm=true"))
             raise ConfigError("model.qk_norm_whole", True, rule, nearest=near)
         if self.mla is not None:
@@ -340,7 +340,7 @@ class ModelConfig:
             raise ConfigError(
                 "model.num_kv_heads",
                 self.num_kv_heads,
-                f"multi-head latent attention makes keys and values of all num_heads="
+                f"multi-head latent attention has keys and values for each of num_heads="
                 f"{self.num_heads} heads",
                 nearest=self.num_heads,
             )

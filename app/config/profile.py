@@ -83,7 +83,7 @@ class HardwareProfile:
                 self._check_rates(field.name)
         if self.sustained_tflops > self.gemm_tflops:
             key = "hardware.profile.sustained_tflops"
-            rule = f"products without a pause are no faster than single ones ({self.gemm_tflops:g})"
+            rule = f"must be at most gemm_tflops={self.gemm_tflops:g}, the speed of a single GEMM"
             raise ConfigError(key, self.sustained_tflops, rule, nearest=self.gemm_tflops)
         self._check_fp8()
         for names, most in ((TIMES, LONGEST), (SHARES, 1.0)):
@@ -124,7 +124,7 @@ class HardwareProfile:
     def _check_fp8(self) -> None:
         known = any(getattr(self, f"fp8_{recipe.value}_tflops") for recipe in Fp8Recipe)
         if known and self.fp8_quantise_gb_s is None:
-            rule = "is needed beside speeds of products in FP8"
+            rule = "is needed beside the speeds of FP8 GEMMs"
             raise ConfigError("hardware.profile.fp8_quantise_gb_s", None, rule, nearest=3000.0)
 
     def _check_rates(self, name: str) -> None:

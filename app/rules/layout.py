@@ -89,7 +89,7 @@ def check_expert_parallel(run: Run) -> None:
             nearest=near,
         )
     if not planned_dispatcher(moe, ep, etp).legal:
-        rule = f"parallel.{f'ep={ep}' if ep > 1 else f'etp={etp}'} needs an exchange between ranks"
+        rule = f"parallel.{f'ep={ep}' if ep > 1 else f'etp={etp}'} sends tokens between ranks"
         raise ConfigError(
             "model.moe.dispatcher",
             moe.dispatcher,
@@ -156,7 +156,7 @@ def check_clones(run: Run) -> None:
         near = (Instead("model.moe.dispatcher=static"), 0)
         raise ConfigError(key, echo.spares, rule, nearest=near)
     if dispatcher.etp > 1:
-        rule = f"clones are of whole experts, and these lie in {dispatcher.etp} parts"
+        rule = f"clones whole experts, and parallel.etp={dispatcher.etp} divides each of them"
         raise ConfigError(key, echo.spares, rule, nearest=(Instead("parallel.etp=1"), 0))
     if echo.threshold > dispatcher.ep - 1:
         key, most_above = f"{section}.threshold", dispatcher.ep - 1
@@ -246,7 +246,7 @@ def check_context_parallel(run: Run) -> None:
     if cp > 1 and kind is CpComm.all_to_all and here % cp:
         over = f" over parallel.tp={tp}" if tp > 1 else ""
         rule = (
-            f"gives each of parallel.cp={cp} ranks whole heads, of "
+            f"gives each rank whole heads, so parallel.cp={cp} must divide "
             f"model.num_kv_heads={run.model.num_kv_heads}{over}"
         )
         raise ConfigError(
@@ -266,8 +266,8 @@ def check_layout(run: Run) -> None:
     order = run.parallel.order.lower().split("-")
     if run.model.moe and not parts_side_by_side(layout, order):
         rule = (
-            f"parts of experts (parallel.etp={layout.expert_tp}) lie between their shares "
-            f"(parallel.ep={layout.ep})"
+            f"must list tp before ep: the parallel.etp={layout.expert_tp} parts of an expert are "
+            f"on adjacent ranks (parallel.ep={layout.ep})"
         )
         raise ConfigError("parallel.order", run.parallel.order, rule, nearest="-".join(AXES))
 

@@ -17,13 +17,13 @@ def check_fp8(run: Run) -> None:
         return
     key = "precision.fp8.recipe"
     if run.precision.params is Dtype.float16:
-        rule = "takes parameters in bfloat16: gradients in float16 have a scale of their own"
+        rule = "needs parameters in bfloat16: float16 gradients have a loss scale of their own"
         raise ConfigError(key, fp8.recipe, rule, nearest=(None, Instead("precision=bf16")))
     linear = Fp8Part.linear in fp8.include
     moe = run.model.moe
     if linear and moe and moe.shared_overlap and moe.shared_ffn_hidden_size:
         rule = (
-            "runs the shared expert beside the routed ones, and products in FP8 "
+            "runs the shared expert beside the routed ones, and FP8 GEMMs "
             "(precision.fp8.include=[linear]) share one workspace"
         )
         raise ConfigError("model.moe.shared_overlap", True, rule, nearest=False)
@@ -52,8 +52,8 @@ def _check_experts(run: Run) -> None:
         raise ConfigError("precision.fp8.include", fp8.include, rule, nearest=near)
     if moe.echo.spares:
         rule = (
-            "lends experts in the type of parameters, and those in FP8 "
-            "(precision.fp8.include=[experts]) are not lent"
+            "clones experts in the type of parameters, and not in FP8 "
+            "(precision.fp8.include=[experts])"
         )
         key = "model.moe.echo.spares"
         raise ConfigError(key, moe.echo.spares, rule, nearest=0)

@@ -70,20 +70,22 @@ def check_paired_grads(run: Run) -> None:
     rule = ""
     near: list[Instead] = []
     if moe is None:
-        rule = f"is about experts, and model={run.model.name} has none"
+        rule = f"applies to experts, and model={run.model.name} has none"
     elif run.num_microbatches < 2:
         rule = "needs two microbatches per step, and there is one"
     elif run.precision.grads is run.precision.params:
-        rule = f"is for sums of more bits than the parameters' {run.precision.params.value} has"
+        rule = f"needs main gradients of more bits than parameters in {run.precision.params.value}"
         near.append(Instead("precision=bf16"))
     elif PhaseName.experts in captured_phases(run.cuda_graph):
-        rule = "has rows wait where the next microbatch's graphs of parts of layers write"
+        rule = (
+            "keeps experts' inputs in buffers that the next microbatch's partial graphs overwrite"
+        )
         near.append(Instead("cuda_graph=full_iteration"))
     elif moe.static.paged_buffer is not None:
-        rule = "keeps rows longer than model.moe.static.paged_buffer has pages for"
+        rule = "keeps experts' inputs longer than model.moe.static.paged_buffer has pages for"
         near.append(Instead("model.moe.static.paged_buffer=null"))
     elif moe.echo.spares:
-        rule = "would keep the gradients of clones (model.moe.echo.spares) from coming home"
+        rule = "would delay the gradients of clones (model.moe.echo.spares), which return at once"
         near.append(Instead("model.moe.echo.spares=0"))
     if rule:
         raise ConfigError("optim.pair_expert_grads", True, rule, nearest=(False, *near))

@@ -189,7 +189,7 @@ def test_lists_for_another_placement_are_refused():
 
 def test_what_is_missing_at_the_end_is_named():
     lists, schedule = example("none", 1, 2)
-    with pytest.raises(ValueError, match=r"the schedule goes on with B1.0: .* F1.0 >>> <<<"):
+    with pytest.raises(ValueError, match=r"the schedule continues with B1.0: .* F1.0 >>> <<<"):
         check([lists[0][:-2]], schedule)
     with pytest.raises(ValueError, match="1 lists, but the schedule has 2 pipeline ranks"):
         check(lists, build_schedule("1f1b", 2, 2))

@@ -122,7 +122,7 @@ CLONES = (*FOUR, "model.moe.dispatcher=static", "model.moe.echo.spares=1")
         ),
         (
             ("parallel.tp=2", "parallel.dp=2", "parallel.ep=2"),
-            r"echo\.spares=1: clones are of whole experts.* 2 parts.* mean parallel\.etp=1",
+            r"echo\.spares=1: clones whole experts.* parallel\.etp=2.* mean parallel\.etp=1",
         ),
         (("model.moe.echo.spares=7",), r"echo\.spares=7: only 6 experts are on other ranks"),
         (

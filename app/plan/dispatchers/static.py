@@ -42,7 +42,7 @@ class PlannedStatic(PlannedDispatcher):
 
     kind: ClassVar[DispatcherKind] = DispatcherKind.static
     exchange: ClassVar[TokenExchange] = TokenExchange(
-        "all-gather of tokens, sums sent home", Way.ring
+        "all-gather of tokens, return of partial sums", Way.ring
     )
     uneven: ClassVar[bool] = False
 
@@ -87,7 +87,7 @@ class PlannedStatic(PlannedDispatcher):
         limit = "all that tokens can ask for"
         if rows < self.worst_rows(tokens):
             times = f"{rows / self.mean_rows(tokens):.2f} times the mean"
-            limit = f"{times}; a step that needs more is taken again"
+            limit = f"{times}; a step that needs more is rerun"
         told = f"static, {how}; memory for {rows:,} rows of experts per rank, {limit}"
         echo = self.moe.echo
         if not echo.spares:
@@ -121,10 +121,10 @@ class PlannedStatic(PlannedDispatcher):
     def smaller(self) -> Iterator[SmallerOption]:
         """Yield the paged buffer, and a capacity below the worst case."""
         if self.moe.static.paged_buffer is None:
-            cost = "experts' rows copied to pages and back, not in the estimate"
+            cost = "experts' activations copied to pages and back, not in the estimate"
             yield SmallerOption("static.paged_buffer", 1.1, cost)
         if self.moe.static.capacity is StaticCapacity.worst:
-            cost = "steps that need more rows are taken again, not in the estimate"
+            cost = "steps that need more capacity are rerun, not in the estimate"
             yield SmallerOption("static.capacity", StaticCapacity.factor, cost)
 
     def held(self, tokens: Tokens) -> int:

@@ -185,7 +185,7 @@ def _parts(
     ]
     held = held_gradients(run, chunks)
     if held:
-        how = "of one microbatch per chunk: rows of experts, and gradients of what they became"
+        how = "of one microbatch per chunk: inputs and output gradients of experts' GEMMs"
         tensors.append(MemoryPart("held gradients", held, how))
     if graphs is not None:
         tensors += partial_graph_parts(graphs, chunks, peak)
@@ -193,7 +193,7 @@ def _parts(
         run, layout, planned, stages=stages, walks=walks, rank=rank, alive=peak.total + held
     )
     of = ["cuBLAS, of the threads of forward and backward"] if needs_cublas(chunks) else []
-    of += ["of products in FP8"] if run.precision.fp8.by_library else []
+    of += ["of FP8 GEMMs"] if run.precision.fp8.by_library else []
     size = library_workspaces(run, graphs, chunks)
     tensors.append(MemoryPart("library workspaces", size, ", and ".join(of)))
     yield from tensors
@@ -367,7 +367,7 @@ def _dispatch_parts(
     beside = 0 if run.cuda_graph.impl is GraphImpl.full_iteration else alive
     if needed > beside:
         yield MemoryPart(
-            "steps taken again", needed - beside, "eagerly, where experts lacked memory for rows"
+            "rerun steps", needed - beside, "eagerly, with more capacity for dispatched tokens"
         )
 
 

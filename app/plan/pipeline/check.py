@@ -217,7 +217,7 @@ class _Rank:
     def left(self) -> Iterator[str]:
         """Yield what is missing at the end of the list."""
         if len(self.made) < len(self.schedule):
-            yield f"the schedule goes on with {self.schedule[len(self.made)]}"
+            yield f"the schedule continues with {self.schedule[len(self.made)]}"
         yield from (f"{op} is never waited for" for op in self.started - self.waited)
         yield from (f"output F{mb}.{chunk} is never freed" for mb, chunk in self.sent - self.freed)
         yield from (
