@@ -219,7 +219,7 @@ def test_a_port_taken_costs_ranks_that_others_started_one_line(
     ).exists()
 
 
-def test_ranks_that_a_run_starts_itself_meet_at_a_port_that_is_free(tmp_path: Path, taken: int):
+def test_self_started_ranks_meet_at_a_free_port(tmp_path: Path, taken: int):
     """Whatever the environment says: `python train.py parallel.dp=2` is not asked for a port."""
     (tmp_path / "ranks.py").write_text(
         "import os; open(os.environ['RANK'], 'w').write(os.environ['MASTER_PORT'])"

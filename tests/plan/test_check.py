@@ -104,7 +104,7 @@ def test_forwards_alone_take_any_group():
             assert lists == lists[:1] * pp
 
 
-def test_the_largest_experiment_validates_with_fewer_microbatches_than_ranks():
+def test_validation_with_fewer_microbatches_than_ranks():
     run = load("+experiment=deepseek_v3_2048")
     assert run.eval_microbatches < run.parallel.pp
     for count in (1, run.eval_microbatches):

@@ -232,7 +232,7 @@ def test_options_of_static_dispatch_have_an_effect(overrides: tuple[str, ...], k
         load(*static, *overrides)
 
 
-def test_what_a_step_taken_again_needs_grows_with_the_memory_that_was_too_small():
+def test_rerun_memory_grows_with_exceeded_capacity():
     """It needs more rows than there is memory for, whatever imbalance is planned."""
 
     def again(factor: float) -> int:

@@ -345,7 +345,7 @@ def test_the_first_line_names_what_is_in_fp8():
         assert dict(summary_lines(Plan(run_of(fp8))))["model"].endswith(f" layers, {line}")
 
 
-def test_ranks_with_all_products_in_fp8_need_no_workspaces_of_cublas():
+def test_ranks_with_only_fp8_gemms_have_no_cublas_workspaces():
     """Measured on two H200s: a first stage of two, by graphs of layers and of whole steps."""
 
     def workspaces(fp8: Fp8Config | None) -> list[int]:
@@ -442,7 +442,7 @@ def test_gradients_of_experts_weights_take_their_time():
         ({"dispatcher": DispatcherKind.all_to_all}, [2, 1]),
     ],
 )
-def test_rows_that_kernels_do_not_make_are_quantised_on_their_own(
+def test_rows_without_fused_quantization_take_a_kernel(
     choices: dict[str, Any], launches: list[int]
 ):
     model = dataclasses.replace(MOE, moe=dataclasses.replace(MOE.moe, **choices))

@@ -110,9 +110,7 @@ def initial_by_name(name: str, dims: int) -> Initial:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("preset", PRESETS)
-def test_modules_plan_blocks_and_flags_are_those_of_the_descriptions(
-    preset: str, layout: ParallelLayout
-):
+def test_modules_plan_and_blocks_match_the_weight_records(preset: str, layout: ParallelLayout):
     ends = (0, layout.world_size - 1)
     stages = [stage for (stage,) in plan_stages(DEEP, layout.pp).stages]
     for tied in (False, True):
@@ -158,7 +156,7 @@ def test_blocks_of_all_ranks_are_the_whole(preset: str, layout: ParallelLayout):
             assert math.prod(place.shape(each.weight)) == place.block(each.weight).numel
 
 
-def test_a_description_can_say_what_ranks_hold_whole_between_matrices_that_they_cut():
+def test_weights_may_be_whole_between_divided_ones():
     model = ModelConfig(
         hidden_size=32,
         num_heads=4,

@@ -195,7 +195,7 @@ def test_reduction_and_gathering_by_hand():
     assert plan.tail.optimizer == pytest.approx(30 * numel / 2 / 1e9 + 8 * numel / 1e9)
 
 
-def test_reductions_of_a_split_backward_wait_for_gradients_of_weights():
+def test_split_backward_reduces_after_weight_gradients():
     """One chunk has nothing left to hide them behind; in a V the other one's last products are."""
     parallel = ParallelConfig(dp=2, pp=2)
     fast = dataclasses.replace(PROFILE, ring_gb_s=100.0)
@@ -243,7 +243,7 @@ def test_loads_of_fresh_routers():
     assert expected_load(run_of()) == expected_load(run_of(model=MOE)) == 1.0
 
 
-def test_without_a_profile_of_these_elements_the_data_sheet_counts():
+def test_data_sheet_is_used_without_a_profile_of_the_dtype():
     fp32 = run_of(precision=PrecisionConfig(Dtype.float32))
     none = run_of(hardware=HardwareConfig())
     for run in (fp32, none):

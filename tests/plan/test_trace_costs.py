@@ -114,7 +114,7 @@ def test_every_phase_costs_its_gemms(parallel: dict, dispatcher: DispatcherKind)
 
 
 @pytest.mark.parametrize("cp", [2, 4])
-def test_both_pieces_of_a_sequence_cost_the_queries_and_keys_they_pair(cp: int):
+def test_both_cp_chunks_cost_their_query_key_pairs(cp: int):
     """The first rank has the first and the last of 2·cp pieces; a query pairs with itself half."""
     run = planned(world=cp, cp=cp)
     piece = 32 // (2 * cp)
