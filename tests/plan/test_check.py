@@ -88,7 +88,7 @@ def test_forwards_alone_run_with_fewer_microbatches_than_ranks(pp: int):
 
 
 def test_forwards_alone_take_any_group():
-    """What training refuses gives way to a group that it takes: no rank waits for itself."""
+    """Forward-only replaces illegal groups by legal ones: no rank waits for itself."""
     for pp, mbs, chunks in product(range(2, 9), range(1, 21), range(1, 5)):
         legal = [
             n for n in range(1, mbs + 1) if is_legal("interleaved", pp, mbs, chunks=chunks, group=n)
@@ -276,8 +276,9 @@ def test_swapped_compute_is_refused(case: Lists, data: st.DataObject):
 @many
 @given(lowered(), st.data())
 def test_a_swap_of_any_two_is_refused_or_changes_nothing(case: Lists, data: st.DataObject):
-    """What may pass are neighbours that do not touch the same thing, like a reduction and a
-    wait; it then runs the same.
+    """Only neighbours on different tensors may pass, like a reduction and a wait.
+
+    The run is then the same.
     """
     lists, schedule, v_shape = case
     chunks = max(action.chunk for actions in schedule for action in actions) + 1

@@ -1,4 +1,4 @@
-"""What dispatchers need, by hand, and that nothing but their records says so."""
+"""Needs of dispatchers, by hand; they come from their records alone."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def test_rerun_memory_grows_with_exceeded_capacity():
     ids=lambda value: str(value) if isinstance(value, int) else None,
 )
 def test_pages_are_for_what_is_kept_at_once(recompute: RecomputeConfig, row: int):
-    """Of 1F1B's microbatches in flight, as many as stages are left, and two layers of each."""
+    """1F1B has as many microbatches in flight as stages are left, with two layers each."""
     moe = dataclasses.replace(
         of(EXPERTS, DispatcherKind.static), static=StaticConfig(paged_buffer=1.1)
     )

@@ -1,4 +1,4 @@
-"""What the plan knows of products in FP8, on a host without the library for them."""
+"""The plan of FP8, on a host without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -109,8 +109,9 @@ def test_blocks_have_scales():
 
 
 def test_inputs_are_kept_in_a_byte_per_element():
-    """Of the inputs of the four products of a layer one byte goes: of hidden states twice, of heads
-    and of the feed-forward's inner width once. Nothing else of a layer changes.
+    """Inputs of a layer's four linear layers take one byte instead of two.
+
+    Those are hidden states twice, heads, and the feed-forward's inner width. All else is unchanged.
     """
     plain, narrow = (microbatch(run_of(fp8)).kept for fp8 in (None, in_8()))
     attn = TOKENS * (512 + 512) - 2 * 4
@@ -311,7 +312,7 @@ def moe_run(include: tuple[Fp8Part, ...], first_layers: int = 0, **sections: obj
 def test_trial_runs_of_products_in_fp8_alone_need_no_workspaces(
     scope: tuple[GraphScope, ...],
 ):
-    """Measured on an H200 (`bench/graphs.py`); those of any other product do."""
+    """Measured on an H200 (`bench/graphs.py`); those of any other GEMM do."""
 
     def workspaces(fp8: Fp8Config, impl: GraphImpl, **sections: object) -> int:
         run = run_of(fp8, cuda_graph=CudaGraphConfig(impl, scope), **sections)
@@ -346,7 +347,7 @@ def test_the_first_line_names_what_is_in_fp8():
 
 
 def test_ranks_with_only_fp8_gemms_have_no_cublas_workspaces():
-    """Measured on two H200s: a first stage of two, by graphs of layers and of whole steps."""
+    """Measured on two H200s: a first stage of two, by graphs of layers and full iterations."""
 
     def workspaces(fp8: Fp8Config | None) -> list[int]:
         plan = Plan(run_of(fp8, parallel=ParallelConfig(pp=2)))
@@ -364,7 +365,7 @@ def test_weights_of_experts_have_two_copies_with_a_scale_per_row():
     layers = 3 * 8 * (2 * EXPERT + 4 * (512 + 2 * 256) + 4 * (256 + 512))
     plain, narrow = parts_of(moe_run(())), parts_of(moe_run(EXPERTS))
     assert narrow["weights in FP8"] == layers
-    assert narrow["library workspaces"] == plain["library workspaces"]  # torch's own product
+    assert narrow["library workspaces"] == plain["library workspaces"]  # torch's own GEMM
     ranks = moe_run(EXPERTS, parallel=ParallelConfig(dp=2, ep=2))
     assert parts_of(ranks)["weights in FP8"] == layers // 2
     part = moe_run(EXPERTS, parallel=ParallelConfig(tp=2))

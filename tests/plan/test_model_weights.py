@@ -96,7 +96,7 @@ def block_by_name(name: str, shape: tuple[int, ...], place: ShardCoords) -> Bloc
 
 
 def whole_by_name(name: str) -> bool:
-    """Whether all tensor-parallel ranks hold it whole, by the name's last part."""
+    """Return whether all tensor-parallel ranks hold the weight whole, by its name's last part."""
     cut = ("bqkv", "wqkv", "q_b", "kv_b", "embedding", "head", "wo", "w_down", "w_up")
     return ".experts." not in name and name.rsplit(".", 1)[-1] not in cut
 
@@ -181,7 +181,7 @@ def test_weights_may_be_whole_between_divided_ones():
         "attn.kv_a",
         "attn.kv_a_norm.weight",
     }
-    # a product with a whole weight is of a rank's own tokens: nothing is gathered in front of it
+    # a GEMM with a whole weight is of a rank's own tokens: nothing is gathered in front of it
     two = peers_of(LAYOUTS["tp"], 1)
     own, gathers = (ColumnParallelLinear(weights[f"attn.{name}"], two) for name in ("q_a", "q_b"))
     assert own.group is None and gathers.group is two.tp
@@ -196,7 +196,7 @@ OTHER_WORDS = {
         "app/cli/plan_views/tables.py",
         "app/plan/trace/layers.py",
     },
-    # also what has its products in FP8
+    # also those that run in FP8
     "head": {"app/cli/plan_views/tables.py", "app/plan/trace/layers.py", "app/choices.py"},
     "shared_gate": {"app/config/model.py", "app/hf/families.py"},  # a key of the configuration
 }
