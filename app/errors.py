@@ -216,8 +216,8 @@ def near_names(word: str, known: Sequence[str]) -> list[str]:
     if same := [each for each in known if letters(each) == letters(word)]:
         return same
     parts = sorted(re.split("[-_.]", word.lower()))
-    if turned := [each for each in known if sorted(re.split("[-_.]", each.lower())) == parts]:
-        return turned
+    if reordered := [each for each in known if sorted(re.split("[-_.]", each.lower())) == parts]:
+        return reordered
     slips = {each: _slips(word.lower(), each.lower()) for each in known}
     least = min(slips.values(), default=0)
     return [

@@ -14,8 +14,8 @@ EXCHANGE = "exchanges"
 LAUNCHES = "launches"
 QUANTISED = "quantising"
 RECOMPUTED = "computed again"
-PRODUCTS_AGAIN = "products computed again"
-PRODUCTS = (Work.gemm, Work.router_matmul, Work.grouped)
+RECOMPUTED_MATMULS = "products computed again"
+MATMULS = (Work.gemm, Work.router_matmul, Work.grouped)
 ATTENTION = (
     Work.attention,
     Work.ordered_attention,
@@ -23,7 +23,7 @@ ATTENTION = (
     Work.cudnn_ordered_attention,
 )
 # compute-bound kinds, which slow down with the clock
-ARITHMETIC = (*(work.value for work in (*PRODUCTS, *ATTENTION)), PRODUCTS_AGAIN)
+ARITHMETIC = (*(work.value for work in (*MATMULS, *ATTENTION)), RECOMPUTED_MATMULS)
 
 
 @dataclass(frozen=True, slots=True)

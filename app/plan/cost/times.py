@@ -14,10 +14,10 @@ from app.plan.cost.part_times import (
     ATTENTION,
     EXCHANGE,
     LAUNCHES,
-    PRODUCTS,
-    PRODUCTS_AGAIN,
+    MATMULS,
     QUANTISED,
     RECOMPUTED,
+    RECOMPUTED_MATMULS,
     PartTimes,
     Seconds,
 )
@@ -118,7 +118,7 @@ class _Clock:
                 again: Seconds = defaultdict(float)
                 self._forward(op, again)
                 for kind, seconds in again.items():
-                    inputs[PRODUCTS_AGAIN if kind in ARITHMETIC else RECOMPUTED] += seconds
+                    inputs[RECOMPUTED_MATMULS if kind in ARITHMETIC else RECOMPUTED] += seconds
             self._backward(op, inputs, weights)
         inputs[Work.other.value] += self._additions(traced)
         launched = self._launched(traced.trace.ops)
@@ -159,7 +159,7 @@ class _Clock:
         kernels = self.kernels
         kind = op.work.value
         own = kernels.started(op.kernels)
-        if op.work in PRODUCTS:
+        if op.work in MATMULS:
             own += kernels.gemm(op)
             if op.fp8 is not None:
                 into[QUANTISED] += kernels.quantised(op.fp8.inputs, op.fp8.recipe)
@@ -177,7 +177,7 @@ class _Clock:
         kernels = self.kernels
         kind = op.work.value
         own = 0.0
-        if op.work in PRODUCTS:
+        if op.work in MATMULS:
             own = kernels.gemm(op) + kernels.started(op.kernels)
             weights[kind] += kernels.gemm(op, gradient=True)
             weights[kind] += kernels.sums(op) * self._summed(op)
@@ -186,7 +186,7 @@ class _Clock:
             if eight is not None:
                 inputs[QUANTISED] += kernels.quantised(eight.grads, eight.recipe)
             if op.flops_recomputed:
-                inputs[PRODUCTS_AGAIN] += kernels.gemm(op)
+                inputs[RECOMPUTED_MATMULS] += kernels.gemm(op)
                 if eight is not None:
                     inputs[RECOMPUTED] += kernels.quantised(eight.inputs, eight.recipe)
         elif op.work in ATTENTION:
@@ -200,7 +200,7 @@ class _Clock:
         if op.sends:
             sent = self._sent(op, op.sends.backward)
             # a collective overlaps with the other GEMM of backward
-            beside = own if op.work in PRODUCTS or self.links.by_peers(op.sends.group) else 0.0
+            beside = own if op.work in MATMULS or self.links.by_peers(op.sends.group) else 0.0
             inputs[EXCHANGE] += max(0.0, sent - beside)
 
     def _attention(self, op: Operation) -> tuple[float, float]:

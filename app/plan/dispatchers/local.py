@@ -45,8 +45,8 @@ class PlannedLocal(PlannedDispatcher):
         """T × D -> R × D: permute."""
         sent = self.rows(tokens.count).sent
         saved = [rows.row_of, rows.kept]
-        in_8 = (sent * tokens.in_8, 0)
-        return trace.op([h], [sent * tokens.row], saved, scratch=in_8, work=Work.rows)[0]
+        in_fp8 = (sent * tokens.in_fp8, 0)
+        return trace.op([h], [sent * tokens.row], saved, scratch=in_fp8, work=Work.rows)[0]
 
     def trace_combine(
         self,
@@ -58,5 +58,7 @@ class PlannedLocal(PlannedDispatcher):
     ) -> TracedTensor:
         """R × D -> T × D: weighted sum per token."""
         saved = [expert_out, probs, *rows.places]
-        in_8 = (0, expert_out.bytes // tokens.row * tokens.in_8)
-        return trace.op([expert_out, probs], [tokens.bytes], saved, scratch=in_8, work=Work.rows)[0]
+        in_fp8 = (0, expert_out.bytes // tokens.row * tokens.in_fp8)
+        return trace.op([expert_out, probs], [tokens.bytes], saved, scratch=in_fp8, work=Work.rows)[
+            0
+        ]

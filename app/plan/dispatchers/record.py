@@ -41,7 +41,7 @@ class Tokens:
     width: int  # D
     size: int  # bytes of an element
     # bytes of a dispatched token's FP8 copy that the permutation kernel also writes; 0: none
-    in_8: int = 0
+    in_fp8: int = 0
 
     @property
     def row(self) -> int:
@@ -76,7 +76,7 @@ class TokenExchange:
 
 
 @dataclass(frozen=True, slots=True)
-class LentMatrices:
+class CloneTransfer:
     """Cost of sending cloned experts' matrices of one kind, added to their grouped GEMM."""
 
     scratch: tuple[int, int]  # bytes of buffers, forward and backward
@@ -232,7 +232,7 @@ class PlannedDispatcher(ABC):
         """Return bytes of communication buffers that a rank holds throughout a run."""
         return 0
 
-    def lent(self, matrix: int, size: int) -> LentMatrices | None:
+    def clone_transfer(self, matrix: int, size: int) -> CloneTransfer | None:
         """Return the cost of sending clones of a kind of matrix (elements, bytes per element).
 
         None without clones.

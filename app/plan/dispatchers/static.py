@@ -12,7 +12,7 @@ from typing import ClassVar
 from app.choices import DispatcherKind, StaticCapacity, StaticTransport
 from app.config.model import ROUNDED_ROWS
 from app.plan.dispatchers.record import (
-    LentMatrices,
+    CloneTransfer,
     PlannedDispatcher,
     RowCounts,
     SmallerOption,
@@ -102,7 +102,7 @@ class PlannedStatic(PlannedDispatcher):
         """
         return self.moe.echo.spares * expert * (GRADIENT + (size if self.peer else 0))
 
-    def lent(self, matrix: int, size: int) -> LentMatrices | None:
+    def clone_transfer(self, matrix: int, size: int) -> CloneTransfer | None:
         """Return the cost of sending clones.
 
         Over symmetric memory they are written in place; collectives carry all slots of all ranks.
@@ -113,10 +113,10 @@ class PlannedStatic(PlannedDispatcher):
         each, others = spares * matrix, 1 if self.peer else self.ranks - 1
         sends = self.sends(others * each * size, others * each * (size + GRADIENT))
         if self.peer:
-            return LentMatrices((0, 0), sends, kernels=PEER_KERNELS)
+            return CloneTransfer((0, 0), sends, kernels=PEER_KERNELS)
         forward = (2 * self.ranks + 1) * each * size
         backward = max(forward, self.ranks * each * GRADIENT)
-        return LentMatrices((forward, backward), sends, kernels=COLLECTIVE_KERNELS)
+        return CloneTransfer((forward, backward), sends, kernels=COLLECTIVE_KERNELS)
 
     def smaller(self) -> Iterator[SmallerOption]:
         """Yield the paged buffer, and a capacity below the worst case."""
@@ -200,7 +200,7 @@ class PlannedStatic(PlannedDispatcher):
         Backward returns partial sums of gradients.
         """
         count = self.rows(tokens.count).computed
-        forward = self._gathered(tokens) + count * tokens.in_8
+        forward = self._gathered(tokens) + count * tokens.in_fp8
         return trace.op(
             [h],
             [count * tokens.row],
@@ -225,12 +225,12 @@ class PlannedStatic(PlannedDispatcher):
         Backward needs all tokens' probabilities again, and returns their gradients.
         """
         shares = tokens.count * self.moe.top_k * PROBABILITY
-        in_8 = self.rows(tokens.count).computed * tokens.in_8
+        in_fp8 = self.rows(tokens.count).computed * tokens.in_fp8
         return trace.op(
             [expert_out, probs],
             [tokens.bytes],
             [expert_out, probs, rows.row_of, rows.token_of_row],
-            scratch=(2 * self._gathered(tokens), self._gathered(tokens) + in_8),
+            scratch=(2 * self._gathered(tokens), self._gathered(tokens) + in_fp8),
             kernels=4,
             sends=self._to_all(tokens.bytes + shares, tokens.bytes + 2 * shares),
             work=Work.rows,

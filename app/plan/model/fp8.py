@@ -23,7 +23,7 @@ def fp8_weights(model: ModelConfig, fp8: Fp8Config, stage: Stage) -> Iterator[Na
     routers or gates of shared experts.
     """
     for index in stage.layers:
-        parts = parts_in_8(model, fp8, index)
+        parts = parts_in_fp8(model, fp8, index)
         for name, weight in layer_matrices(model, model.is_moe_layer(index)):
             named = NamedWeight(f"layers.{index}.{name}", weight)
             if part_of(named) in parts:
@@ -39,7 +39,7 @@ def part_of(named: NamedWeight) -> Fp8Part:
     return Fp8Part.linear if named.weight.ep is None else Fp8Part.experts
 
 
-def parts_in_8(model: ModelConfig, fp8: Fp8Config, layer: int) -> set[Fp8Part]:
+def parts_in_fp8(model: ModelConfig, fp8: Fp8Config, layer: int) -> set[Fp8Part]:
     """Return the parts of a layer that run in FP8."""
     inside = range(fp8.first_layers, model.num_layers - fp8.last_layers)
     if fp8.recipe is None or layer not in inside:

@@ -165,22 +165,24 @@ def _latent_core(
     keep: backward reruns it from its arguments.
     """
     per_value = s.tokens * s.heads * s.size
-    plain, turning = trace.split(
+    plain, rotary = trace.split(
         q, per_value * mla.qk_nope_head_dim, per_value * mla.qk_rope_head_dim
     )
-    turned = _turned(trace, s, turning, saves=[q, kv, shared] if keep else [])
-    (queries,) = trace.op([plain, turned], [q.bytes], passes=True)
+    rotated = _rotated(trace, s, rotary, saves=[q, kv, shared] if keep else [])
+    (queries,) = trace.op([plain, rotated], [q.bytes], passes=True)
     plain, narrow = trace.split(kv, per_value * mla.qk_nope_head_dim, per_value * mla.v_head_dim)
-    turned = _turned(trace, s, shared, saves=[])
-    (keys,) = trace.op([plain, turned], [q.bytes], passes=True)
+    rotated = _rotated(trace, s, shared, saves=[])
+    (keys,) = trace.op([plain, rotated], [q.bytes], passes=True)
     (values,) = trace.op([narrow], [q.bytes], passes=True)
     out = _attend_all(trace, s, queries, k=keys, v=values)
     if narrow.bytes == out.bytes:
         return out  # no padding to cut off
-    return trace.op([out], [narrow.bytes], holds=[turned])[0]
+    return trace.op([out], [narrow.bytes], holds=[rotated])[0]
 
 
-def _turned(trace: Trace, s: Sizes, x: TracedTensor, saves: Sequence[TracedTensor]) -> TracedTensor:
+def _rotated(
+    trace: Trace, s: Sizes, x: TracedTensor, saves: Sequence[TracedTensor]
+) -> TracedTensor:
     """Trace rotary embedding in plain torch: two permutations of `x` times fp32 tables, added."""
     wide = x.bytes // s.size * 4
     scratch = x.bytes + 3 * wide, 2 * wide
@@ -235,12 +237,12 @@ def _attend_gathered_keys(
         sends=Sends(CP, Way.ring, forward=ring, backward=ring),
     )
     keys, values = trace.split(gathered, whole // 2, whole // 2)
-    pieces = trace.split(q, q.bytes // 2, q.bytes // 2)
+    chunks = trace.split(q, q.bytes // 2, q.bytes // 2)
     ends = seq_len // (2 * ranks), seq_len
     reaches = [_Reach(s.tokens // 2, end, s.heads, kv_heads=s.kv_heads) for end in ends]
     outs = [
-        _attend(trace, s, piece, k=keys, v=values, reach=reach)
-        for piece, reach in zip(pieces, reaches, strict=True)
+        _attend(trace, s, chunk, k=keys, v=values, reach=reach)
+        for chunk, reach in zip(chunks, reaches, strict=True)
     ]
     return trace.op(outs, [q.bytes], holds=[k, v], passes=True)[0]
 
@@ -261,7 +263,7 @@ def _attend_by_heads(
         [packed.bytes],
         scratch=(packed.bytes, 0),
         kernels=3,
-        sends=_traded(packed, ranks),
+        sends=_all_to_all(packed, ranks),
     )
     q, k, v = trace.split(whole, q.bytes, k.bytes, v.bytes)
     reach = _Reach(ranks * s.tokens, seq_len, s.heads // ranks, kv_heads=s.kv_heads // ranks)
@@ -272,11 +274,11 @@ def _attend_by_heads(
         holds=own,
         scratch=(out.bytes, out.bytes),
         kernels=2 + ranks,
-        sends=_traded(out, ranks),
+        sends=_all_to_all(out, ranks),
     )[0]
 
 
-def _traded(x: TracedTensor, ranks: int) -> Sends:
+def _all_to_all(x: TracedTensor, ranks: int) -> Sends:
     """Return sends of an all-to-all: all but this rank's own part, in both directions."""
     leaves = x.bytes * (ranks - 1) // ranks
     return Sends(CP, Way.all_to_all, forward=leaves, backward=leaves)

@@ -17,7 +17,7 @@ from app.plan.dispatchers.record import PlannedDispatcher, Tokens
 from app.plan.model.experts import ExpertWeights, MoEBodyWeights, RouterWeights
 from app.plan.model.phases import PhaseName
 from app.plan.model.weight import Weight
-from app.plan.trace.fp8 import Fp8Work, rows_in_8
+from app.plan.trace.fp8 import Fp8Work, rows_in_fp8
 from app.plan.trace.parts import Gemm, Sizes, activation, cast, norm_beside, swiglu
 from app.plan.trace.trace import Trace, TracedTensor, Work
 
@@ -151,8 +151,8 @@ def _routed(
 ) -> TracedTensor:
     """Trace dispatch, experts and combine with the run's dispatcher."""
     width = s.model.hidden_size
-    in_8 = rows_in_8(1, width) if s.experts_in_8 and dispatcher.quantises else 0
-    tokens = Tokens(s.local, width, s.size, in_8=in_8)
+    in_fp8 = rows_in_fp8(1, width) if s.experts_in_fp8 and dispatcher.quantises else 0
+    tokens = Tokens(s.local, width, s.size, in_fp8=in_fp8)
     trace.phase = PhaseName.preprocess
     rows = dispatcher.trace_preprocess(trace, tokens, chosen)
     trace.phase = PhaseName.dispatch
@@ -178,13 +178,13 @@ def _experts(
     gemm = partial(_grouped, trace, s, dispatcher, ends=ends, filled=filled)
     up = gemm(x, weights.w_up, ready=dispatcher.quantises)
     used = filled * s.model.hidden_size * s.size / x.bytes
-    in_8 = (0, 0)
+    in_fp8 = (0, 0)
     # FP8 copies of the activation, and of its gradient, for the GEMMs that follow
-    if s.experts_in_8:
+    if s.experts_in_fp8:
         _, width, _ = s.shape(weights.w_down)
         rows = up.bytes // (2 * width * s.size)
-        in_8 = rows_in_8(rows, width), rows_in_8(rows, 2 * width)
-    inner = activation(trace, up, Recompute.experts_act, used=min(1.0, used), scratch=in_8)
+        in_fp8 = rows_in_fp8(rows, width), rows_in_fp8(rows, 2 * width)
+    inner = activation(trace, up, Recompute.experts_act, used=min(1.0, used), scratch=in_fp8)
     out = gemm(inner, weights.w_down, holds=[x, up], ready=True)
     if dispatcher.paged_buffers and trace.segment is None:
         act = () if Recompute.experts_act in trace.recompute.parts else (inner,)
@@ -216,15 +216,15 @@ def _grouped(
     out = x.bytes // taken * made
     # inputs of a deferred weight gradient are copied back from pages first
     paged_buffers = dispatcher.paged_buffers
-    lent = dispatcher.lent(taken * made, s.size)
+    transfer = dispatcher.clone_transfer(taken * made, s.size)
     scratch, launches, fp8 = (0, 0), 1, None
-    if s.experts_in_8:  # not together with clones
+    if s.experts_in_fp8:  # not together with clones
         rows = x.bytes // (taken * s.size)
         fp8 = Fp8Work(None, rows * taken, rows * made)
-        scratch = rows_in_8(rows, taken), rows_in_8(rows, made)
+        scratch = rows_in_fp8(rows, taken), rows_in_fp8(rows, made)
         launches += 0 if ready else 1
-    if lent is not None:
-        scratch, launches = lent.scratch, launches + lent.kernels
+    if transfer is not None:
+        scratch, launches = transfer.scratch, launches + transfer.kernels
     return trace.op(
         [x],
         [out],
@@ -238,7 +238,7 @@ def _grouped(
         kernels=launches,
         flops=2 * filled * taken * made,
         fp8=fp8,
-        sends=None if lent is None else lent.sends,
+        sends=None if transfer is None else transfer.sends,
         work=Work.grouped,
         used=min(1.0, filled * taken * s.size / x.bytes),
     )[0]

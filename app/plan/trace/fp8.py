@@ -144,7 +144,7 @@ class GemmOperands:
         return None if how is None else replace(how, grads=how.grads + how.inputs)
 
 
-def rows_in_8(rows: int, columns: int) -> int:
+def rows_in_fp8(rows: int, columns: int) -> int:
     """Return bytes of an FP8 copy of experts' inputs or output gradients: one scale per row."""
     return rows * columns + SCALE * rows
 

@@ -130,7 +130,7 @@ def _loss_by_chunks(
     gradient = parts * h.bytes
     table_sum = gemm.weight // s.size * 4
     made, taken = gemm.widths
-    operands = GemmOperands.of(s.in_8, gemm.rows * chunk // s.tokens, made=made, taken=taken)
+    operands = GemmOperands.of(s.in_fp8, gemm.rows * chunk // s.tokens, made=made, taken=taken)
     given, back = operands.given.both, operands.back.both
     loop = logits + max(following, gemm.weight) + given + back
     read = logits + following + given

@@ -204,7 +204,7 @@ def _backward(
     for storage, places in saved_by.items():
         if storage not in queued:
             last_use[places[0]] = last_use.get(places[0], 0) + trace.storages[storage]
-    remade = _made_again(trace, saved_by, dropped)
+    remade = _restored(trace, saved_by, dropped)
     gradients = _Gradients()
     if result is not None:
         gradients.give(result, _Gradient(result.bytes))
@@ -225,7 +225,7 @@ def _backward(
     return peaks
 
 
-def _made_again(
+def _restored(
     trace: Trace, saved_by: Mapping[int, Sequence[int]], dropped: Mapping[int, Segment]
 ) -> dict[int, int]:
     """Return the operation whose backward first needs a segment -> bytes that it restores."""

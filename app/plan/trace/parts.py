@@ -50,8 +50,8 @@ class Sizes:
     recompute: RecomputePolicy
     load: float  # rows of this rank's experts over the mean of their expert-parallel group
     # FP8 recipe of linear layers in the traced part; None: 16 bits
-    in_8: Fp8Recipe | None = None
-    experts_in_8: bool = False  # experts run in FP8
+    in_fp8: Fp8Recipe | None = None
+    experts_in_fp8: bool = False  # experts run in FP8
 
     @property
     def model(self) -> ModelConfig:
@@ -219,7 +219,7 @@ class Gemm:
             flops=2 * rows * made * taken,
             rows=rows,
             widths=(made, taken),
-            operands=GemmOperands.of(s.in_8, rows, made=made, taken=taken),
+            operands=GemmOperands.of(s.in_fp8, rows, made=made, taken=taken),
         )
 
 
