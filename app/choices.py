@@ -6,102 +6,100 @@ from enum import Enum
 
 
 class Score(Enum):
-    """What turns router logits into scores."""
+    """Function that turns router logits into scores."""
 
     softmax = "softmax"
     sigmoid = "sigmoid"
 
 
 class CloneAlgorithm(Enum):
-    """Which experts' tokens go to which rank's spare slots (`app.moe.echo`)."""
+    """Algorithm that assigns hot experts' tokens to spare slots of other ranks (`app.moe.echo`)."""
 
     one_shot_greedy = "one_shot_greedy"
     approx_bin_packing = "approx_bin_packing"
-    # tries many target loads and ways to reach them, and takes the plan of the lowest cost
-    target_search = "target_search"
-    exact = target_search  # the name before; accepted in overrides and saved configurations
+    exact = "exact"  # fewest tokens on the fullest rank that the slots allow, with few clones
 
 
 class DispatcherKind(Enum):
-    """How tokens reach their experts."""
+    """Transport of tokens to their experts and back."""
 
     auto = "auto"  # local when ep = 1, otherwise all_to_all
     local = "local"  # every expert on this rank
-    all_to_all = "all_to_all"  # exchange of uneven parts among the expert-parallel ranks
-    # every expert-parallel rank sees all tokens and takes those of its experts
+    all_to_all = "all_to_all"  # uneven all-to-all over the expert-parallel ranks
+    # all-gather of tokens; every expert-parallel rank keeps the tokens of its experts
     all_gather = "all_gather"
-    # a token goes once to each rank that it needs; no size depends on what routers choose
+    # one copy of a token per destination rank; no size depends on the routing, so no host sync
     static = "static"
 
 
 class StaticTransport(Enum):
-    """What moves tokens between ranks for `DispatcherKind.static`."""
+    """Transport of tokens between ranks for `DispatcherKind.static`."""
 
-    auto = "auto"  # peer between GPUs of one node that have Triton, otherwise collective
-    peer = "peer"  # reads and writes of each other's memory, over NVLink
+    auto = "auto"  # peer on GPUs of one node that have Triton, otherwise collective
+    peer = "peer"  # loads and stores to other GPUs' memory over NVLink
     collective = "collective"  # collectives of equal parts, on any device
 
 
 class StaticCapacity(Enum):
-    """Rows that a rank's experts have memory for, with `DispatcherKind.static`."""
+    """Capacity for dispatched tokens per rank with `DispatcherKind.static`."""
 
-    worst = "worst"  # all that tokens could ask for
-    factor = "factor"  # so many times the mean; a step that needs more is taken again, eagerly
+    worst = "worst"  # the most that routing could ask for: never overflows
+    factor = "factor"  # a multiple of the mean; a step that needs more is rerun eagerly
 
 
 class StaticOverflow(Enum):
-    """What follows two steps in a row that needed more rows than `StaticCapacity.factor` has."""
+    """Reaction to two steps in a row that exceeded the capacity of `StaticCapacity.factor`."""
 
-    # memory for more, and graphs are captured anew; if there is none, such steps are taken again
+    # allocate a larger capacity and recapture; if memory is short, keep rerunning such steps
     grow = "grow"
-    stop = "stop"  # the run ends
+    stop = "stop"  # end the run
 
 
 class DropPolicy(Enum):
-    """Which of an expert's tokens stay when they are more than its capacity."""
+    """Rule that picks the tokens an expert keeps when they exceed its capacity."""
 
-    probs = "probs"  # those with the highest probabilities
-    position = "position"  # the first ones
+    probs = "probs"  # highest probabilities first
+    position = "position"  # first tokens first
 
 
 class Balance(Enum):
-    """What the load-balancing loss evens the experts' load over."""
+    """Set of tokens over which the load-balancing loss evens the experts' load."""
 
     microbatch = "microbatch"
-    sequence = "sequence"  # every sequence by itself
+    sequence = "sequence"  # each sequence by itself
     global_batch = "global_batch"  # the microbatches of all data-parallel ranks so far in the step
 
 
 class ScheduleName(Enum):
     """Order of forwards and backwards within a step; docs/parallelism.md shows each."""
 
-    # none without pipeline ranks, 1f1b with one stage per rank, interleaved with several
+    # none for one pipeline rank, 1f1b for one stage per rank, interleaved for several
     auto = "auto"
     none = "none"  # F0 B0 F1 B1 …: no pipeline
     gpipe = "gpipe"  # all forwards, then all backwards
-    # one forward and one backward in turn; no Python name, but what the user types
+    # alternating forwards and backwards; "1f1b" is no Python name, but what the user types
     locals()["1f1b"] = "1f1b"
-    interleaved = "interleaved"  # the same over several stages per rank
-    # 1f1b with gradients of weights computed where the pipeline would idle
+    interleaved = "interleaved"  # 1f1b over several stages per rank
+    # 1f1b with weight gradients computed in what would be bubbles
     zero_bubble_h1 = "zero_bubble_h1"
-    zero_bubble_v = "zero_bubble_v"  # the same over two stages per rank that lie in a V
+    zero_bubble_v = "zero_bubble_v"  # the same over two stages per rank laid out in a V
 
 
 class CpComm(Enum):
-    """What context-parallel ranks exchange for attention."""
+    """Communication between context-parallel ranks in attention."""
 
-    all_gather = "all_gather"  # keys and values of the whole sequence to every rank
-    # queries, keys and values, so that every rank has whole sequences of a part of the heads
+    all_gather = "all_gather"  # all-gather of keys and values of the whole sequence
+    # all-to-all of queries, keys and values: whole sequences for a part of the heads (Ulysses)
     all_to_all = "all_to_all"
 
 
 class GraphImpl(Enum):
-    """Who captures CUDA graphs, and how much of a step one holds."""
+    """Implementation that captures CUDA graphs, and the extent of one graph."""
 
     none = "none"
     local = "local"  # parts of layers, captured by this project
     transformer_engine = "transformer_engine"  # parts of layers, captured by Transformer Engine
-    full_iteration = "full_iteration"  # forward and backward of a whole step
+    full_iteration = "full_iteration"  # forward and backward of all microbatches of a step
 
 
 class GraphScope(Enum):
@@ -110,27 +108,27 @@ class GraphScope(Enum):
     attn = "attn"  # attention
     mlp = "mlp"  # feed-forward of dense layers
     moe_router = "moe_router"  # norm, shared expert and router of MoE layers
-    moe_preprocess = "moe_preprocess"  # what the exchange of tokens needs to know
-    moe = "moe"  # everything in an MoE layer behind attention
+    moe_preprocess = "moe_preprocess"  # counts, offsets and permutation that the dispatcher needs
+    moe = "moe"  # the whole MoE layer after attention
 
 
 class GraphKey(Enum):
-    """What owns a set of partial graphs."""
+    """Owner of a set of partial graphs."""
 
-    microbatch = "microbatch"  # every microbatch of a step
-    slot = "slot"  # every place that a microbatch in flight may have
+    microbatch = "microbatch"  # each microbatch of a step
+    slot = "slot"  # each slot, that is each concurrent microbatch in flight
 
 
 class Recompute(Enum):
-    """Parts of a layer whose values are computed again in backward instead of being kept."""
+    """Parts of a layer that are recomputed in backward instead of saved."""
 
-    # heads, rotary positions and softmax attention, from the projected queries, keys and values
+    # head split, rotary embedding and softmax attention, from the projected q, k and v
     attn_core = "attn_core"
     norm = "norm"  # outputs of both norms
     mlp_act = "mlp_act"  # activation of dense feed-forwards
     experts_act = "experts_act"  # activation of routed experts
     shared = "shared"  # the shared expert
-    moe = "moe"  # everything in an MoE layer behind attention
+    moe = "moe"  # the whole MoE layer after attention
 
 
 class Dtype(Enum):
@@ -142,36 +140,37 @@ class Dtype(Enum):
 
 
 class Fp8Recipe(Enum):
-    """What a matrix in FP8 is scaled by, so that its entries fit."""
+    """Scaling of matrices in FP8."""
 
-    current = "current"  # its own largest entry
-    delayed = "delayed"  # the largest entry that it has had in the last steps
-    # the largest entry of every 128 values, of weights of every block of 128 × 128
+    current = "current"  # per tensor, by its own largest entry
+    delayed = "delayed"  # per tensor, by the largest entry of the last steps (amax history)
+    # per 128 values; weights per block of 128 × 128
     block = "block"
 
 
 class Fp8Part(Enum):
-    """Products in FP8."""
+    """Linear layers whose GEMMs run in FP8."""
 
     linear = "linear"  # projections of attention, dense feed-forwards, shared experts
     head = "head"  # hidden states to logits
-    experts = "experts"  # routed experts, by rows with a scale each
+    experts = "experts"  # routed experts, with one scale per row
 
 
 class LinearBackendKind(Enum):
-    """What computes the products of linear layers in FP8."""
+    """Library that computes FP8 linear layers."""
 
-    # on a GPU transformer_engine, and torch's grouped product on tensor cores; torch on a CPU
+    # transformer_engine on a GPU, with torch's grouped GEMM for experts; torch on a CPU
     auto = "auto"
-    torch = "torch"  # entries rounded to FP8, products in float32: the reference, slow
-    transformer_engine = "transformer_engine"  # tensor cores, on GPUs like Hopper and newer
+    torch = "torch"  # reference: entries rounded to FP8, GEMMs in float32; slow
+    transformer_engine = "transformer_engine"  # tensor cores, on Hopper GPUs and newer
 
 
 class AttentionBackendKind(Enum):
-    """What computes softmax attention."""
+    """Library that computes softmax attention."""
 
     torch = "torch"
-    transformer_engine = "transformer_engine"  # cuDNN's kernels, also those that torch lacks
+    # cuDNN's kernels, also deterministic ones that torch lacks
+    transformer_engine = "transformer_engine"
 
 
 class Decay(Enum):
@@ -194,7 +193,7 @@ class WsdDecay(Enum):
 
 
 class Ramp(Enum):
-    """How weight decay moves from its first to its last value."""
+    """Shape of weight decay between its first and its last value."""
 
     constant = "constant"
     linear = "linear"
@@ -202,14 +201,14 @@ class Ramp(Enum):
 
 
 class BadFile(Enum):
-    """What follows a file of a corpus that cannot be read or is not what it should be."""
+    """Reaction to a corpus file that cannot be read or has the wrong format."""
 
-    stop = "stop"  # the run ends with a line that names it
-    skip = "skip"  # nothing of it is read, and a line at the start says so
+    stop = "stop"  # end the run with a line that names the file
+    skip = "skip"  # read nothing of it; a line at the start says so
 
 
 class Source(Enum):
-    """Where documents come from."""
+    """Source of documents."""
 
     stdlib = "stdlib"  # the text files of the running interpreter's standard library
     text = "text"  # one document per file
@@ -219,23 +218,23 @@ class Source(Enum):
 
 
 class Normalize(Enum):
-    """What the summed token losses are divided by."""
+    """Divisor of the summed token losses."""
 
-    token = "token"  # valid tokens of the whole step: all microbatches and data-parallel ranks
+    token = "token"  # valid tokens of the global batch: all microbatches and data-parallel ranks
     # each microbatch by its own valid tokens, then the mean over microbatches
     microbatch = "microbatch"
 
 
 class BadStep(Enum):
-    """What follows a step whose loss or gradient norm is not finite, besides a skipped update."""
+    """Reaction to a non-finite loss or gradient norm, besides skipping the update."""
 
-    skip = "skip"  # go on with the next batches
+    skip = "skip"  # continue with the next batches
     stop = "stop"  # end the run
-    rollback = "rollback"  # go back to the newest checkpoint, and leave out the data since then
+    rollback = "rollback"  # return to the newest checkpoint and skip the data since then
 
 
 class Device(Enum):
-    """Where the run computes."""
+    """Device that the run computes on."""
 
     auto = "auto"  # a GPU when there is one
     cpu = "cpu"
@@ -243,7 +242,7 @@ class Device(Enum):
 
 
 class WandbMode(Enum):
-    """Where the Weights & Biases run goes."""
+    """Destination of the Weights & Biases run."""
 
     offline = "offline"  # written to the run folder; `wandb sync` uploads it later
     online = "online"  # needs `wandb login` first

@@ -1,4 +1,7 @@
-"""Collectives over a process group; in a group of one rank nothing is sent."""
+"""Collectives over a process group.
+
+A group of one rank takes the same calls and sends nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from app.torch_versions import all_gather_single, reduce_scatter_single
 def all_gather(
     output: Tensor, shard: Tensor, group: dist.ProcessGroup, wait: bool = True
 ) -> dist.Work | None:
-    """Fill `output` with the equal `shard`s of `group`'s ranks, in rank order; both contiguous.
+    """Gather the equal `shard`s of `group`'s ranks into `output`, in rank order; both contiguous.
 
-    With wait=False the collective runs asynchronously until the returned work has been waited for.
+    With wait=False the collective runs in the background; wait on the returned work before use.
     """
     if group.size() > 1:
         work: dist.Work | None = all_gather_single(
@@ -29,7 +32,7 @@ def all_gather(
 def reduce_scatter(
     shard: Tensor, buffer: Tensor, group: dist.ProcessGroup, wait: bool = True
 ) -> dist.Work | None:
-    """Sum `buffer` over `group`, leaving this rank's equal part in `shard`; both contiguous.
+    """Sum `buffer` over `group` and leave this rank's equal part in `shard`; both contiguous.
 
     `wait` as in `all_gather`.
     """
@@ -50,8 +53,9 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send part p of the first dimension, which has one per rank, to rank p of `group`; return the
-    parts received, in rank order.
+    """Send parts[p] to rank p of `group`, one entry of the first dimension per rank.
+
+    Return what arrived, in rank order.
     """
     arrived = torch.empty_like(parts)
     dist.all_to_all_single(arrived, parts, group=group)

@@ -1,4 +1,4 @@
-"""The one kind of error a user sees, and the arithmetic of what may work instead."""
+"""The one kind of error that a user sees, and the values that it suggests instead."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from math import isqrt
 from pathlib import Path
 from typing import TextIO
 
-GRAMMAR = frozenset("|()*'\"\\{}=")  # what Hydra takes for more than text
-MOST_DIVISOR = 1 << 20  # that is looked for
-BREAKS = re.compile("[\x00-\x1f\x7f\x85\u2028\u2029]")  # what would make several lines of one
-CLEAR = "\r\x1b[K"  # empties the line of a terminal
-LETTERS_PER_SLIP = 4  # of a word that may have one slip more
+GRAMMAR = frozenset("|()*'\"\\{}=")  # characters that Hydra's grammar does not read as text
+MOST_DIVISOR = 1 << 20  # of candidate divisors: bounds the search for large numbers
+# characters that would break a message into several lines
+BREAKS = re.compile("[\x00-\x1f\x7f\x85\u2028\u2029]")
+CLEAR = "\r\x1b[K"  # clears a line of a terminal
+LETTERS_PER_SLIP = 4  # letters of a word per tolerated slip
 MOST_SLIPS = 3
-LEAST_PREFIX = 3  # letters of a word that may be short for a longer one
+LEAST_PREFIX = 3  # letters at least in an abbreviation of a longer word
 
 
 @dataclass(frozen=True)
 class Instead:
-    """Overrides that may work together in place of what was given, as one types them."""
+    """Overrides that together may replace the given value, as typed on the command line."""
 
     overrides: tuple[str, ...]
 
@@ -38,7 +39,7 @@ class Instead:
 
 @dataclass(frozen=True)
 class FirstOf:
-    """Values or `Instead`s of which the first one that works is enough; the nearest comes first."""
+    """Candidate values or `Instead`s, nearest first; the first one that works is suggested."""
 
     candidates: tuple[object, ...]
 
@@ -47,12 +48,12 @@ class FirstOf:
 
 
 class ConfigError(ValueError):
-    """A mistake of the user's: which key, what value, which rule, and what may work instead.
+    """A user's mistake: the key, its value, the rule it breaks, and what may work instead.
 
-    nearest: a value of the key, `Instead`, `FirstOf`, or a tuple of such alternatives. Until
-    somebody has tried them (app.cli.options.trial) they are guesses, and told as such.
-    guess: the word that this one may be a slip of. advice: what to do where no value helps, as an
-    imperative.
+    nearest: a value of the key, `Instead`, `FirstOf`, or a tuple of such alternatives. They are
+    shown as guesses until `app.cli.options.trial` has tried them. guess: the word that the user may
+    have meant. advice: an imperative, for mistakes that no other value mends. tried: `nearest` has
+    been found to work.
     """
 
     def __init__(
@@ -77,13 +78,13 @@ class ConfigError(ValueError):
         super().__init__(f"{key}={shown}: {rule}{self._hint()}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle by arguments, so that one rank can hand its error to the others."""
+        """Pickle by arguments, so that one rank can send its error to the others."""
         build = partial(type(self), guess=self.guess, advice=self.advice, tried=self.tried)
         return build, (self.key, self.value, self.rule, self.nearest)
 
     @property
     def alternatives(self) -> tuple[FirstOf, ...]:
-        """What may work instead, each with its candidates."""
+        """Alternatives to the value, each with its candidates."""
         if self.nearest is None:
             return ()
         listed = self.nearest if isinstance(self.nearest, tuple) else (self.nearest,)
@@ -91,18 +92,18 @@ class ConfigError(ValueError):
         return tuple(each for each in found if each.candidates)
 
     def override(self, candidate: object) -> tuple[str, ...]:
-        """A candidate as one types it on the command line."""
+        """Return a candidate as overrides typed on the command line."""
         if isinstance(candidate, Instead):
             return candidate.overrides
         text = typed(candidate)
         return (f"{self.key}='{text}'" if GRAMMAR & set(text) else f"{self.key}={text}",)
 
     def after_trial(self, worked: Sequence[object]) -> ConfigError:
-        """The same mistake with those candidates that have been found to work."""
+        """Return this error with the candidates that were found to work."""
         return self._with(tuple(worked) or None, tried=True)
 
     def with_guesses(self, candidates: Sequence[object]) -> ConfigError:
-        """The same mistake with other candidates, which nobody has found to work."""
+        """Return this error with other, untried candidates."""
         return self._with(tuple(candidates) or None, tried=False)
 
     def _with(self, nearest: object, tried: bool) -> ConfigError:
@@ -119,11 +120,11 @@ class ConfigError(ValueError):
 
 
 class OwnError(ConfigError):
-    """A mistake that one rank may see alone, which therefore says so itself."""
+    """A mistake that only one rank may see, so that rank reports it itself."""
 
 
 def typed(value: object) -> str:
-    """A value as the command line takes it."""
+    """Return a value as typed on the command line."""
     match value:
         case Enum():
             return str(value.value)
@@ -136,28 +137,28 @@ def typed(value: object) -> str:
 
 
 def say(line: str, stream: TextIO) -> None:
-    """Print a line that stays; a terminal may show the run's live line there, which gives way."""
+    """Print a line that stays, in place of the run's live line if `stream` is a terminal."""
     lead = CLEAR if stream.isatty() else ""
     print(f"{lead}{line}", file=stream, flush=True)
 
 
 def warn(text: str, program: str = "train.py") -> None:
-    """Say in one line of stderr what has gone wrong while the program goes on."""
+    """Print a one-line warning to stderr; the program continues."""
     say(f"{program}: {text}", sys.stderr)
 
 
 def no_room(error: BaseException) -> bool:
-    """Whether something failed because a disk is full or a quota reached."""
+    """Return whether an operation failed because a disk is full or a quota reached."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
 def writing(run_dir: Path) -> Iterator[None]:
-    """Make what the system refuses in a run folder, within the block, a ConfigError."""
+    """Turn an OSError within the block into a ConfigError about `run_dir`."""
     try:
         yield
     except OSError as error:
-        path = error.filename2 or error.filename  # of a rename: what it would have replaced
+        path = error.filename2 or error.filename  # of a rename: its target
         about = f" ({path})" if path not in (None, str(run_dir)) else ""
         rule = f"cannot be used: {error.strerror}{about}"
         advice = "make room there" if no_room(error) else "choose another run_dir"
@@ -165,15 +166,19 @@ def writing(run_dir: Path) -> Iterator[None]:
 
 
 def nearest_divisors(value: int, of: int, key: str | None = None) -> tuple[FirstOf, ...]:
-    """The divisors of `of` below and above `value`, nearest first; of another `key` where given."""
+    """Return the divisors of `of` below and above `value`, nearest first.
+
+    `key` names another key to set to them.
+    """
     divisors = _divisors(of)
     below = [d for d in reversed(divisors) if d <= value]
     return _of_key(key, below, [d for d in divisors if d > value])
 
 
 def nearest_multiples(value: int, of: int, key: str | None = None) -> tuple[FirstOf, ...]:
-    """The positive multiples of `of` around `value`, nearest first; of another `key` where
-    given.
+    """Return the positive multiples of `of` around `value`.
+
+    `key` names another key to set to them.
     """
     below = value // of * of
     return _of_key(key, [below] if below > 0 else [], [below + of])
@@ -191,28 +196,28 @@ def _divisors(of: int) -> list[int]:
 
 
 def nearest(word: str, known: Sequence[str]) -> str | None:
-    """The known word that `word` may be a slip of, or alone is short for; None when nothing is
-    near.
-    """
+    """Return the known word that `word` misspells or uniquely abbreviates; None if none is near."""
     if near := near_names(word, known):
         return near[0]
     begun = letters(word)
     longer = [each for each in known if letters(each).startswith(begun)]
     if len(begun) >= LEAST_PREFIX and len(longer) == 1:
         return longer[0]
-    first = re.split(r"[^\w-]", word)[0]  # cuda of cuda:0
+    first = re.split(r"[^\w-]", word)[0]  # "cuda" of "cuda:0"
     return first if first in known else None
 
 
 def near_names(word: str, known: Sequence[str]) -> list[str]:
-    """The known words with the letters of `word` or its parts in another order, else those with
-    the fewest slips, as long as these are few beside the letters.
+    """Return the known words nearest to `word`.
+
+    Words with the same letters, or the same parts in another order, come first; otherwise those
+    with the fewest slips, if these are few for the word's length.
     """
     if same := [each for each in known if letters(each) == letters(word)]:
         return same
     parts = sorted(re.split("[-_.]", word.lower()))
-    if turned := [each for each in known if sorted(re.split("[-_.]", each.lower())) == parts]:
-        return turned
+    if reordered := [each for each in known if sorted(re.split("[-_.]", each.lower())) == parts]:
+        return reordered
     slips = {each: _slips(word.lower(), each.lower()) for each in known}
     least = min(slips.values(), default=0)
     return [
@@ -223,8 +228,9 @@ def near_names(word: str, known: Sequence[str]) -> list[str]:
 
 
 def _most_slips(word: str, other: str) -> int:
-    """Slips that still leave two words near: one in five letters, or a letter left out of four,
-    which a100 and h100 are not.
+    """Return how many slips still leave two words near.
+
+    One in five letters, or one omitted letter of four. So a100 and h100 are not near.
     """
     shorter, longer = sorted((word, other), key=len)
     rest = iter(longer)
@@ -233,13 +239,14 @@ def _most_slips(word: str, other: str) -> int:
 
 
 def letters(word: str) -> str:
-    """A word without case, and without what joins its parts."""
+    """Return a word in lower case without separators."""
     return re.sub("[-_./ ]", "", word.casefold())
 
 
 def _slips(word: str, other: str) -> int:
-    """Letters that were left out, added, or mistaken, and neighbours that changed places (optimal
-    string alignment).
+    """Return the edit distance of two words (optimal string alignment).
+
+    It counts omitted, added, mistaken and swapped neighbouring letters.
     """
     before, row = list[int](), list(range(len(other) + 1))
     for place, letter in enumerate(word, 1):
@@ -254,8 +261,9 @@ def _slips(word: str, other: str) -> int:
 
 
 def nearest_model(word: str, known: Sequence[str]) -> str | None:
-    """As `nearest`, for names of models: one that differs in its numbers, or has more or fewer
-    words, is another size, version or kind, and no slip.
+    """Return the nearest model name, as `nearest` does.
+
+    Names whose digits or number of words differ are other sizes, versions or kinds, not slips.
     """
 
     def kind(name: str) -> tuple[str, int]:

@@ -1,6 +1,4 @@
-"""One place for names that differ between the supported versions of torch (2.11 and newer), or
-that are not public.
-"""
+"""Names that differ between the supported versions of torch (2.11 and newer), or are not public."""
 
 from __future__ import annotations
 
@@ -19,21 +17,27 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def enqueued(group: dist.ProcessGroup) -> int:
-    """Collectives that this process has enqueued in `group`; over gloo sends and receives too."""
+    """Return how many collectives this process has enqueued in `group`.
+
+    With gloo, sends and receives too.
+    """
     number: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # private
     return number
 
 
 def another_connection(store: dist.Store) -> dist.Store:
-    """The same store, for another thread: who waits on one connection holds up all who use it."""
+    """Return the store over a connection of its own, for another thread.
+
+    A blocking wait on a shared connection would block every thread that uses it.
+    """
     copy: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's types
     return copy
 
 
 def flight_records() -> list[dict[str, Any]]:
-    """The newest collectives of this process, as gloo's and NCCL's flight recorders have them.
+    """Return this process's newest collectives from gloo's and NCCL's flight recorders.
 
-    Empty where TORCH_FR_BUFFER_SIZE=0 has turned them off.
+    Empty if TORCH_FR_BUFFER_SIZE=0 has turned them off.
     """
     names = ("_dump_fr_trace", "_dump_nccl_trace")
     dumps = (getattr(torch._C._distributed_c10d, name, None) for name in names)
@@ -43,30 +47,30 @@ def flight_records() -> list[dict[str, Any]]:
 
 
 def add_gemm(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left · right; on a GPU sums of more bits than the matrices have are rounded once,
-    inside the product.
+    """Compute total += left · right.
+
+    On a GPU a wider `total` accumulates inside the GEMM, so that each sum is rounded once.
     """
     if total.is_cuda and total.dtype != left.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:  # equal types need no such product, and CPUs have none
+    else:  # equal types need no mixed-precision GEMM, and CPUs have none
         total.add_(left @ right)
 
 
 def wide_gemm(left: Tensor, right: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """left · right of bf16 matrices, in fp32 or in their own type, then as torch rounds products of
-    that type.
-    """
+    """Return left · right of bf16 matrices in fp32, or rounded to `dtype` as torch rounds it."""
     if left.is_cuda:
         return left @ right if dtype == left.dtype else torch.mm(left, right, out_dtype=dtype)
-    return (left.float() @ right.float()).to(dtype)  # CPUs have no such product
+    return (left.float() @ right.float()).to(dtype)  # CPUs have no such GEMM
 
 
 def unowned(tensor: Tensor) -> Tensor:
-    """A tensor on the same GPU memory that does not keep it from being freed, as memory of a
-    CUDA graph's pool needs it.
+    """Return a tensor on the same GPU memory that does not keep it alive.
+
+    Memory of a CUDA graph's pool needs this: a second owner would keep it from being reused.
     """
     storage = tensor.untyped_storage()
-    # Private, but the only way to a storage without an owner; torch's own graph trees go it too.
+    # Private, but the only way to a storage without an owner; torch's own graph trees use it too.
     memory = torch._C._construct_storage_from_data_pointer(
         storage.data_ptr(), tensor.device, storage.nbytes()
     )
@@ -76,10 +80,10 @@ def unowned(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def captured_on_current_stream() -> Iterator[None]:
-    """Within the block torch.cuda.graph captures on the current stream where it is told none.
+    """Make torch.cuda.graph capture on the current stream by default within the block.
 
-    Its own choice is a stream that nothing has run on: libraries would take memory for that one
-    too, and autograd would go back to the streams on which gradients were added before.
+    Its own default is a fresh stream: libraries would allocate workspaces for that one too, and
+    autograd would switch back to the streams that earlier gradients were accumulated on.
     """
     before = torch.cuda.graph.default_capture_stream
     torch.cuda.graph.default_capture_stream = torch.cuda.current_stream()

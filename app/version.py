@@ -1,4 +1,4 @@
-"""Which program this is: its version, and the git commit of the checkout that it runs from."""
+"""Version of this program: the package's, and the git commit of the checkout that it runs from."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from typing import Any
 from app import __version__
 
 PACKAGE = Path(__file__).parent
-VERSION = "graphfold"  # key of a version in plan.json and in manifests of checkpoints
-SHORT = 10  # digits of a commit where a person reads it
-TIMEOUT_S = 5.0  # seconds that git may take
-# What a shell may have set for another repository.
+VERSION = "graphfold"  # key of the version in plan.json and in checkpoint manifests
+SHORT = 10  # digits of a commit shown to people
+TIMEOUT_S = 5.0  # limit for one git command, seconds
+# Variables that may point git at another repository.
 OTHERS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR",
           "GIT_OBJECT_DIRECTORY", "GIT_NAMESPACE")  # fmt: skip
-# Nothing is written into the repository, and none of its programs run.
+# Write nothing into the repository, and start no helper programs.
 GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """What records say of the program that has written them."""
+    """Version of the program that wrote a record."""
 
     version: str  # of the package
-    commit: str | None  # of the checkout, 40 digits; None: it runs from none, or git cannot tell
-    dirty: bool | None  # whether tracked files of the checkout differ from that commit
+    commit: str | None  # of the checkout, 40 digits; None if there is none or git cannot tell
+    dirty: bool | None  # tracked files of the checkout differ from that commit
 
     @classmethod
     def of(cls, package: Path = PACKAGE) -> Version:
-        """The version of the package in a folder.
+        """Return the version of the package in a folder.
 
-        Only a repository that tracks the package counts, not one around its installation. Asks git,
-        which takes some milliseconds, and says nothing of a commit where there is no git.
+        Counts only a repository that tracks the package, not one around its installation. Calls
+        git, which takes some milliseconds; without git the commit is unknown.
         """
         found = _git(package, "rev-parse", "HEAD", "HEAD:./__init__.py")
         changes = _git(package, "status", "--porcelain", "--untracked-files=no", "--", "..")
@@ -46,7 +46,7 @@ class Version:
 
     @property
     def short(self) -> str:
-        """As text, with the commit cut."""
+        """Text with the commit cut to SHORT digits."""
         return self._text(SHORT)
 
     def _text(self, digits: int | None) -> str:
@@ -56,13 +56,14 @@ class Version:
         return f"{self.version}, commit {str(self.commit)[:digits]}{changes}"
 
     def record(self) -> dict[str, Any]:
-        """For JSON files."""
+        """Return the version for JSON files."""
         return asdict(self)
 
     def change_since(self, record: object) -> str | None:
-        """How this differs from what `record` has once returned, as text.
+        """Return the difference to what `record()` once returned, as text.
 
-        None: not at all, or `record` is none. A commit that is not known counts as another one.
+        None if there is no difference or `record` is no version. An unknown commit counts as
+        another one.
         """
         if not isinstance(record, dict) or record == self.record():
             return None
@@ -71,9 +72,9 @@ class Version:
 
 
 def _git(folder: Path, *command: str) -> str | None:
-    """What git prints in a folder, None where it fails or there is none."""
+    """Return what git prints in a folder; None if it fails or is missing."""
     unset = (word for name in OTHERS for word in ("-u", name))
-    # As in a container git may find that the checkout is another user's; its code runs already.
+    # Git refuses a checkout of another user, as in containers; its code already runs here.
     ours = f"safe.directory={folder.resolve().parent}"
     line = ("env", *unset, *GIT, "-c", ours, "-C", str(folder), *command)
     try:

@@ -17,7 +17,7 @@ from app.moe.clones.record import Clones
 
 
 class Transport(Protocol):
-    """What carries clones."""
+    """Interface of transports of clones."""
 
     def gather_counts(self, counts_CE: Tensor) -> Tensor: ...
 
@@ -30,7 +30,7 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class CloneSizes:
-    """Of one exchange; matrices of each kind."""
+    """Sizes of one exchange; matrices of each kind."""
 
     local: int
     spares: int
@@ -40,7 +40,7 @@ class CloneSizes:
 
 @dataclass(frozen=True)
 class CloneValues:
-    """Of all ranks, the same on each of them."""
+    """Values of all ranks, equal on each of them."""
 
     clones: Clones
     counts_RE: Tensor
@@ -120,7 +120,7 @@ def steps() -> list[Step]:
 def all_clone_exchanges(
     transport: Transport, sizes: CloneSizes, values: CloneValues, rank: int
 ) -> dict[str, Tensor]:
-    """What each step brings, zero in empty slots; never waits for the device."""
+    """Return the results of each step, zero in empty slots, without a host sync."""
     found: dict[str, Tensor] = {}
     given = values.clones
     plans = [Clones(given.expert_S, given.moved_S * filled) for filled in PLANS]
@@ -149,7 +149,7 @@ def all_clone_exchanges(
 
 
 def wanted_of_clones(sizes: CloneSizes, values: CloneValues, rank: int) -> dict[str, Tensor]:
-    """The same by loops over the values of all ranks."""
+    """Return the expected results by loops over the values of all ranks."""
     wanted: dict[str, Tensor] = {}
     experts, filled = values.clones.expert_S.tolist(), (values.clones.moved_S > 0).tolist()
     mine = range(rank * sizes.spares, (rank + 1) * sizes.spares)

@@ -75,11 +75,11 @@ class DrawnClones:
         return 3 * self.filled_S.long()
 
     def slots_of(self, expert: int) -> list[int]:
-        """Those with a clone of it, in order."""
+        """Return the slots with a clone of the expert, in order."""
         return (self.filled_S & (self.expert_S == expert)).nonzero().flatten().tolist()
 
     def of_rank(self, values_E: Tensor, rank: int) -> Tensor:
-        """Those of its experts, in memory of their own."""
+        """Return a copy of the values of a rank's experts."""
         return values_E[rank * self.local : (rank + 1) * self.local].clone()
 
 

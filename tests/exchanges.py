@@ -16,7 +16,7 @@ from app.moe.dispatch.transport import TokenTransport
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one exchange."""
+    """Sizes of one exchange."""
 
     tokens: int
     experts: int
@@ -31,7 +31,7 @@ class Sizes:
         return self.experts * self.etp // ranks
 
     def rows(self, ranks: int) -> int:
-        """As many as any choice can need."""
+        """Return rows enough for any routing."""
         needed = ranks * self.tokens * self.top_k + self.local(ranks) * self.multiple
         return -(-needed // self.multiple) * self.multiple
 
@@ -46,7 +46,7 @@ class Given:
     probs_TK: Tensor
 
     def clone(self) -> Given:
-        """The same values in other memory."""
+        """Return a copy."""
         return Given(*(value.clone() for value in vars(self).values()))
 
     def copy_(self, other: Given) -> None:
@@ -73,7 +73,7 @@ def draw(sizes: Sizes, rank: int, seed: int, device: str = "cpu") -> Given:
 def all_exchanges(
     transport: TokenTransport, sizes: Sizes, given: Given, rank: int, ranks: int
 ) -> dict[str, Tensor]:
-    """What arrives, zero where it is undefined; never waits for the device."""
+    """Return what arrives, zero where it is undefined, without a host sync."""
     local, num_rows = sizes.local(ranks), sizes.rows(ranks)
     first = rank // sizes.etp * local
     chosen_NK = transport.gather_choices(given.experts_TK)
@@ -106,7 +106,7 @@ def different(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
 
 
 def unequal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
-    """Whether each of the results is not the same, on their device."""
+    """Return whether each of the results differs, on their device."""
     assert ours.keys() == theirs.keys()
     return torch.stack([(value != theirs[name]).any() for name, value in ours.items()])
 

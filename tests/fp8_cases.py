@@ -1,7 +1,7 @@
 """Rows and weights of experts in FP8 at any size, on any device: kernels against plain torch
-to the bit, products beside fp64. And Triton's interpreter, which has to round.
+to the bit, GEMMs beside fp64. And Triton's interpreter, which has to round.
 
-Shapes: E experts, T rows, K the width that a product sums over, N the one that it makes.
+Shapes: E experts, T rows, K the width that a GEMM sums over, N the one that it makes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def same(found: Tensor, wanted: Tensor) -> bool:
 
 
 def entries(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Of very different sizes, and a row of zeros."""
+    """Return entries of very different sizes, with a row of zeros."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator) ** 8
     x[..., 1, :] = 0
@@ -97,8 +97,9 @@ def check_swiglu(rows: int, width: int, used: int, dtype: torch.dtype) -> None:
 
 
 def check_spread(tokens: int, top_k: int, width: int, dtype: torch.dtype) -> None:
-    """What writes tokens and gradients into rows leaves these in FP8, to the bit; of peers'
-    rows some are no choice's, and neither is written.
+    """Check that kernels that permute tokens and gradients write bit-exact FP8 copies.
+
+    With peer access some rows belong to no choice, and neither copy of them is written.
     """
     count = tokens * top_k
     x, grad = entries(tokens, width, dtype=dtype), entries(tokens, width, dtype=dtype).flip(0)
@@ -162,7 +163,7 @@ def check_weight(*shape: int, dtype: torch.dtype) -> None:
 
 
 def off_by(x: Tensor) -> Tensor:
-    """What an entry may be off, whose row has one scale."""
+    """Return the error that an entry may have if its row has one scale."""
     return x.abs() * HALF_STEP + x.abs().amax(-1, keepdim=True) / 448 * LAST
 
 

@@ -27,7 +27,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 class Replays:
-    """What a GPU does not do in a replay: run hooks on parameters. Here they run, unheard."""
+    """Parameter hooks, which do not run when a GPU replays: here they run unheard."""
 
     # made last; weak, since a forked process that let go of its parent's would wait
     # for threads which it does not have
@@ -146,7 +146,7 @@ Step = tuple[bool, int, int, bool]  # forward, place among samples, callable, wh
 
 
 def _steps(order: list[int], layers: list[int], mbs: int) -> list[Step]:
-    """What happens in turn; the n-th forward of a chunk and its n-th backward belong together."""
+    """Return the steps in order; the n-th forward of a chunk belongs to its n-th backward."""
     first = [sum(layers[:chunk]) for chunk in range(len(layers))]
     seen: defaultdict[int, int] = defaultdict(int)
     found = []

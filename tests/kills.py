@@ -52,13 +52,13 @@ class Hit:
         )
 
     def sooner(self) -> Hit:
-        """The same, closer to what it follows."""
+        """Return the same hit, sooner after the event that it follows."""
         step, process, seconds = self.draws
         return replace(self, draws=(step, process, seconds / 2))
 
 
 def draw_hit(draw: random.Random, targets: Sequence[str], after: Hit | None) -> Hit:
-    """What happens next to a run with these processes."""
+    """Draw the next hit on a run with these processes."""
     kinds = {"kill": 10, "stop": 5, "interrupt": 2, "pause": 2, "hang": 2 * (len(targets) > 1)}
     (kind,) = draw.choices(list(kinds), list(kinds.values()))
     stop = draw.choice(STOPS[:2])
@@ -145,7 +145,7 @@ def committed(folder: Path) -> int:
 
 
 class Sight:
-    """What happens in a run folder from now on."""
+    """Changes in a run folder from now on."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -166,11 +166,11 @@ class Sight:
         return found
 
     def begins(self) -> bool:
-        """Whether a start has described itself there."""
+        """Return whether a start has written its configuration there."""
         return self._file(CONFIG) not in (None, self.config)
 
     def saves(self) -> bool:
-        """Whether a save has begun."""
+        """Return whether a save has begun."""
         return bool(self._temporaries() - self.temporaries)
 
     def step(self) -> int:
@@ -184,7 +184,7 @@ class Sight:
 
 
 def moment(hit: Hit, sight: Sight, start_s: float) -> tuple[Callable[[], bool], float]:
-    """What a hit follows, and by how many seconds."""
+    """Return the event that a hit follows, and the delay in seconds."""
     first = committed(sight.folder) + 1
     step = min(STEPS - 1, first + int(hit.draws[0] * (STEPS - first)))
     later = hit.draws[2]

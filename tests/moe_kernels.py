@@ -46,7 +46,7 @@ def without_kernels() -> Iterator[None]:
 
 
 def twice(run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """What it returns, the same bits a second time."""
+    """Run twice, check that the results are equal bit for bit, and return them."""
     found = run()
     assert all(torch.equal(one, other) for one, other in zip(found, run(), strict=True))
     return found
@@ -261,8 +261,9 @@ def check_grouped_gradient(
 def check_paired_gradient(
     counts: tuple[list[int], list[int]], width: int, columns: int, dtype: torch.dtype
 ) -> None:
-    """Of two microbatches in one product: what both give one behind the other, within the rounding
-    of sums as in `check_grouped_gradient`; experts without rows in either keep theirs.
+    """Check one GEMM over two microbatches against one per microbatch.
+
+    Tolerance as in `check_grouped_gradient`; experts without rows in either keep their gradients.
     """
     torch.manual_seed(6)
     drawn = []
@@ -298,8 +299,9 @@ def check_paired_gradient(
 def check_top_experts(
     tokens: int, experts: int, top_k: int, dtype: torch.dtype = torch.float32
 ) -> None:
-    """What a stable sort of the scores finds: among equals, of which coarse scores have many,
-    the lowest ids.
+    """Check top-k against a stable sort of scores: among equal ones the lowest ids.
+
+    Rounded scores have many ties.
     """
     torch.manual_seed(3)
     scores_TE = torch.randn(tokens, experts, **FACTS).to(dtype)

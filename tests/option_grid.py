@@ -184,7 +184,7 @@ LEFT_OUT = {
 
 
 def _on_cpu(run: Run) -> None:
-    """What the host has to have, but for who captures graphs: tests have a stand-in for that."""
+    """Check the run's demands on the host, except for graph capture, which tests replace."""
     check_host(dataclasses.replace(run, cuda_graph=CudaGraphConfig()), CPU)
 
 
@@ -200,7 +200,7 @@ class Options:
     under: dict[str, tuple[str, ...]]  # by key: optional sections that it lies in
 
     def there(self, key: str, chosen: Mapping[str, Value]) -> bool:
-        """Whether the sections of a key are there."""
+        """Return whether the sections of a key are set."""
         return all(chosen.get(section) is ON for section in self.under[key])
 
     def present(self, chosen: Values) -> Values:
@@ -357,7 +357,7 @@ class Refusal:
 
     @property
     def rule(self) -> tuple[str, str]:
-        """What one refusal has in common with others of its kind: numbers may differ."""
+        """Return key and rule of a refusal, with numbers masked."""
         return self.error.key, re.sub(r"\d+", "#", self.error.rule)
 
 

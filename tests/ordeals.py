@@ -1,6 +1,6 @@
 """Runs that are hit by signals, started again each time, and held to what is promised.
 
-What is promised: a start goes on from the newest checkpoint that had been committed, or a later
+What is promised: a start resumes from the newest checkpoint that had been committed, or a later
 one; ten seconds after the process that was started has ended, none of its others is left; a start
 that nobody hits ends, with the records and the last checkpoint of a run left alone.
 """
@@ -91,7 +91,7 @@ class Start:
 
     @property
     def runs(self) -> bool:
-        """Whether its first process has not ended."""
+        """Return whether its first process is alive."""
         return self.program.poll() is None
 
     def targets(self, hit: Hit) -> list[int]:
@@ -167,7 +167,7 @@ class Ordeal:
         return self.case.restarts and (hit.kind, hit.target) == ("kill", "rank")
 
     def _resumes(self, start: Start, hits: Sequence[Hit]) -> bool:
-        """Whether the next hit is for this start too."""
+        """Return whether the next hit is on this start too."""
         last, follows = start.hits[-1], bool(hits) and hits[0].kind != "hang"
         stopping = last.number in STOPS and follows and hits[0].phase == "stopping"
         return follows and (last.kind == "pause" or self._restarts(last) or stopping)
@@ -218,7 +218,7 @@ def _command(pid: int) -> str:
 
 
 def _send(hit: Hit, process: int) -> bool:
-    """Whether the process was still there."""
+    """Send the hit; return whether the process was alive."""
     try:
         os.kill(process, hit.number)
         if hit.kind == "pause":
@@ -243,14 +243,16 @@ def begun(said: bytes) -> list[int]:
 
 
 def result(folder: Path) -> Result:
-    """What a run has recorded, without times, in order; the sums of its last checkpoint's files."""
+    """Return what a run has recorded, without times, in order, and the hashes of its last
+    checkpoint.
+    """
     files = verify_checkpoint(named_by_latest(folder / CHECKPOINTS))["files"]
     sums = {name: file["sha256"] for name, file in files.items()}
     return sorted(untimed(folder), key=lambda row: (row["step"], "val_loss" in row)), sums
 
 
 class Undisturbed:
-    """What layouts record when nobody hits them."""
+    """Results of layouts without any hit."""
 
     def __init__(self, corpus: Sequence[str], folder: Path) -> None:
         self.corpus, self.folder = corpus, folder

@@ -1,4 +1,4 @@
-"""What a run comes to in a few steps, and whether one process comes to the same up to rounding."""
+"""Results of a run after a few steps, compared with one process up to rounding."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ def results(engine: Engine, steps: int) -> Trained:
 
 
 def few_steps(rank: int, run: Run, steps: int) -> Trained:
-    """The same of a fresh engine."""
+    """Return the results of a fresh engine after some steps."""
     return results(engine_of(run, rank), steps)
 
 
 def here(rank: int, run: Run, compute: Callable[[Engine], Any]) -> Any:
-    """What a fresh engine comes to."""
+    """Compute with a fresh engine."""
     return compute(engine_of(run, rank))
 
 
 def exactly(rank: int, run: Run, compute: Callable[[Engine], Any]) -> Any:
-    """The same in fp64."""
+    """Compute with a fresh engine in fp64."""
     with exact_engine(rank, run) as engine:
         return compute(engine)
 
 
 def alone(run: Run, compute: Callable[[Engine], Any]) -> tuple[Any, Any]:
-    """What one process comes to: in fp32, and in fp64."""
+    """Compute on one process, in fp32 and in fp64."""
     plain, exact = (run_distributed(train, 1, run, compute)[0] for train in (here, exactly))
     return plain, exact
 
@@ -70,14 +70,14 @@ def exact_engine(rank: int, run: Run) -> Iterator[Engine]:
 
 @dataclass(frozen=True)
 class OneProcess:
-    """What one process comes to: in fp32, and in fp64."""
+    """Results of one process, in fp32 and in fp64."""
 
     plain: Trained
     exact: Trained
 
     @staticmethod
     def of(run: Run, steps: int, first: int = 0) -> OneProcess:
-        """Of a run of one rank; losses and norms only of the steps after `first`."""
+        """Train a run of one rank; keep losses and norms only of the steps after `first`."""
         found = alone(run, partial(results, steps=steps))
         for trained in found:
             for kind in NUMBERS:

@@ -37,7 +37,7 @@ class Drawn:
 
     @property
     def row_of_NK(self) -> Tensor:
-        """Where a choice's row is."""
+        """Row of each choice."""
         return self.placed.row_of_NK
 
     @property
@@ -169,7 +169,7 @@ def check_push(drawn: Drawn) -> None:
 
 
 def check_sums_at_home(drawn: Drawn) -> None:
-    """Of partial sums and of parts of dot products; what nobody sent is not read."""
+    """Check sums of partial sums and of partial dot products; what nobody sent is not read."""
     tokens = len(drawn.x_ND) // drawn.ranks
     experts_TK = drawn.experts_NK[:tokens]
     rank_PTK = torch.arange(drawn.ranks, device=DEVICE)[:, None, None] // drawn.etp
@@ -186,8 +186,9 @@ def check_sums_at_home(drawn: Drawn) -> None:
 
 
 def check_pull_gradients(drawn: Drawn) -> None:
-    """Of rows to the bit; of probabilities to the rounding of sums of D terms in another order, but
-    to the bit wherever the tokens lie.
+    """Check gradients: rows bit for bit, probabilities to the rounding of sums of D terms.
+
+    Probabilities are bit-equal wherever the tokens are.
     """
     untouched_NK = torch.full_like(drawn.probs_NK, UNTOUCHED)
     _parts, addresses_P = memory(drawn.x_ND, drawn.ranks)
@@ -227,7 +228,7 @@ def check_gaps(drawn: Drawn) -> None:
 
 
 def check_push_values(drawn: Drawn) -> None:
-    """The same in every rank's memory."""
+    """Check that every rank's memory holds the pushed values."""
     parts, addresses_P = memory(torch.full_like(drawn.experts_NK, 9).short(), drawn.ranks)
     experts_TK = drawn.experts_NK[: len(parts[0])]
     kernels.push_values(experts_TK, addresses_P, torch.int16)

@@ -25,8 +25,9 @@ DONE = 1 << 30  # barriers to which a rank that has left will have come
 
 @dataclass(frozen=True)
 class Handle:
-    """What a rendezvous returns: everybody's memory, and a barrier behind which odd ranks wait
-    until the even ones have done all that they do before the next.
+    """Stand-in for a rendezvous: every rank's memory, and a barrier after which odd ranks lag.
+
+    Odd ranks wait until the even ones have done all their work up to the next barrier.
     """
 
     buffer_ptrs: list[int]
@@ -34,12 +35,12 @@ class Handle:
     arrivals_P: Tensor  # how often each rank has come to a barrier, shared
 
     def barrier(self, channel: int) -> None:
-        """Of all ranks."""
+        """Wait for all ranks."""
         assert channel == 0
         self.late(dist.barrier)
 
     def late(self, meet: Callable[[], None]) -> None:
-        """What has all ranks meet, as a barrier here does."""
+        """Run `meet`, which synchronizes all ranks, and then delay odd ranks."""
         self.arrivals_P[self.rank] += 1
         meet()
         while self.rank % 2 and self.arrivals_P[::2].min() <= self.arrivals_P[self.rank]:

@@ -9,7 +9,7 @@ ASKED_FOR = range(10_000, 20_000)  # Linux does not connect from these by itself
 
 
 def free_ports(count: int) -> list[int]:
-    """As many of this host on which nobody listens."""
+    """Return that many ports of this host on which nobody listens."""
     found: list[int] = []
     for port in random.SystemRandom().sample(ASKED_FOR, len(ASKED_FOR)):
         if len(found) == count:

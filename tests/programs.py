@@ -40,7 +40,7 @@ def run_forked(
     *,
     tree: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """What `subprocess.run(line, cwd=folder, …)` returns, for a line of interpreter, script and its
+    """Return what `subprocess.run(line, cwd=folder, …)` would, for an interpreter, script and
     arguments.
 
     Processes that the program itself starts are fresh ones, or with `tree` forked ones too.

@@ -66,11 +66,13 @@ class Drawn:
         return f"python train.py {shlex.join([f'model={self.model}', *words])}"
 
     def with_values(self, values: Values) -> Drawn:
-        """The same with other values. Raises ConfigError."""
+        """Return the run with other values. Raises ConfigError."""
         return drawn(self.model, self.values | values)
 
     def alone(self) -> Run:
-        """The same training on one process, without anything that must not change its numbers."""
+        """Return the same training on one process, without options that must not change its
+        numbers.
+        """
         plain = {
             "parallel": ParallelConfig(),
             "schedule": ScheduleConfig(),
@@ -91,7 +93,7 @@ def drawn(model: str, values: Values) -> Drawn:
 
 @functools.cache
 def base(model: str) -> Run:
-    """What the values of a run replace."""
+    """Return the run whose values are replaced."""
     return load_overrides((f"model={model}",))
 
 
@@ -130,7 +132,7 @@ def random_run(seed: int, largest: int = 4, wild: bool = False, graphs: bool = F
 
 
 def another_layout(seed: int, run: Drawn, largest: int = 4) -> Drawn:
-    """The same model and steps, laid out in another way."""
+    """Return the same model and steps in another layout."""
     same = ("model.", "train.", "loss.", "precision.", "optim.clip_norm", *ALL)
     values = {key: value for key, value in run.values.items() if key.startswith(same)}
     return _laid_out(random.Random(seed), drawn(run.model, values), largest, graphs=False)

@@ -187,7 +187,7 @@ def test_options_in_the_readme_exist():
     ],
 )
 def test_secrets_are_not_written(monkeypatch: pytest.MonkeyPatch, name: str, override: str):
-    """What a run is given stands in its config.yaml, plan.json and checkpoints."""
+    """Values would be written to config.yaml, plan.json and checkpoints."""
     monkeypatch.setenv(name, "12345")
     key = override.split("=")[0]
     with pytest.raises(ConfigError, match=f"what {name} holds would be written") as refused:

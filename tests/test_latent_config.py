@@ -40,7 +40,7 @@ def test_a_group_has_as_many_best_experts_as_experts():
     assert load(LATENT, *groups, "model.moe.group_best=1").model.moe.group_best == 1
 
 
-def test_sections_that_are_null_by_default_are_filled_one_key_at_a_time():
+def test_null_sections_take_single_keys():
     model = load(LATENT, "model.mla.q_lora_rank=96", "model.yarn.factor=8").model
     assert (model.mla.q_lora_rank, model.mla.kv_lora_rank) == (96, 512)
     assert (model.yarn.factor, model.yarn.mscale) == (8, 0.707)

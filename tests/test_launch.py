@@ -1,6 +1,4 @@
-"""What a process learns from the environment that torchrun or SLURM gave it, and what the
-scripts say.
-"""
+"""Values that a process takes from the environment of torchrun or SLURM, and the scripts."""
 
 from __future__ import annotations
 
@@ -129,7 +127,7 @@ def test_waiting_threads_spin_for_a_moment(monkeypatch: pytest.MonkeyPatch, crow
 
 
 def test_a_crowd_wants_all_cores_at_every_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Of /proc/loadavg, in which this thread is one of those that run."""
+    """/proc/loadavg counts this thread among the running ones."""
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     load = tmp_path / "loadavg"
     for running, found in ((1, False), (4, False), (5, True), (40, True)):
@@ -152,7 +150,7 @@ def test_this_process_is_among_those_that_linux_counts():
 
 
 def test_ranks_and_their_launcher_take_the_threads_policy(monkeypatch: pytest.MonkeyPatch):
-    """What `carry_out` sets is there when torch is loaded, and is handed on."""
+    """Variables that `carry_out` sets are there when torch is loaded, and are passed on."""
     from app.engine import train
 
     run, env = composed(["log=none"], 1), dict[str, str]()
@@ -219,7 +217,7 @@ def test_a_port_taken_costs_ranks_that_others_started_one_line(
     ).exists()
 
 
-def test_ranks_that_a_run_starts_itself_meet_at_a_port_that_is_free(tmp_path: Path, taken: int):
+def test_self_started_ranks_meet_at_a_free_port(tmp_path: Path, taken: int):
     """Whatever the environment says: `python train.py parallel.dp=2` is not asked for a port."""
     (tmp_path / "ranks.py").write_text(
         "import os; open(os.environ['RANK'], 'w').write(os.environ['MASTER_PORT'])"

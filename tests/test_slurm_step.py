@@ -26,7 +26,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize(("name", "shells"), [(DAEMON, 0), (DAEMON, 1), ("another", 0)])
 def test_a_program_ends_with_the_daemon_above_it(tmp_path: Path, name: str, shells: int):
-    """Also below a shell; programs that were started otherwise go on."""
+    """Also below a shell; programs that were started otherwise continue."""
     (tmp_path / name).symlink_to(shutil.which("sh"))
     line = f'{sys.executable} -c "$PROGRAM" began & echo $! >child; wait'
     for _ in range(shells):

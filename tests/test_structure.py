@@ -198,7 +198,7 @@ def untyped(tree: ast.AST) -> Iterator[int]:
             yield node.lineno
 
 
-def test_values_between_phases_captures_and_the_optimizer_have_types():
+def test_values_between_layers_of_the_engine_have_types():
     seams = ("model", "moe", "optim", "engine/capture", "engine/pipeline")
     sources = [path for seam in seams for path in sorted((ROOT / "app" / seam).rglob("*.py"))]
     assert len(sources) > 30

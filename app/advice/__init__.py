@@ -1,1 +1,1 @@
-"""What to change so that a run fits: every suggestion is checked and planned again."""
+"""Changes that make a run fit or run faster: every suggestion is checked and planned again."""

@@ -1,4 +1,4 @@
-"""Stages of a pipeline that take equally long, by measured speeds."""
+"""Pipeline stages that take equally long, by measured speeds."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from app.plan.plan import Plan
 from app.plan.stages import Stage, spelled_layout
 
 ROUNDS = 64  # layers that are moved at most
-GAIN = 1e-3  # of the slowest rank's time: less is not worth moving a layer for
+GAIN = 1e-3  # share of the slowest rank's time: a smaller gain is not worth another layout
 
 
 def even_layout(plan: Plan) -> str | None:
-    """`parallel.layout` whose slowest pipeline rank, and of those the slowest stage, takes least
-    time; None: a run's stages cannot be made quicker by moving single layers, or no profile says
-    what they take.
+    """Return the `parallel.layout` with the fastest slowest rank, then the fastest slowest stage.
+
+    Layers are moved one at a time. None if no move is a gain, or no profile has speeds.
     """
     if plan.profile is None or plan.stages.pp == 1:
         return None
@@ -31,7 +31,10 @@ def even_layout(plan: Plan) -> str | None:
 
 
 class _Split:
-    """What stages of so many layers take at full clocks: a rank with more to do has lower ones."""
+    """Times of stages by their numbers of layers, at full clocks.
+
+    Power limits are left out: they slow the busiest rank most, so the order of splits stays.
+    """
 
     def __init__(self, plan: Plan) -> None:
         model = plan.run.model
@@ -46,7 +49,7 @@ class _Split:
         self.layers = _by_layer(model, dict(zip(kinds, per_kind, strict=True)))
 
     def slowest(self, sizes: Sequence[int]) -> tuple[float, float]:
-        """Seconds of a microbatch on the slowest rank, and in the slowest stage."""
+        """Return seconds of a microbatch on the slowest rank, and in the slowest stage."""
         stages = []
         begun = 0
         for size in sizes:
@@ -65,7 +68,7 @@ def _by_layer(model: ModelConfig, seconds: dict[bool, float]) -> list[float]:
 
 
 def _moved(sizes: Sequence[int], split: _Split) -> list[int]:
-    """Layers moved one at a time from one stage to another, as long as that helps most."""
+    """Move one layer at a time between two stages, the best move first, while that helps."""
     best = list(sizes)
     for _ in range(ROUNDS):
         tried = []

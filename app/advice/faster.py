@@ -1,7 +1,7 @@
-"""What makes a run that fits faster, by measured speeds: every suggestion is planned again.
+"""Changes that make a fitting run faster, by measured speeds: every suggestion is planned again.
 
-Single changes first, each with what it gains alone; then, in the order of their gains, as many of
-them together as bring more.
+Single changes come first, each with its own gain; then, in the order of their gains, as many of
+them together as gain more.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from app.plan.dispatchers.choose import run_dispatcher, without_waits
 from app.plan.plan import Plan
 from app.plan.suggestion import Suggestion
 
-GAIN = 0.98  # of a step's time: what takes more is no suggestion
-LARGEST = 8192  # tokens in a microbatch that is doubled
+GAIN = 0.98  # of a step's time: a smaller gain is within the error of the estimate
+# tokens per rank up to which doubling the microbatch is tried: larger GEMMs gain little
+LARGEST = 8192
 
 
 def whole_graph(run: Run) -> Iterator[Change]:
-    """One graph for the step; experts on several ranks need a dispatcher that waits for nobody."""
+    """Capture the full iteration in one graph, with a dispatcher that needs no host sync."""
     values: dict[str, Value] = {"cuda_graph.impl": GraphImpl.full_iteration, "cuda_graph.scope": ()}
     static: dict[str, Value] = {**without_waits()}
     dispatcher = run_dispatcher(run)
@@ -37,8 +38,8 @@ def whole_graph(run: Run) -> Iterator[Change]:
 
 
 def less_recompute(run: Run) -> Iterator[Change]:
-    """Less that backward computes again."""
-    cost = "more memory: less is computed again"
+    """Recompute less in backward."""
+    cost = "more memory: less recomputation"
     if run.recompute.full:
         values: dict[str, Value] = {
             "recompute.partial_microbatches": 0,
@@ -52,16 +53,14 @@ def less_recompute(run: Run) -> Iterator[Change]:
 
 
 def larger_microbatch(run: Run) -> Iterator[Change]:
-    """Twice the sequences at a time."""
+    """Double the sequences of a microbatch."""
     tokens = run.train.micro_batch * run.train.seq_len // (run.parallel.tp * run.parallel.cp)
     if tokens < LARGEST:
-        yield Change(
-            {"train.micro_batch": 2 * run.train.micro_batch}, "more memory: larger products"
-        )
+        yield Change({"train.micro_batch": 2 * run.train.micro_batch}, "more memory: larger GEMMs")
 
 
 def fewer_parts(run: Run) -> Iterator[Change]:
-    """Half the ranks per matrix, sequence or pipeline; these become replicas."""
+    """Halve tp, cp or pp in favour of more replicas."""
     replicas: dict[str, Value] = {"parallel.world_size": run.world_size, "parallel.dp": None}
     for axis in ("tp", "cp", "pp"):
         degree = getattr(run.parallel, axis)
@@ -73,7 +72,7 @@ def fewer_parts(run: Run) -> Iterator[Change]:
 
 
 def other_schedules(run: Run) -> Iterator[Change]:
-    """Orders of a pipeline, with as many stages per rank as they take."""
+    """Try the other pipeline schedules, with the stages per rank that each takes."""
     if run.parallel.pp == 1 or run.parallel.layout:
         return
     own: dict[str, Value] = {"schedule.group_size": None}
@@ -91,7 +90,7 @@ def other_schedules(run: Run) -> Iterator[Change]:
 
 
 def even_stages(run: Run) -> Iterator[Change]:
-    """Stages that take equally long."""
+    """Move layers so that stages take equally long."""
     layout = even_layout(Plan(run))
     if layout is None:
         return
@@ -115,7 +114,7 @@ BY_LIBRARY = (
 
 
 def faster_attention(run: Run) -> Iterator[Change]:
-    """Attention's gradients in a fixed order by another kernel than torch's."""
+    """Compute attention's gradients in a fixed order by cuDNN's kernel instead of torch's."""
     values: dict[str, Value] = {"train.attention_backend": AttentionBackendKind.transformer_engine}
     if run.train.deterministic and run.train.attention_backend is AttentionBackendKind.torch:
         yield Change(values, BY_LIBRARY)
@@ -129,7 +128,7 @@ BY_RECIPE = {
 
 
 def other_recipe(run: Run) -> Iterator[Change]:
-    """Products in FP8 by another recipe, or none: small ones may lose by it."""
+    """Try the other FP8 recipes, and 16 bits: small GEMMs may lose by quantization."""
     fp8, key = run.precision.fp8, "precision.fp8"
     if fp8.recipe is None:
         return
@@ -137,12 +136,12 @@ def other_recipe(run: Run) -> Iterator[Change]:
         if fp8.by_library and recipe is not fp8.recipe:
             unread = () if recipe is Fp8Recipe.delayed else OF_DELAYED
             yield Change(_usual(fp8, unread) | {f"{key}.recipe": recipe}, cost)
-    cost = "products in 16 bits, which take less time than by this recipe"
+    cost = "GEMMs in 16 bits, which take less time than with this recipe"
     yield Change(_usual(fp8, (*OF_ALL, *OF_DELAYED)) | {f"{key}.recipe": None}, cost)
 
 
 def _usual(fp8: Fp8Config, names: Sequence[str]) -> dict[str, Value]:
-    """Those of these keys that are set, as they are by default."""
+    """Return the defaults of those keys that are set to something else."""
     usual = Fp8Config()
     return {
         f"precision.fp8.{name}": getattr(usual, name)
@@ -165,15 +164,17 @@ MOVES: tuple[Move, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class _Faster:
-    """A candidate that fits, and what its step takes."""
+    """A candidate that fits, and the seconds of its step."""
 
     candidate: Candidate
     seconds: float
 
 
 def faster(plan: Plan) -> tuple[Suggestion, ...]:
-    """Changes that make a run that fits quicker, the fastest first: single ones, and the best of
-    them together. None for a run that does not fit, or whose hardware has no profile.
+    """Return changes that make a fitting run faster: single ones and the best combination, fastest
+    first.
+
+    Empty for a run that does not fit, or whose hardware has no profile.
     """
     if plan.profile is None or not plan.fits:
         return ()
@@ -189,7 +190,7 @@ def faster(plan: Plan) -> tuple[Suggestion, ...]:
 
 
 def _suggestion(found: _Faster, before: float, trials: Trials) -> Suggestion:
-    """With its memory planned in full."""
+    """Build the suggestion, with memory planned for all microbatches."""
     return Suggestion(
         found.candidate.overrides,
         trials.memory(found.candidate.run, whole=True),
@@ -199,16 +200,14 @@ def _suggestion(found: _Faster, before: float, trials: Trials) -> Suggestion:
 
 
 def _timed(candidates: Iterator[Candidate], trials: Trials) -> Iterator[_Faster]:
-    """Those that fit once their pipeline is full."""
+    """Yield the candidates that fit once their pipeline is full, with their times."""
     for candidate in candidates:
         if trials.memory(candidate.run) <= trials.limit:
             yield _Faster(candidate, trials.seconds(candidate.run))
 
 
 def _together(singles: Sequence[_Faster], trials: Trials) -> _Faster | None:
-    """The fastest single change with each of the others that makes it quicker still; None: none
-    does.
-    """
+    """Return the fastest single change with every other that adds a gain; None if none does."""
     if not singles:
         return None
     best = singles[0]

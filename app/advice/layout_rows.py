@@ -1,4 +1,4 @@
-"""What is shown of layouts that are compared."""
+"""Rows of the comparison of layouts."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from app.plan.cost.flops import flops_per_token
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a layout takes at one speed of the network between nodes."""
+    """Time and cost of a layout at one bandwidth of the network between nodes."""
 
-    seconds: float  # of a step
+    seconds: float  # of one step
     tokens_per_second: float  # of all GPUs
-    tflops_per_gpu: float  # of the model's own operations
-    gpu_hours: float  # of the tokens that are asked for
+    tflops_per_gpu: float  # model FLOPs, without recomputation
+    gpu_hours: float  # for the given tokens
     days: float
 
     @classmethod
     def of(cls, run: Run, seconds: float, tokens: float) -> Cost:
-        """Of a run whose step takes so long, for so many tokens."""
+        """Build the cost of a run whose step takes `seconds`, for so many tokens."""
         rate = run.train.global_batch * run.train.seq_len / seconds
         flops = flops_per_token(run.model, run.train.seq_len)
         hours = tokens / rate / 3600
@@ -38,7 +38,7 @@ class LayoutRow:
     """A layout that fits, or the run's own."""
 
     own: bool  # the run as it is typed
-    overrides: tuple[str, ...]  # that make the run it; of its own none
+    overrides: tuple[str, ...]  # that turn the run into it; empty for its own
     tp: int
     cp: int
     pp: int
@@ -47,11 +47,11 @@ class LayoutRow:
     ep: int
     etp: int
     micro_batch: int
-    microbatches: int  # of a step, on each rank
+    microbatches: int  # per step and rank
     schedule: str
-    recompute: tuple[str, ...]  # parts of layers; "full": whole ones
+    recompute: tuple[str, ...]  # parts of layers; ("full",) for whole layers
     graphs: str  # what is captured
-    dispatcher: str | None  # of tokens to experts; None: a dense model
+    dispatcher: str | None  # transport of tokens to experts; None for a dense model
     memory: int  # bytes of the busiest rank
     fits: bool
     cost: Cost
@@ -60,24 +60,24 @@ class LayoutRow:
 
 @dataclass(frozen=True, slots=True)
 class LayoutComparison:
-    """What is shown: rows by time."""
+    """Comparison of layouts, rows in order of time."""
 
     world_size: int
-    tokens: float  # that GPU hours are of
+    tokens: float  # that GPU hours are counted for
     gpu_memory: int  # bytes
     network_gb_s: float
     slower_gb_s: float
-    planned: int  # how many were
-    complete: bool  # no layout of the search can be among the fastest without standing here
+    planned: int  # layouts planned by the search
+    complete: bool  # no layout of the search space can be faster than the rows shown
     rows: tuple[LayoutRow, ...]
 
     @property
     def fastest(self) -> LayoutRow | None:
-        """Of those that fit; None: none does."""
+        """Fastest row that fits; None if none does."""
         return next((row for row in self.rows if row.fits), None)
 
     @property
     def fastest_slower(self) -> LayoutRow | None:
-        """The same with the slower network."""
+        """Fastest row that fits with the slower network; None if none does."""
         fitting = (row for row in self.rows if row.fits)
         return min(fitting, key=lambda row: row.slower.seconds, default=None)

@@ -1,9 +1,9 @@
-"""Layouts of a run on the GPUs that it has, fastest first, each with what it would take where the
-network between nodes is slower.
+"""Fastest layouts of a run on its GPUs, also for a slower network between nodes.
 
-Best first, by a bound: no layout is quicker than its ranks' mean work without recomputation, host
-launches or bubble. In the order of that bound every layout is tried with its schedules, graphs and
-the least recomputation that fits, until no bound is below what has been found.
+Best-first search by a lower bound: no layout is faster than the mean work of its ranks without
+recomputation, host launches or bubble. In order of that bound, every layout is planned with its
+schedules, graph modes and the least recomputation that fits, until no bound is below the times
+found.
 """
 
 from __future__ import annotations
@@ -45,17 +45,18 @@ from app.plan.recompute import NOTHING, RecomputePolicy, recompute_policy
 from app.plan.stages import Stage
 from app.rules import check
 
-ROWS = 8  # of the fastest layouts at each speed of the network
-SLOWER = 0.5  # of the network's speed, where nothing else is asked for
-MOST_TRIALS = 600  # layouts that a search plans at each speed, some seconds
+ROWS = 8  # fastest layouts shown at each network speed
+SLOWER = 0.5  # default slower network, as a share of the network's bandwidth
+MOST_TRIALS = 600  # layouts that a search plans at each network speed, some seconds
 
 
 def compare_layouts(
     plan: Plan, tokens: float | None = None, slower_gb_s: float | None = None
 ) -> LayoutComparison:
-    """The fastest layouts that fit, at the network's speed and at a slower one, and the run's own.
+    """Compare the fastest layouts that fit, at two network bandwidths, with the run's own.
 
-    tokens: that GPU hours are of; None: those of train.steps. slower_gb_s: None: half.
+    tokens: the number that GPU hours are counted for; None means those of train.steps. slower_gb_s:
+    the second bandwidth; None means half of the first.
     """
     run = plan.run
     network = run.hardware.network_gb_s
@@ -71,7 +72,7 @@ def compare_layouts(
         chosen |= dict.fromkeys(found)
         complete = complete and whole
     rows: dict[LayoutRow, LayoutRow] = {}
-    for each in chosen:  # the run itself first: what is the same by other keys is no other row
+    for each in chosen:  # the run itself first, so that an equal layout under other keys is dropped
         row = _row(each, run, trials, tokens=tokens, slower=slower)
         rows.setdefault(dataclasses.replace(row, own=False, overrides=()), row)
     ranked = sorted(rows.values(), key=lambda row: row.cost.seconds)
@@ -89,7 +90,7 @@ def compare_layouts(
 
 
 def _row(run: Run, own: Run, trials: Trials, tokens: float, slower: float) -> LayoutRow:
-    """Planned with all microbatches."""
+    """Build a row, planned with all microbatches."""
     plan = trials.plan(run)
     layout = plan.layout
     memory = trials.memory(run, whole=True)
@@ -128,7 +129,7 @@ def _captured(run: Run) -> str:
         case GraphImpl.none:
             return "none"
         case GraphImpl.full_iteration:
-            return "whole step"
+            return "full iteration"
         case _:
             return "partial" if run.cuda_graph.scope else "layers"
 
@@ -137,13 +138,12 @@ def _networked(run: Run, gb_s: float) -> Run:
     return dataclasses.replace(run, hardware=dataclasses.replace(run.hardware, network_gb_s=gb_s))
 
 
-COMPARED = (
-    "parallel", "schedule", "recompute", "cuda_graph",
-)  # sections whose keys a layout may set  # fmt: skip
+# sections whose keys a layout may set
+COMPARED = ("parallel", "schedule", "recompute", "cuda_graph")
 
 
 def _overrides(own: Run, run: Run) -> Iterator[str]:
-    """What is typed behind a run to have the other."""
+    """Yield the overrides that turn run `own` into `run`."""
     pairs: list[tuple[str, Any, Any]] = [
         ("train.micro_batch", own.train.micro_batch, run.train.micro_batch)
     ]
@@ -163,15 +163,15 @@ def _overrides(own: Run, run: Run) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Least:
-    """What a microbatch takes at least in all layers, however they are cut into stages."""
+    """Lower bounds for a microbatch in all layers, however these are split into stages."""
 
     seconds: float
-    bytes: int  # kept for its backward
+    bytes: int  # saved for its backward
 
 
 @dataclass
 class _Search:
-    """Over shapes, each with its best companions."""
+    """Search over shapes, each with its best schedule, graph mode and recomputation."""
 
     run: Run
     trials: Trials
@@ -181,7 +181,7 @@ class _Search:
     bytes: dict[Run, int] = field(default_factory=dict)  # of runs at the network's own speed
 
     def fastest(self, network: float) -> tuple[list[Run], bool]:
-        """As many as there are rows, each of another shape, and whether none can be missing."""
+        """Return the fastest runs, one per shape, and whether the search was complete."""
         run = _networked(self.run, network)
         limit = self.planned + MOST_TRIALS
         waiting = list(self._bounds())
@@ -198,12 +198,12 @@ class _Search:
         return self._found(best), not waiting and self.alike
 
     def _found(self, best: dict[Shape, tuple[float, Run]]) -> list[Run]:
-        """At the network's own speed."""
+        """Return the fastest runs, with the network's own speed restored."""
         ranked = sorted(best.values(), key=lambda pair: pair[0])[:ROWS]
         return [_networked(run, self.run.hardware.network_gb_s) for _, run in ranked]
 
     def _bounds(self) -> Iterator[tuple[float, int, Shape, int, int]]:
-        """(seconds that a step takes at least, number, shape, sequences of a microbatch, rung)."""
+        """Yield (lower bound in seconds, number, shape, sequences of a microbatch, rung)."""
         run = self.run
         pairs = ((shape, size) for shape in shapes(run) for size in micro_batches(run, shape))
         for number, (shape, size) in enumerate(pairs):
@@ -214,20 +214,22 @@ class _Search:
 
     @cached_property
     def ladder(self) -> tuple[Values, ...]:
-        """From least to most recomputation."""
+        """Overrides of recomputation, from least to most."""
         return tuple(recompute_ladder(self.run))
 
     @cached_property
     def alike(self) -> bool:
-        """Whether all layers keep as much: `_rung` may pass over what fits where the first ranks,
-        which have most microbatches in flight, have the lighter layers.
+        """True if all layers save equally much.
+
+        Otherwise `_rung` may skip what fits: the first ranks have most microbatches in flight, and
+        may have the lighter layers.
         """
         model = self.run.model
         return len({model.is_moe_layer(layer) for layer in range(model.num_layers)}) == 1
 
     @cached_property
     def count(self) -> ParameterCount:
-        """Of the model."""
+        """Parameters of the model."""
         return parameter_count(self.run.model)
 
     def _microbatches(self, shape: Shape, size: int) -> int:
@@ -235,15 +237,19 @@ class _Search:
         return self.run.train.global_batch // (size * dp)
 
     def _bound(self, shape: Shape, size: int, rung: int) -> float | None:
-        """Seconds that a step takes at least, at the network's own speed; None: not legal."""
+        """Return a lower bound on the seconds of a step, at the network's own speed.
+
+        None if not legal.
+        """
         least = self._least(shape, size, rung)
         if least is None:
             return None
         return self._microbatches(shape, size) * least.seconds / shape.pp
 
     def _rung(self, shape: Shape, size: int, rung: int) -> int:
-        """The least recomputation, from a rung on, whose state and kept tensors may fit: of as many
-        microbatches as there are pipeline ranks, some rank holds its part.
+        """Return the least recomputation, from `rung` on, whose state and saved tensors may fit.
+
+        With pp microbatches in flight, some rank holds at least its mean share of them.
         """
         flying = min(self._microbatches(shape, size), shape.pp) / shape.pp
         state = shape.state_bytes(self.run, self.count)
@@ -254,8 +260,10 @@ class _Search:
         return len(self.ladder) - 1
 
     def _least(self, shape: Shape, size: int, rung: int) -> _Least | None:
-        """Pipelines of any length have the same, where their ranks vary slowest and the same is
-        legal for all of them.
+        """Return the lower bounds of a shape; None if it is not legal.
+
+        They do not depend on pp if pipeline ranks vary slowest and the same rules hold for every
+        pp.
         """
         order = self.run.parallel.order.lower()
         alike = order.endswith("dp-pp") and not self.run.optim.pair_expert_grads
@@ -275,7 +283,9 @@ class _Search:
         rung: int,
         best: dict[Shape, tuple[float, Run]],
     ) -> None:
-        """Keep the fastest of a shape's companions that fits, if it is quick enough for a row."""
+        """Record the fastest schedule, graph mode and recomputation of a shape that fits, if fast
+        enough.
+        """
         for order in schedules(run, shape.pp):
             laid_out = with_values(run, shape.values(run) | order | {"train.micro_batch": size})
             for mode in graph_modes(laid_out):
@@ -285,7 +295,7 @@ class _Search:
                         continue
                     seconds = self._seconds(legal)
                     if seconds >= min(_last(best), best.get(shape, (inf, run))[0]):
-                        break  # more recomputation is no quicker
+                        break  # more recomputation is slower still
                     if self._memory(legal) <= self.trials.limit and self._fits(legal):
                         best[shape] = seconds, legal
                         break
@@ -301,7 +311,7 @@ class _Search:
         return self.bytes[usual]
 
     def _fits(self, run: Run) -> bool:
-        """With all microbatches: graphs grow with them, beyond what fills the pipeline."""
+        """Return whether the run fits with all microbatches, which take more graphs than few do."""
         usual = _networked(run, self.run.hardware.network_gb_s)
         return self.trials.memory(usual, whole=True) <= self.trials.limit
 
@@ -312,7 +322,7 @@ class _Search:
 
 
 def _least_of(run: Run) -> _Least:
-    """Without launches of the host, by the better of two ways to exchange tokens."""
+    """Return lower bounds without launches of the host, by the better of two dispatchers."""
     graph = dataclasses.replace(run.cuda_graph, impl=GraphImpl.full_iteration)
     ways = [run]
     if run.model.moe is not None:
@@ -334,6 +344,6 @@ def _least_of(run: Run) -> _Least:
 
 
 def _last(best: dict[Shape, tuple[float, Run]]) -> float:
-    """Time of the last row so far; without bound while rows are left."""
+    """Return the time of the last row so far; inf while rows are left."""
     times = sorted(seconds for seconds, _ in best.values())
     return times[ROWS - 1] if len(times) >= ROWS else inf

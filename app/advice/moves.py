@@ -1,6 +1,6 @@
-"""Single changes of a run that may make it smaller, each with what is paid for it.
+"""Single changes that may make a run smaller, each with its cost.
 
-A move looks at a run and yields changes; whether they are legal is for `app.rules` to say.
+A move looks at a run and yields changes; `app.rules` decides whether they are legal.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Value = int | float | str | bool | None | Enum | tuple[Enum, ...]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One step away from a run."""
+    """One change of a run."""
 
     values: dict[str, Value]  # dotted key -> new value
     cost: str  # in words
@@ -39,13 +39,16 @@ Move = Callable[[Run], Iterator[Change]]
 
 
 def with_values(run: Run, values: dict[str, Value]) -> Run:
-    """The run with some dotted keys changed, each section checked once it has all of its own."""
+    """Return the run with some dotted keys changed.
+
+    Each section is checked once it has all of its own.
+    """
     changed: Run = _replaced(run, values)
     return changed
 
 
 def _replaced(section: Any, values: Mapping[str, Value]) -> Any:
-    """A section with keys changed that are dotted from there."""
+    """Return a section with the keys changed that are dotted from there."""
     own: dict[str, Any] = {}
     below: defaultdict[str, dict[str, Value]] = defaultdict(dict)
     for key, value in values.items():
@@ -60,7 +63,7 @@ def _replaced(section: Any, values: Mapping[str, Value]) -> Any:
 
 
 def recompute_more(run: Run) -> Iterator[Change]:
-    """The next rungs of the ladder from keeping everything to keeping only the inputs of layers."""
+    """Recompute the next groups of phases, or whole layers."""
     if run.recompute.full:
         if run.recompute.partial_microbatches:
             yield Change(
@@ -80,16 +83,17 @@ def recompute_more(run: Run) -> Iterator[Change]:
     yield Change({"recompute.full": True, **none}, "every forward twice")
 
 
+# cheapest recomputation per saved byte first
 RUNGS = (
     ({Recompute.norm, Recompute.mlp_act, Recompute.experts_act}, "norms and activations twice"),
     ({Recompute.attn_core}, "attention's softmax twice"),
     ({Recompute.shared}, "shared experts twice"),
-    ({Recompute.moe}, "MoE forwards twice, with their exchanges"),
+    ({Recompute.moe}, "MoE forwards twice, with their communication"),
 )
 
 
 def can_recompute(run: Run, phase: Recompute) -> bool:
-    """Whether any layer has something to recompute under this name."""
+    """Return whether any layer has something to recompute under this name."""
     moe = run.model.moe
     layers = range(run.model.num_layers)
     match phase:
@@ -104,22 +108,20 @@ def can_recompute(run: Run, phase: Recompute) -> bool:
 
 
 def smaller_microbatch(run: Run) -> Iterator[Change]:
-    """Half the sequences at a time."""
+    """Halve the sequences of a microbatch."""
     size = run.train.micro_batch
     if size > 1:
-        yield Change(
-            {"train.micro_batch": size // 2}, "smaller matrix products, not in the estimate"
-        )
+        yield Change({"train.micro_batch": size // 2}, "smaller GEMMs, not in the estimate")
 
 
 def loss_by_chunks(run: Run) -> Iterator[Change]:
-    """Logits of some tokens at a time, or of fewer."""
+    """Compute the logits of fewer tokens at a time."""
     tokens = run.train.micro_batch * run.train.seq_len // run.parallel.cp
     if (run.loss.chunk_tokens or tokens) > CHUNK:
-        yield Change({"loss.chunk_tokens": CHUNK}, "the head's product twice")
+        yield Change({"loss.chunk_tokens": CHUNK}, "the head's GEMM twice")
 
 
-# tokens: the matrix products are still large, and the loss is in fp32 for as many at once anyway
+# tokens: GEMMs are still large, and the fp32 loss needs memory for as many at once anyway
 CHUNK = 1024
 
 
@@ -127,7 +129,7 @@ TWICE = "twice the GPUs"
 
 
 def attention_by_torch(run: Run) -> Iterator[Change]:
-    """An ordered backward of attention without a matrix of all scores."""
+    """Use torch's deterministic attention backward, which stores no matrix of all scores."""
     by_library = run.train.attention_backend is AttentionBackendKind.transformer_engine
     if by_library and run.train.deterministic:
         torch = AttentionBackendKind.torch
@@ -138,9 +140,9 @@ def attention_by_torch(run: Run) -> Iterator[Change]:
 
 
 def more_tensor_parallel(run: Run) -> Iterator[Change]:
-    """Twice the ranks per matrix, within a node: of experts too where these follow, or not."""
+    """Double tp within a node, for experts too or with etp as it is."""
     tp = 2 * run.parallel.tp
-    cost = "exchanges in every layer, narrower products"
+    cost = "communication in every layer, narrower GEMMs"
     if tp <= run.parallel.gpus_per_node:
         yield Change(_with_dp(run, {"parallel.tp": tp}, 2), cost)
         if run.model.moe and run.parallel.etp is None:
@@ -150,7 +152,7 @@ def more_tensor_parallel(run: Run) -> Iterator[Change]:
 
 
 def more_context_parallel(run: Run) -> Iterator[Change]:
-    """Twice the ranks per sequence; those that trade tokens for heads need twice the heads."""
+    """Double cp; gather keys and values where the heads are too few for an all-to-all."""
     cp = 2 * run.parallel.cp
     trades = run.parallel.cp_comm_type is CpComm.all_to_all
     gathers: dict[str, Value] = {}
@@ -167,7 +169,7 @@ def more_context_parallel(run: Run) -> Iterator[Change]:
 
 
 def more_pipeline(run: Run) -> Iterator[Change]:
-    """Twice the pipeline ranks, with as many stages each or with half of them."""
+    """Double pp, with as many stages per rank or half of them."""
     p = run.parallel
     if p.layout is not None or p.first is not None or p.last is not None:
         return
@@ -183,13 +185,13 @@ def more_pipeline(run: Run) -> Iterator[Change]:
 
 
 def more_expert_parallel(run: Run) -> Iterator[Change]:
-    """Twice the ranks per layer of experts."""
+    """Double ep."""
     if run.model.moe:
         yield Change({"parallel.ep": 2 * run.parallel.ep}, "tokens travel to experts further away")
 
 
 def dispatcher_options(run: Run) -> Iterator[Change]:
-    """What the dispatcher itself can do with less memory for."""
+    """Set the options with which the dispatcher needs less memory."""
     dispatcher = run_dispatcher(run)
     if dispatcher is not None:
         for option in dispatcher.smaller():
@@ -197,7 +199,7 @@ def dispatcher_options(run: Run) -> Iterator[Change]:
 
 
 def fewer_in_flight(run: Run) -> Iterator[Change]:
-    """A schedule that keeps fewer microbatches."""
+    """Use a schedule with fewer microbatches in flight."""
     p = run.parallel
     if run.schedule.name is ScheduleName.gpipe:
         yield Change({"schedule.name": ScheduleName("1f1b")}, "none: the same bubble")
@@ -211,7 +213,7 @@ def fewer_in_flight(run: Run) -> Iterator[Change]:
 
 
 def smaller_elements(run: Run) -> Iterator[Change]:
-    """Two bytes instead of four."""
+    """Store parameters and activations in two bytes instead of four."""
     if run.precision.params is Dtype.float32:
         yield Change(
             {"precision.params": Dtype.bfloat16}, "8 bits of mantissa in parameters and activations"
@@ -219,14 +221,14 @@ def smaller_elements(run: Run) -> Iterator[Change]:
 
 
 def unpaired_gradients(run: Run) -> Iterator[Change]:
-    """No rows of experts that wait for the next microbatch's."""
+    """Do not keep dispatched tokens until the next microbatch's."""
     if run.optim.pair_expert_grads:
-        cost = "sums of experts' gradients are read and written for every microbatch"
+        cost = "experts' main gradients are read and written for every microbatch"
         yield Change({"optim.pair_expert_grads": False}, cost)
 
 
 def fewer_graph_buffers(run: Run) -> Iterator[Change]:
-    """Graphs by place in flight instead of by microbatch, or none."""
+    """Share graphs between microbatches by slot, or capture none."""
     graph = run.cuda_graph
     whole: dict[str, Value] = {"cuda_graph.optimizer": False} if graph.optimizer else {}
     if (
@@ -240,7 +242,7 @@ def fewer_graph_buffers(run: Run) -> Iterator[Change]:
 
 
 def more_gpus(run: Run) -> Iterator[Change]:
-    """Twice the ranks, as data-parallel replicas that share the optimizer's state."""
+    """Double the data-parallel replicas, which share the optimizer's state."""
     values: dict[str, Value] = {}
     if run.parallel.world_size:
         values["parallel.world_size"] = 2 * run.parallel.world_size
@@ -253,9 +255,9 @@ def more_gpus(run: Run) -> Iterator[Change]:
 
 
 def _with_dp(run: Run, values: dict[str, Value], factor: int) -> dict[str, Value]:
-    """The values, with data parallelism divided by `factor` so that the number of ranks stays."""
+    """Return the values with dp divided by `factor`, so that the number of ranks stays."""
     if run.dp % factor:
-        # for the rules to refuse
+        # the rules refuse it
         return {**values, "parallel.world_size": run.world_size, "parallel.dp": None}
     dp: dict[str, Value] = {"parallel.dp": run.dp // factor} if run.parallel.dp else {}
     return {**values, **dp}

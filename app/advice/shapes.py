@@ -1,5 +1,7 @@
-"""Which layouts a run could have on as many GPUs: degrees of parallelism, and what each can be
-combined with. Whether they are legal is for `app.rules` to say.
+"""Search space of layouts on a given number of GPUs: degrees of parallelism and what goes with
+them.
+
+`app.rules` decides whether they are legal.
 """
 
 from __future__ import annotations
@@ -19,17 +21,19 @@ from app.plan.stages import spelled_layout
 
 Values = dict[str, Value]  # dotted key -> value
 
-LEAST_TOKENS = 1024  # of a sequence on a context-parallel rank
-MOST_TOKENS = 8192  # of a microbatch on a rank, where more than one sequence is taken together
+# of a sequence on a context-parallel rank: below, communication outweighs attention
+LEAST_TOKENS = 1024
+MOST_TOKENS = 8192  # of a microbatch of several sequences on a rank: GEMMs gain little beyond
 MICRO_BATCHES = (1, 2, 4)
+# (name, stages per rank)
 SCHEDULES = (
     (ScheduleName("1f1b"), 1),
     (ScheduleName.interleaved, 2),
     (ScheduleName.interleaved, 4),
     (ScheduleName.zero_bubble_h1, 1),
     (ScheduleName.zero_bubble_v, 2),
-)  # with stages per rank
-IN_PARTS: Values = {"cuda_graph.optimizer": False}  # what only a whole step's graph may hold
+)
+IN_PARTS: Values = {"cuda_graph.optimizer": False}  # for graph modes other than full_iteration
 STATIC_ROWS = "model.moe.static.capacity"
 
 
@@ -41,17 +45,17 @@ class Shape:
     cp: int
     pp: int
     ep: int
-    etp: int | None  # None: a dense model
+    etp: int | None  # None for a dense model
 
     @classmethod
     def of(cls, run: Run) -> Shape:
-        """A run's own."""
+        """Return the shape of a run."""
         p = run.parallel
         etp = (p.tp if p.etp is None else p.etp) if run.model.moe else None
         return cls(p.tp, p.cp, p.pp, p.ep, etp)
 
     def values(self, run: Run) -> Values:
-        """Keys that give a run this shape; none for its own."""
+        """Return the keys that give a run this shape; empty for its own."""
         if self == Shape.of(run):
             return {}
         experts: Values = {} if self.etp is None else {"parallel.etp": self.etp}
@@ -66,8 +70,9 @@ class Shape:
         }
 
     def state_bytes(self, run: Run, count: ParameterCount) -> int:
-        """Parameters, gradients and optimizer of a mean rank, and what CUDA takes: the busiest rank
-        is planned with no less.
+        """Return bytes of parameters, gradients, optimizer state and CUDA context on a mean rank.
+
+        This is a lower bound for the busiest rank.
         """
         params, grads, shard = bytes_per_parameter(run.precision)
         dense = (count.total - count.experts) / (self.tp * self.pp)
@@ -79,7 +84,7 @@ class Shape:
 
 
 def shapes(run: Run) -> Iterator[Shape]:
-    """All whose degrees divide what they have to."""
+    """Yield all shapes whose degrees divide the world, the experts and the node."""
     world = run.world_size
     moe = run.model.moe
     sequence = run.train.seq_len
@@ -98,7 +103,7 @@ def shapes(run: Run) -> Iterator[Shape]:
 
 
 def micro_batches(run: Run, shape: Shape) -> Iterator[int]:
-    """Sequences that are taken together, such that whole microbatches make a step."""
+    """Yield the numbers of sequences in a microbatch that divide the global batch."""
     dp = run.world_size // (shape.tp * shape.cp * shape.pp)
     for size in sorted({*MICRO_BATCHES, run.train.micro_batch}):
         tokens = size * run.train.seq_len // (shape.tp * shape.cp)
@@ -108,7 +113,7 @@ def micro_batches(run: Run, shape: Shape) -> Iterator[int]:
 
 
 def schedules(run: Run, pp: int) -> Iterator[Values]:
-    """Orders of a pipeline with its stages: the run's own split where it has as many."""
+    """Yield pipeline schedules with their stages; a run's own split where it has as many stages."""
     plain: Values = {"schedule.group_size": None}
     if pp == 1:
         yield plain | {"schedule.name": ScheduleName.auto} | _stages(run, 1, 1)
@@ -119,7 +124,7 @@ def schedules(run: Run, pp: int) -> Iterator[Values]:
 
 
 def _stages(run: Run, pp: int, vpp: int) -> Values:
-    """Equally many layers per stage; where they do not divide, the first stages have one more."""
+    """Return keys for equally many layers per stage; the first stages take the remainder."""
     own = select_stages(run)
     if (own.pp, own.vpp) == (pp, vpp):
         return {}
@@ -133,8 +138,9 @@ def _stages(run: Run, pp: int, vpp: int) -> Values:
 
 
 def graph_modes(run: Run) -> Iterator[Values]:
-    """What graphs hold: as it is, all but the exchange of tokens, or a whole step, for which
-    experts on several ranks need a dispatcher that waits for nobody.
+    """Yield graph modes: as set, partial graphs without the token exchange, and full iteration.
+
+    Full iteration with experts on several ranks needs a dispatcher that does not wait for the host.
     """
     yield {}
     captured: tuple[GraphScope, ...] = (GraphScope.attn, GraphScope.mlp)
@@ -153,7 +159,7 @@ def graph_modes(run: Run) -> Iterator[Values]:
 
 
 def recompute_ladder(run: Run) -> Iterator[Values]:
-    """From keeping everything to keeping only the inputs of layers, cheapest first."""
+    """Yield keys from no recomputation to whole layers, cheapest first."""
     phases: tuple[Recompute, ...] = ()
     plain: Values = {"recompute.full": False, "recompute.partial_microbatches": 0}
     yield plain | {"recompute.phases": phases}

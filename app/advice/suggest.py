@@ -1,9 +1,8 @@
-"""What to change so that a run fits into its GPUs: cheapest first, every suggestion planned again
-before it is made.
+"""Changes that make a run fit its GPUs, cheapest first.
 
-A search over single changes and then over combinations of them: each round takes every legal change
-of the runs that do not fit yet, and goes on from those that have come nearest. The price is the
-estimated time of a step beside that of the run as it is. `moves` says which changes there are.
+Every suggestion is planned before it is made. Beam search over changes: each round tries every
+legal change of the runs that do not fit yet, and continues from those that came nearest. The price
+is the estimated time of a step relative to the run as it is. `moves` lists the changes.
 """
 
 from __future__ import annotations
@@ -23,15 +22,9 @@ from app.plan.suggestion import Suggestion
 from app.rules import check
 
 ENOUGH = 5  # suggestions
-
-
-BEAM = 6  # runs that a round goes on from
-
-
+BEAM = 6  # runs that a round continues from
 ROUNDS = 8  # changes in one suggestion at most
-
-
-MOST_WORK = 1_000_000  # actions that a search walks along, some seconds, before it has to do
+MOST_WORK = 1_000_000  # actions that a search replays before it must stop: some seconds
 
 
 @dataclass(frozen=True)
@@ -43,20 +36,20 @@ class Candidate:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """All changes together as typed on the command line; the last one of a key counts."""
+        """All changes as typed on the command line; the last one of a key counts."""
         values = {key: value for change in self.changes for key, value in change.values.items()}
         return tuple(f"{key}={typed(value)}" for key, value in values.items())
 
     @property
     def cost(self) -> str:
-        """What is paid for all changes, in words."""
+        """Cost of all changes, in words."""
         costs = Counter(change.cost for change in self.changes)
         if (doubled := costs[TWICE]) > 1:
             costs[f"{2**doubled} times the GPUs"] = costs.pop(TWICE)
         return "; ".join(+costs)
 
     def neighbours(self, moves: Sequence[Move]) -> Iterator[Candidate]:
-        """Every legal run one change further."""
+        """Yield every legal run one change further."""
         for change in (change for move in moves for change in move(self.run)):
             with suppress(ConfigError):  # an illegal one is no neighbour
                 yield Candidate(
@@ -65,9 +58,10 @@ class Candidate:
 
 
 def suggest(plan: Plan) -> tuple[Suggestion, ...]:
-    """Changes that make a run fit, cheapest first; none for a run that fits.
+    """Return changes that make a run fit, cheapest first.
 
-    More GPUs are asked for only where nothing else helps. Empty if that does not help either.
+    Empty for a run that fits, or if nothing helps. More GPUs are suggested only if nothing else
+    helps.
     """
     if plan.fits:
         return ()
@@ -85,7 +79,7 @@ def suggest(plan: Plan) -> tuple[Suggestion, ...]:
 def _suggestions(
     candidates: Sequence[Candidate], before: float, trials: Trials
 ) -> Iterator[Suggestion]:
-    """The first few that fit when planned in full, none that only adds to a quicker one."""
+    """Yield the first few that fit when planned in full, without supersets of earlier ones."""
     given: list[set[str]] = []
     for candidate in candidates:
         overrides = set(candidate.overrides)
@@ -105,10 +99,11 @@ def _suggestions(
 
 
 def step_seconds(run: Run) -> float:
-    """Estimated time of a step: its busiest pipeline rank's compute, the pipeline's ramp, traffic
-    that compute waits for, and where speeds are measured what follows the pipeline.
+    """Return the estimated time of a step.
 
-    With t the time of one microbatch on that rank: M·t + (pp − 1)·t / vpp.
+    Compute of the busiest pipeline rank with the pipeline's ramp, exposed traffic, and with a
+    profile what follows the pipeline. With t the time of one microbatch on that rank: M·t + (pp −
+    1)·t / vpp.
     """
     plan = Plan(run)
     pp = plan.layout.pp
@@ -121,12 +116,12 @@ def step_seconds(run: Run) -> float:
     busiest = max(sum(stage.total for stage in stages) for stages in per_rank)
     pipeline_seconds = (run.num_microbatches + (pp - 1) / plan.stages.vpp) * busiest
     if plan.profile is not None:
-        return pipeline_seconds + plan.tail.seconds  # stages wait for their traffic already
+        return pipeline_seconds + plan.tail.seconds  # stage times include exposed traffic already
     return pipeline_seconds + sum(t.seconds for t in plan.traffic if t.exposed)
 
 
 def _search(run: Run, moves: Sequence[Move], trials: Trials) -> list[Candidate]:
-    """Candidates that fit, from the first round that has some and the one after it."""
+    """Return the candidates that fit, from the first round that has some and the one after it."""
     frontier = [Candidate(run)]
     found = list[Candidate]()
     seen = {run}
@@ -151,14 +146,14 @@ def _search(run: Run, moves: Sequence[Move], trials: Trials) -> list[Candidate]:
 
 
 def typed(value: Value) -> str:
-    """A value as the command line takes it."""
+    """Return a value as typed on the command line."""
     match value:
         case Enum():
             return str(value.value)
         case tuple():
             return f"[{','.join(map(typed, value))}]"
         case str() if "|" in value:
-            return f"'{value}'"  # a pipe to shells
+            return f"'{value}'"  # shells read | as a pipe
         case bool() | None:
             return {True: "true", False: "false", None: "null"}[value]
         case _:

@@ -1,4 +1,4 @@
-"""Memory and time of many runs that are changes of each other, with as little work as will do."""
+"""Memory and time of many related runs, sharing schedules between them."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from app.plan.pipeline.known import KnownSchedules
 from app.plan.plan import Plan
 from app.plan.select import select_graphs
 
-LOWERING = 4  # times as long as walking along a list takes making it
-# times pp microbatches: with more, no list but gpipe's has more of them in flight, and each of them
-# takes as long as the one before it
+LOWERING = 4  # cost of lowering a list, in replays of that list
+# times pp microbatches: from there on no schedule but gpipe has more of them in flight, and each
+# further one adds the same time
 SATURATED = 2
 
 
 @dataclass
 class Trials:
-    """Runs whose lists of actions are often the same."""
+    """Plans of runs that often share their schedules."""
 
     limit: int  # memory of one GPU, bytes
-    work: int = 0  # actions that have been walked along so far
+    work: int = 0  # actions replayed so far
     known: KnownSchedules = field(default_factory=KnownSchedules)
 
     def plan(self, run: Run) -> Plan:
-        """Of a run, with what others have made."""
+        """Plan a run, reusing lists of earlier ones."""
         return Plan(run, self.known)
 
     def memory(self, run: Run, whole: bool = False) -> int:
-        """Bytes of the busiest rank: of the whole step, or with no more microbatches than it
-        takes to fill the pipeline.
+        """Return bytes of the busiest rank, with all (`whole`) or just enough microbatches.
+
+        Just enough are those that fill the pipeline.
         """
         plan = self.plan(run)
         key = plan.schedule_key
@@ -54,8 +55,9 @@ class Trials:
         return max(rank.total for rank in ranks)
 
     def seconds(self, run: Run) -> float:
-        """Estimated time of a step: by timelines of as many microbatches as fill the pipeline, and
-        of twice as many, what each of the others adds.
+        """Return the estimated time of a step, extrapolated from timelines with few microbatches.
+
+        Two timelines that fill the pipeline give the time that each further microbatch adds.
         """
         plan = self.plan(run)
         pp = plan.layout.pp

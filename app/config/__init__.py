@@ -1,9 +1,9 @@
 """The whole option surface as frozen dataclasses, with each field's unit in its comment.
 
 Pure Python: no torch, no Hydra, no environment. `app.cli.options.compose` fills these types from
-the YAML groups in `conf/`. Every section checks itself in `__post_init__`; what spans sections is
-one small function in `app.rules`. `model` has the architecture, `layout` how the work lies on GPUs,
-`training` the rest.
+the YAML groups in `conf/`. Every section checks itself in `__post_init__`; a rule that spans
+sections is one small function in `app.rules`. `model` has the architecture, `layout` how the work
+lies on GPUs, `training` the rest.
 """
 
 from __future__ import annotations
@@ -61,12 +61,13 @@ class Run:
 
     model: ModelConfig = field(default_factory=ModelConfig)  # architecture and sizes
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # degrees of parallelism
-    hardware: HardwareConfig = field(default_factory=HardwareConfig)  # what plans are made for
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)  # GPUs that plans are made for
     # order of forwards and backwards
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    # what backward computes again
+    # what is recomputed in backward
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
-    cuda_graph: CudaGraphConfig = field(default_factory=CudaGraphConfig)  # what is captured
+    # what is captured into CUDA graphs
+    cuda_graph: CudaGraphConfig = field(default_factory=CudaGraphConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)  # element types
     optim: OptimConfig = field(default_factory=OptimConfig)  # optimizer and its schedules
     data: DataConfig = field(default_factory=DataConfig)  # documents and tokenizer
@@ -99,8 +100,11 @@ class Run:
 
     @property
     def writes_expert_grads(self) -> bool:
-        """Whether a step's first gradients of experts are written to their sums, which nobody
-        clears: not where one graph serves several microbatches, nor where autograd adds.
+        """True if a step's first expert gradients overwrite the main gradients, which saves
+        zeroing.
+
+        Not with partial graphs, which replay one kernel for every microbatch, nor if autograd
+        accumulates.
         """
         return not self.cuda_graph.of_parts and self.precision.grads is not self.precision.params
 
@@ -111,29 +115,29 @@ class Run:
 
     @property
     def decay_steps(self) -> float:
-        """Step at which the learning rate reaches its minimum; a fraction where samples do not
-        fill the last step.
+        """Step at which the learning rate reaches its minimum.
+
+        A fraction if the given samples end within a step.
         """
         steps = self._steps(self.optim.decay_steps, self.optim.decay_samples)
         return self.train.steps if steps is None else steps
 
     @property
     def warmup_steps(self) -> float:
-        """Steps of the learning rate's warm-up; a fraction as above."""
+        """Warm-up steps of the learning rate; may be a fraction, as decay_steps."""
         steps = self._steps(self.optim.warmup_steps, self.optim.warmup_samples)
         return self.decay_steps // 20 if steps is None else steps
 
     @property
     def wsd_decay_steps(self) -> float:
-        """Steps of the last part of warm-up, stable, decay; a fraction as above; 0 where none
-        are given.
+        """Steps of the final decay of warm-up-stable-decay; may be a fraction.
+
+        0 if none are given.
         """
         return self._steps(self.optim.wsd_decay_steps, self.optim.wsd_decay_samples) or 0
 
     def _steps(self, steps: int | None, samples: int | None) -> float | None:
-        """A length of a schedule in steps, of which one holds train.global_batch samples: whole
-        where it divides them.
-        """
+        """Convert a length given in steps or samples to steps of train.global_batch samples."""
         if samples is None:
             return steps
         whole, rest = divmod(samples, self.train.global_batch)

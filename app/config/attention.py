@@ -1,4 +1,4 @@
-"""Kinds of attention and of rotary positions."""
+"""Configuration of latent attention and rotary positions."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from app.errors import ConfigError
 
 @dataclass(frozen=True)
 class YarnConfig:
-    """Rotary positions for longer sequences than a model was first trained on (YaRN, Peng et al.
-    2023, arXiv 2309.00071), with DeepSeek's factor on the softmax.
+    """YaRN: rotary positions for longer sequences than in pre-training.
+
+    Peng et al. 2023, arXiv 2309.00071, with DeepSeek's factor on the softmax.
     """
 
-    factor: float = 40.0  # how many times longer
-    original_length: int = 4096  # tokens of a sequence at first
-    beta_fast: float = 32.0  # frequencies that turn more often than this within them stay
-    beta_slow: float = 1.0  # those that turn less often are divided by the factor
-    mscale: float = 1.0  # how much queries and keys grow with the factor's logarithm
-    mscale_all_dim: float = 1.0  # the same for what positions do not turn either: the softmax
+    factor: float = 40.0  # new length over original_length
+    original_length: int = 4096  # tokens of a sequence in pre-training
+    # frequencies with more turns than this within original_length are unchanged
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0  # frequencies with fewer turns are divided by the factor
+    mscale: float = 1.0  # growth of queries and keys with the factor's logarithm
+    # growth of the softmax scale, which also covers values that are not rotated
+    mscale_all_dim: float = 1.0
 
     def __post_init__(self) -> None:
         section = "model.yarn"
@@ -34,20 +37,22 @@ class YarnConfig:
             )
 
     def growth(self, mscale: float) -> float:
-        """0.1 · mscale · ln(factor) + 1."""
+        """Return 0.1 · mscale · ln(factor) + 1."""
         return 0.1 * mscale * math.log(self.factor) + 1
 
 
 @dataclass(frozen=True)
 class Llama3RopeConfig:
-    """Rotary positions for longer sequences than a model was first trained on, as Llama 3.1 has
-    them: slow frequencies are divided by a factor, fast ones stay (arXiv 2407.21783).
+    """Llama 3.1's rotary positions for longer sequences than in pre-training (arXiv 2407.21783).
+
+    Low frequencies are divided by a factor, high ones are unchanged.
     """
 
-    factor: float = 8.0  # by which frequencies are divided
-    original_length: int = 8192  # tokens of a sequence at first
-    low_turns: float = 1.0  # frequencies that turn less often than this within them are divided
-    high_turns: float = 4.0  # those that turn more often stay; between them both are mixed
+    factor: float = 8.0  # divisor of low frequencies
+    original_length: int = 8192  # tokens of a sequence in pre-training
+    low_turns: float = 1.0  # frequencies with fewer turns within original_length are divided
+    # frequencies with more turns are unchanged; those in between are interpolated
+    high_turns: float = 4.0
 
     def __post_init__(self) -> None:
         section = "model.llama3_rope"
@@ -61,14 +66,17 @@ class Llama3RopeConfig:
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads are
-    made from one narrow latent per token, and positions turn values of their own.
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
+
+    Keys and values of all heads are projected from one narrow latent per token; separate components
+    of queries and keys are rotated.
     """
 
-    q_lora_rank: int | None = None  # width of the queries' latent; null: made from hidden states
+    # width of the queries' latent; null: projected from hidden states
+    q_lora_rank: int | None = None
     kv_lora_rank: int = 512  # width of the latent of keys and values
-    qk_nope_head_dim: int = 128  # values of a query or key head that positions do not turn
-    # values of a query head that they turn, and of the one rotary key that all heads share
+    qk_nope_head_dim: int = 128  # width of a query or key head without rotary positions
+    # rotated width of a query head, and of the one rotary key that all heads share
     qk_rope_head_dim: int = 64
     v_head_dim: int = 128  # width of a value head; at most that of a key head
     # epsilon of the norms of both latents, 1e-6 in DeepSeek's models; null: model.norm_eps
@@ -103,9 +111,9 @@ class MLAConfig:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions of a model: how many values of a head they turn, and how fast."""
+    """Rotary positions of a model: rotated width of a head, and frequencies."""
 
     width: int
     theta: float  # base of the frequencies
-    yarn: YarnConfig | None = None  # null: frequencies as they are, or as in llama3
-    llama3: Llama3RopeConfig | None = None  # null: as they are, or as in yarn
+    yarn: YarnConfig | None = None  # null: frequencies unscaled, or scaled by llama3
+    llama3: Llama3RopeConfig | None = None  # null: unscaled, or scaled by yarn

@@ -1,4 +1,4 @@
-"""Bounds that single fields of a section keep."""
+"""Bounds on single fields of a section."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import math
 
 from app.errors import ConfigError
 
-MOST = 2**53  # of any number here: beyond it JSON and floats no longer count in ones
+# of any number here: floats beyond it no longer represent every integer, nor does JSON
+MOST = 2**53
 
 
 def above_zero(section: str, config: object, *names: str) -> None:
-    """Refuse any of the named fields that is not positive, offering its default, or 1 where that is
-    unset; None means unset and passes.
+    """Raise ConfigError for a named field that is not positive; None means unset and passes.
+
+    Suggests the field's default, or 1 if that is unset.
     """
     for name in names:
         value = _number(section, config, name)
@@ -22,7 +24,7 @@ def above_zero(section: str, config: object, *names: str) -> None:
 
 
 def at_least(section: str, config: object, low: float, *names: str) -> None:
-    """Refuse any of the named fields that is below `low`; None means unset and passes."""
+    """Raise ConfigError for a named field below `low`; None means unset and passes."""
     for name in names:
         value = _number(section, config, name)
         if value is not None and value < low:
@@ -30,15 +32,19 @@ def at_least(section: str, config: object, low: float, *names: str) -> None:
 
 
 def finite(section: str, config: object, *names: str) -> None:
-    """Refuse any of the named fields that is no finite number; None means unset and passes."""
+    """Raise ConfigError for a named field that is not a finite number.
+
+    None means unset and passes.
+    """
     for name in names:
         _number(section, config, name)
 
 
 def _number(section: str, config: object, name: str) -> float | None:
     value: float | None = getattr(config, name)
-    if value is None or abs(value) <= MOST:  # false for what is no number
+    if value is None or abs(value) <= MOST:  # false for NaN and infinities
         return value
-    large = isinstance(value, int) or math.isfinite(value)  # a large int is no float
+    # math.isfinite raises for an int too large for a float
+    large = isinstance(value, int) or math.isfinite(value)
     rule = f"must be at most {MOST}" if large else "must be a finite number"
     raise ConfigError(f"{section}.{name}", value, rule, nearest=getattr(type(config), name))

@@ -1,4 +1,4 @@
-"""How the work lies on GPUs: ranks, order within a step, recomputation, graphs, element types."""
+"""Mapping of the work to GPUs: ranks, schedule, recomputation, CUDA graphs, element types."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from app.errors import ConfigError, Instead
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Degrees of parallelism, and how layers lie on pipeline ranks."""
+    """Degrees of parallelism, and the split of layers over pipeline ranks."""
 
-    # processes; null: from the launcher, or the product of the dense degrees
+    # processes; null: from the launcher, or tp · cp · pp · dp
     world_size: int | None = None
     tp: int = 1  # ranks that share each matrix of dense layers
     cp: int = 1  # ranks that share each sequence
-    cp_comm_type: CpComm = CpComm.all_gather  # what these exchange for attention
+    cp_comm_type: CpComm = CpComm.all_gather  # communication between these ranks in attention
     pp: int = 1  # pipeline ranks
-    # data-parallel replicas; null: what the other dense degrees leave of the world
+    # data-parallel replicas; null: world_size / (tp · cp · pp)
     dp: int | None = None
     ep: int = 1  # ranks that share the experts of a layer
     etp: int | None = None  # ranks that share each matrix of an expert; null: tp
@@ -39,10 +39,10 @@ class ParallelConfig:
     vpp: int = 1  # pipeline stages per rank
     first: int | None = None  # layers of the first pipeline rank; null: as many as the others
     last: int | None = None  # layers of the last pipeline rank; null: as many as the others
-    layout: str | None = None  # every stage spelled out, like Et*3|(tt|)*2L; sets vpp as well
-    count_embedding: bool = False  # the embedding takes the place of one layer
-    count_head: bool = False  # the head and its loss take the place of one layer
-    gpus_per_node: int = 8  # ranks whose GPUs are joined by the fast links of one node
+    layout: str | None = None  # every stage spelled out, like Et*3|(tt|)*2L; also sets vpp
+    count_embedding: bool = False  # the embedding counts as one layer
+    count_head: bool = False  # the head and its loss count as one layer
+    gpus_per_node: int = 8  # ranks per node, joined by its fast links
 
     def __post_init__(self) -> None:
         at_least(
@@ -65,16 +65,17 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class HardwareConfig:
-    """The GPUs that plans are made for; null: that of an H100, or in training what the GPU
-    itself says.
+    """The GPUs that plans are made for.
+
+    null: those of an H100, or in training what the GPU itself reports.
     """
 
     gpu_memory_gib: float | None = None  # memory of one GPU, GiB
     peak_tflops: float | None = None  # dense bf16 peak of one GPU, TFLOP/s
-    efficiency: float = 0.4  # share of the peak that compute is expected to reach
-    node_gb_s: float = 280.0  # bandwidth of one GPU to others of its node in one direction, GB/s
-    network_gb_s: float = 45.0  # bandwidth of one GPU to other nodes in one direction, GB/s
-    # measured speeds; null: plans take the data sheet's, with `efficiency`
+    efficiency: float = 0.4  # share of the peak that compute is assumed to reach
+    node_gb_s: float = 280.0  # bandwidth of one GPU to others of its node, one direction, GB/s
+    network_gb_s: float = 45.0  # bandwidth of one GPU to other nodes, one direction, GB/s
+    # measured speeds; null: plans use the data sheet's, times `efficiency`
     profile: HardwareProfile | None = None
 
     def __post_init__(self) -> None:
@@ -96,12 +97,13 @@ class ScheduleConfig:
     """Order of forwards and backwards within a step."""
 
     name: ScheduleName = ScheduleName.auto
-    # microbatches that pass a chunk before the next one's turn (interleaved); null: pp
+    # microbatches that pass a chunk before the next chunk's turn (interleaved); null: pp
     group_size: int | None = None
-    overlap_p2p: bool = True  # exchanges between stages run beside compute
-    batch_p2p: bool = True  # all sends and receives of an exchange as one operation
-    # seconds in one operation after which a rank is stuck and the run ends; a hang is told of after
-    # 20 s, or a quarter of it (docs/slurm.md)
+    overlap_p2p: bool = True  # overlap send/recv between stages with compute
+    # batch all sends and receives of one point in the schedule (batch_isend_irecv)
+    batch_p2p: bool = True
+    # seconds in one operation after which a rank counts as stuck and the run ends; a warning comes
+    # after 20 s, or a quarter of it (docs/slurm.md)
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -111,18 +113,18 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """What is computed again in backward instead of being kept."""
+    """Activations that are recomputed in backward instead of saved."""
 
     full: bool = False  # every layer from its input
-    phases: tuple[Recompute, ...] = ()  # parts of layers
-    # with full: of the microbatches in flight, how many recompute only `phases`
+    phases: tuple[Recompute, ...] = ()  # parts of each layer
+    # with full: microbatches in flight that recompute only `phases`
     partial_microbatches: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", tuple(self.phases))
         at_least("recompute", self, 0, "partial_microbatches")
         if self.partial_microbatches and not self.full:
-            rule = "lets some microbatches keep more than recompute.full does, so it needs that"
+            rule = "lets some microbatches save more, so it needs recompute.full=true"
             raise ConfigError(
                 "recompute.partial_microbatches", self.partial_microbatches, rule, nearest=0
             )
@@ -136,7 +138,7 @@ class CudaGraphConfig:
     scope: tuple[GraphScope, ...] = ()  # parts of a layer for partial graphs; empty: whole layers
     warmup_steps: int = 3  # steps of this process before capture
     key: GraphKey = GraphKey.microbatch  # what owns a set of partial graphs
-    optimizer: bool = False  # a whole step's graph holds its update too
+    optimizer: bool = False  # include the optimizer update in the full-iteration graph
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scope", tuple(self.scope))
@@ -144,29 +146,29 @@ class CudaGraphConfig:
 
     @property
     def of_parts(self) -> bool:
-        """Whether graphs hold parts of layers, and serve one microbatch after the other."""
+        """True if graphs hold parts of layers and are replayed for every microbatch."""
         return self.impl in (GraphImpl.local, GraphImpl.transformer_engine)
 
 
-# keys of precision.fp8 that one recipe reads, and those that all do: refused without; others may
-# stay where the recipe is turned off
+# Keys of precision.fp8 that only recipe=delayed reads, and keys that every recipe reads. Set
+# without that recipe they are refused; other keys may stay set when FP8 is turned off.
 OF_DELAYED = ("amax_history", "margin")
 OF_ALL = ("first_layers", "last_layers", "count_entries")
 
 
 @dataclass(frozen=True)
 class Fp8Config:
-    """Products of linear layers and experts in FP8 (docs/fp8.md)."""
+    """FP8 GEMMs of linear layers and experts (docs/fp8.md)."""
 
-    recipe: Fp8Recipe | None = None  # how matrices are scaled; null: no products in FP8
-    include: tuple[Fp8Part, ...] = (Fp8Part.linear,)  # whose products
-    first_layers: int = 0  # layers at the model's beginning that are left out
-    last_layers: int = 0  # layers at its end that are left out
-    amax_history: int = 16  # steps that recipe=delayed looks back on
-    # with recipe=delayed, powers of two by which entries may outgrow those of earlier steps
+    recipe: Fp8Recipe | None = None  # scaling of matrices; null: no FP8
+    include: tuple[Fp8Part, ...] = (Fp8Part.linear,)  # linear layers that run in FP8
+    first_layers: int = 0  # first layers that stay in 16 bits
+    last_layers: int = 0  # last layers that stay in 16 bits
+    amax_history: int = 16  # steps of the amax history (recipe=delayed)
+    # with recipe=delayed: headroom over the amax history, in powers of two
     margin: int = 0
-    backend: LinearBackendKind = LinearBackendKind.auto  # what computes them
-    # report, at the log interval, the shares of entries that become zero and that are clipped
+    backend: LinearBackendKind = LinearBackendKind.auto  # library that computes them
+    # report, at the log interval, the shares of entries that underflow to zero or are clipped
     count_entries: bool = False
 
     def __post_init__(self) -> None:
@@ -174,23 +176,23 @@ class Fp8Config:
         at_least("precision.fp8", self, 0, "first_layers", "last_layers", "margin")
         at_least("precision.fp8", self, 1, "amax_history")
         if self.recipe is None:
-            rule = "recipe=null has no products in FP8"
+            rule = "recipe=null turns FP8 off"
             self._refuse(rule, "current", *OF_ALL)
             self._refuse(rule, "delayed", *OF_DELAYED)
         elif self.recipe is not Fp8Recipe.delayed:
-            rule = f"recipe={self.recipe.value} looks at the entries themselves"
+            rule = f"recipe={self.recipe.value} keeps no history of largest entries"
             self._refuse(rule, "delayed", *OF_DELAYED)
         if self.count_entries and not self.by_library:
-            rule = "is about matrices of linear layers and heads, and experts are no such"
+            rule = "counts entries of linear layers and the head, and include has neither"
             with_some = (False, Instead("precision.fp8.include=[linear,experts]"))
             raise ConfigError("precision.fp8.count_entries", True, rule, nearest=with_some)
         if self.recipe is not None and not self.include:
-            rule = f"precision.fp8.recipe={self.recipe.value} is for some products"
+            rule = f"precision.fp8.recipe={self.recipe.value} needs layers to apply to"
             near = ("[linear]", Instead("precision.fp8.recipe=null"))
             raise ConfigError("precision.fp8.include", self.include, rule, nearest=near)
 
     def _refuse(self, why: str, recipe: str, *names: str) -> None:
-        """ConfigError for the first of these keys that is set, as nothing would read it."""
+        """Raise ConfigError for the first of these keys that is set although nothing reads it."""
         for name in names:
             value, usual = getattr(self, name), getattr(Fp8Config, name)
             if value != usual:
@@ -200,7 +202,7 @@ class Fp8Config:
 
     @property
     def by_library(self) -> bool:
-        """Whether there are products that Transformer Engine is for: all but those of experts."""
+        """True if Transformer Engine has GEMMs to compute: all parts but experts."""
         return self.recipe is not None and set(self.include) != {Fp8Part.experts}
 
 
@@ -209,27 +211,25 @@ class PrecisionConfig:
     """Element types. Main parameters and moments are fp32 in every choice."""
 
     params: Dtype = Dtype.float32  # parameters and activations
-    # gradient sums and their reduction: float32, or that of the parameters
+    # main gradients and their reduction: float32, or the type of parameters
     grads: Dtype = Dtype.float32
-    # constant factor on the loss; null: a dynamic one for float16, otherwise none
+    # constant loss scale; null: dynamic for float16, otherwise none
     loss_scale: float | None = None
-    initial_loss_scale: float = 65536.0  # first value of the dynamic one
-    min_loss_scale: float = 1.0  # its least value
+    initial_loss_scale: float = 65536.0  # first dynamic loss scale
+    min_loss_scale: float = 1.0  # least dynamic loss scale
     loss_scale_window: int = 1000  # steps without an overflow after which it doubles
-    # overflows within a window that it tolerates before it halves, the last one included
+    # overflows within a window until it halves, the last one included
     loss_scale_hysteresis: int = 2
-    fp8: Fp8Config = field(default_factory=Fp8Config)  # products in FP8
+    fp8: Fp8Config = field(default_factory=Fp8Config)  # FP8 GEMMs
 
     def __post_init__(self) -> None:
         above_zero("precision", self, "loss_scale", "initial_loss_scale", "min_loss_scale")
         at_least("precision", self, 1, "loss_scale_window", "loss_scale_hysteresis")
         if self.grads not in (Dtype.float32, self.params):
-            rule = (
-                f"gradients are summed in float32 or in the type of parameters, {self.params.value}"
-            )
+            rule = f"must be float32 or the type of parameters, {self.params.value}"
             raise ConfigError("precision.grads", self.grads, rule, nearest="float32")
         if self.min_loss_scale > self.initial_loss_scale:
-            rule = f"above precision.initial_loss_scale={self.initial_loss_scale}"
+            rule = f"must be at most precision.initial_loss_scale={self.initial_loss_scale}"
             raise ConfigError(
                 "precision.min_loss_scale",
                 self.min_loss_scale,

@@ -19,20 +19,21 @@ from app.config.attention import Llama3RopeConfig, MLAConfig, Rope, YarnConfig
 from app.config.bounds import above_zero, at_least, finite
 from app.errors import ConfigError, Instead, nearest_divisors
 
-ROUNDED_ROWS = 128  # that a capacity of StaticConfig is a multiple of
+# a capacity of StaticConfig is a multiple of this: whole tiles of the grouped GEMM
+ROUNDED_ROWS = 128
 
 
 @dataclass(frozen=True)
 class StaticConfig:
     """Options of `dispatcher=static`."""
 
-    transport: StaticTransport = StaticTransport.auto  # what moves tokens between ranks
-    capacity: StaticCapacity = StaticCapacity.worst  # rows that a rank's experts have memory for
-    factor: float = 1.5  # those of capacity=factor, over the mean
-    multiple: int = 1  # rows of every expert are filled up with zeros to a multiple of this
-    # what follows two steps in a row that needed more than those
+    transport: StaticTransport = StaticTransport.auto  # transport of tokens between ranks
+    capacity: StaticCapacity = StaticCapacity.worst  # dispatched tokens that a rank has memory for
+    factor: float = 1.5  # capacity=factor: capacity over the mean number of dispatched tokens
+    multiple: int = 1  # pad every expert's tokens with zeros to a multiple of this
+    # reaction to two steps in a row that exceeded the capacity
     on_overflow: StaticOverflow = StaticOverflow.grow
-    # memory for rows that backward needs, over their mean; null: all that experts have memory for
+    # memory for dispatched tokens saved for backward, over their mean; null: the full capacity
     paged_buffer: float | None = None
 
     def __post_init__(self) -> None:
@@ -47,13 +48,13 @@ class StaticConfig:
 class EchoConfig:
     """Elastic cloning of hot experts (docs/moe.md), for dispatcher=static."""
 
-    spares: int = 0  # slots of a rank for experts of others; 0: off
-    # which experts get clones, and where
-    algorithm: CloneAlgorithm = CloneAlgorithm.target_search
-    # what a clone has to take off the fullest rank, over the mean number of rows; with the other
-    # algorithms: a rank may have so much more than the mean before its experts are cloned
+    spares: int = 0  # slots of a rank for clones (replicas) of other ranks' experts; 0: off
+    # algorithm that picks the experts to clone, and where
+    algorithm: CloneAlgorithm = CloneAlgorithm.exact
+    # tokens that a clone must take off the fullest rank, over the mean; with the other algorithms:
+    # load above the mean, over the mean, from which a rank's experts are cloned
     threshold: float = 0.05
-    check: bool = False  # stop if a token's choices or a plan's sums do not add up; costs time
+    check: bool = False  # stop if a token's choices or a plan's totals do not add up; costs time
 
     def __post_init__(self) -> None:
         at_least("model.moe.echo", self, 0, "spares", "threshold")
@@ -71,37 +72,39 @@ class MoEConfig:
     shared_ffn_hidden_size: int = 0  # hidden width of the shared expert; 0: none
     shared_gate: bool = False  # scale the shared expert by a learned sigmoid gate per token
     score: Score = Score.softmax  # scores from logits
-    # softmax over all experts before the top-k instead of over the chosen ones after
+    # softmax over all experts before the top-k instead of over the chosen ones after it
     pre_softmax: bool = False
     groups: int | None = None  # expert groups for group-limited routing
     topk_groups: int | None = None  # groups kept per token
-    # how many of a group's best scores are added up for its own: 1 as in DeepSeek-V2; null: top_k /
+    # best scores of a group that are added up to its score: 1 as in DeepSeek-V2; null: top_k /
     # topk_groups, which is 2 in DeepSeek-V3
     group_best: int | None = None
     routed_scale: float | None = None  # factor on the chosen probabilities
     # divide a token's chosen sigmoid scores by their sum; null: only where top_k > 1
     norm_topk_prob: bool | None = None
-    # most tokens of an expert from one rank, over the mean; null: none are dropped
+    # most tokens of an expert from one rank, over the mean; null: dropless
     capacity_factor: float | None = None
     # which tokens stay when an expert has more than its capacity
     drop_policy: DropPolicy = DropPolicy.probs
-    # fill every expert up to its capacity, so that no size is left to wait for
+    # pad every expert to its capacity, so that sizes are static and the host never waits
     pad_to_capacity: bool = False
     aux_loss_coeff: float = 0.01  # weight of the load-balancing loss; 0: off
-    balance: Balance = Balance.microbatch  # what the load-balancing loss evens the load over
+    # tokens over which the load-balancing loss evens the load
+    balance: Balance = Balance.microbatch
     z_loss_coeff: float = 0.0  # weight of the router z-loss; 0: off
-    # step of the balancing bias added to sigmoid scores for selection; 0: off
+    # update rate of the bias added to sigmoid scores for selection; 0: off
     bias_update_rate: float = 0.0
-    # in training the router's input is multiplied by uniform(1 − eps, 1 + eps); 0: off
+    # multiply the router's input by uniform(1 − eps, 1 + eps) in training; 0: off
     jitter_eps: float = 0.0
-    # for benchmarks only: tokens go to the experts in turn, whatever the router says
+    # for benchmarks only: round-robin routing, whatever the router says
     force_balance: bool = False
     dispatcher: DispatcherKind = DispatcherKind.auto  # transport of tokens to experts
     static: StaticConfig = field(default_factory=StaticConfig)  # options of dispatcher=static
-    echo: EchoConfig = field(default_factory=EchoConfig)  # clones of experts that get many tokens
-    # on a GPU the shared expert computes while tokens travel to the routed ones
+    # clones (replicas) of hot experts on other ranks
+    echo: EchoConfig = field(default_factory=EchoConfig)
+    # on a GPU compute the shared expert while tokens travel to the routed ones
     shared_overlap: bool = False
-    # rows of the busiest expert-parallel rank over the mean that memory is planned for
+    # load of the busiest expert-parallel rank, over the mean, that memory is planned for
     planned_imbalance: float = 1.5
 
     def __post_init__(self) -> None:
@@ -165,14 +168,14 @@ class MoEConfig:
 
     @property
     def normalizes_sigmoids(self) -> bool:
-        """Whether a token's chosen sigmoid scores are divided by their sum."""
+        """True if a token's chosen sigmoid scores are divided by their sum."""
         if self.score is not Score.sigmoid:
             return False
         return self.top_k > 1 if self.norm_topk_prob is None else self.norm_topk_prob
 
     def _check_capacity(self) -> None:
         if self.pad_to_capacity and self.dispatcher is DispatcherKind.static:
-            rule = "dispatcher=static waits for no sizes already"
+            rule = "dispatcher=static has static sizes anyway"
             raise ConfigError("model.moe.pad_to_capacity", True, rule, nearest=False)
         if self.capacity_factor is not None:
             if self.capacity_factor <= 0:
@@ -201,7 +204,7 @@ class MoEConfig:
             raise ConfigError("model.moe.topk_groups", self.topk_groups, rule, nearest=both)
         if self.groups is None or self.topk_groups is None:
             if self.group_best is not None:
-                rule = "there are no groups to score"
+                rule = "needs expert groups, and groups=null has none"
                 raise ConfigError("model.moe.group_best", self.group_best, rule, nearest=("null",))
             return
         if self.num_experts % self.groups:
@@ -237,8 +240,9 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query or latent attention,
-    SwiGLU.
+    """A decoder-only transformer.
+
+    RMSNorm, rotary positions, grouped-query or latent attention, SwiGLU.
     """
 
     name: str = "model"  # shown in logs and run folders
@@ -250,16 +254,17 @@ class ModelConfig:
     head_dim: int | None = None  # width of a head; null: hidden_size / num_heads
     vocab_size: int = 264  # rows of the embedding; at least the tokenizer's
     rope_theta: float = 10000.0  # base of the rotary frequencies
-    yarn: YarnConfig | None = None  # null: rotary frequencies as they are, or as in llama3_rope
-    llama3_rope: Llama3RopeConfig | None = None  # null: as they are, or as in yarn
+    yarn: YarnConfig | None = None  # null: rotary frequencies unscaled, or scaled by llama3_rope
+    llama3_rope: Llama3RopeConfig | None = None  # null: unscaled, or scaled by yarn
     norm_eps: float = 1e-5  # added to the mean square in RMSNorm
     qk_norm: bool = False  # RMSNorm on each query and key head before the rotation
-    qk_norm_whole: bool = False  # over all query or key heads together (OLMoE), not over each
+    # one RMSNorm over all query or key heads together (OLMoE), not one per head
+    qk_norm_whole: bool = False
     qkv_bias: bool = False  # a bias on queries, keys and values (Qwen2)
-    tie_embeddings: bool = False  # one matrix for embedding and head
+    tie_embeddings: bool = False  # share one matrix between embedding and head
     init_std: float = 0.02  # standard deviation of the initial weights
-    # Hugging Face model whose weights a new run starts from: a folder, or a name on the hub; null:
-    # from random ones
+    # Hugging Face model whose weights a new run starts from, a folder or a name on the hub; null:
+    # random weights
     init_from: str | None = None
     mla: MLAConfig | None = None  # null: grouped-query attention
     moe: MoEConfig | None = None  # null: every layer is dense
@@ -287,10 +292,10 @@ class ModelConfig:
             rule = "YaRN needs frequencies that fall from pair to pair, so a base above 1"
             raise ConfigError("model.rope_theta", self.rope_theta, rule, nearest=10000.0)
         if self.yarn is not None and self.llama3_rope is not None:
-            rule = "rotary frequencies are scaled in one way, and model.yarn is another"
+            rule = "cannot be combined with model.yarn: both scale the rotary frequencies"
             raise ConfigError("model.llama3_rope", "{…}", rule, nearest=("null",))
         if self.qk_norm_whole and not self.qk_norm:
-            rule = "there are no norms of queries and keys"
+            rule = "needs norms of queries and keys, and model.qk_norm=false has none"
             near = (False, Instead("model.qk_norm=true"))
             raise ConfigError("model.qk_norm_whole", True, rule, nearest=near)
         if self.mla is not None:
@@ -335,7 +340,7 @@ class ModelConfig:
             raise ConfigError(
                 "model.num_kv_heads",
                 self.num_kv_heads,
-                f"multi-head latent attention makes keys and values of all num_heads="
+                f"multi-head latent attention has keys and values for each of num_heads="
                 f"{self.num_heads} heads",
                 nearest=self.num_heads,
             )
@@ -349,7 +354,7 @@ class ModelConfig:
 
     @property
     def latent_eps(self) -> float:
-        """Epsilon of the norms of latents."""
+        """Epsilon of the norms of MLA latents."""
         own = None if self.mla is None else self.mla.norm_eps
         return self.norm_eps if own is None else own
 
@@ -360,19 +365,19 @@ class ModelConfig:
 
     @property
     def rope(self) -> Rope:
-        """What its attention turns by the positions of tokens."""
+        """Rotary positions of its attention."""
         width = self.head_width if self.mla is None else self.mla.qk_rope_head_dim
         return Rope(width, self.rope_theta, self.yarn, self.llama3_rope)
 
     @property
     def softmax_scale(self) -> float | None:
-        """Factor on the scores of attention; None: 1 / √(width of a key head)."""
+        """Factor on attention scores; None means 1 / √(width of a key head)."""
         if self.yarn is None:
             return None
         return self.yarn.growth(self.yarn.mscale_all_dim) ** 2 / math.sqrt(self.head_width)
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Whether decoder layer `layer` (from 0) has routed experts."""
+        """Return whether decoder layer `layer` (from 0) has routed experts."""
         moe = self.moe
         return (
             moe is not None

@@ -1,4 +1,4 @@
-"""What one kind of GPU was measured to reach: what planned times of a step are made of."""
+"""Measured speeds of one kind of GPU, from which plans estimate the time of a step."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from app.choices import Fp8Recipe
 from app.errors import ConfigError
 
-FORMAT = 2  # of the keys below: 2 has lengths of attention and what clocks allow
-SCALED = "scaled from"  # how the source of a profile begins that was not measured
+FORMAT = 2  # of the keys below; 2 has attention by sequence length, and speeds under power limits
+SCALED = "scaled from"  # start of the source of a profile that was scaled, not measured
 ATTENTION = 6  # numbers in a row of HardwareProfile.attention
-FASTEST = 100_000.0  # TFLOP/s or GB/s, more than anything reaches
+FASTEST = 100_000.0  # TFLOP/s or GB/s: larger values are typing errors
 PAIRS = ("activation_gb_s", "heads_gb_s", "norm_gb_s", "loss_gb_s", "rows_gb_s", "other_gb_s")
-LONGEST = 10_000.0  # of the times and counts below
+LONGEST = 10_000.0  # of the times and counts below: larger values are typing errors
 SHARES = ("hidden", "gemm_memory")
 TIMES = ("grouped_tile", "kernel_us", "launch_us", "step_ms", "collective_us", "send_us")
 
@@ -22,52 +22,53 @@ TIMES = ("grouped_tile", "kernel_us", "launch_us", "step_ms", "collective_us", "
 class HardwareProfile:
     """Measured speeds of one kind of GPU, its host and its links, for 16-bit elements.
 
-    Pairs are those of forward and backward. Whatever a kernel computes, it takes `kernel_us` from
-    the end of the one before, and then its bytes or its operations.
+    Pairs are (forward, backward). A kernel takes `kernel_us` from the end of the previous one, and
+    then the time of its bytes or its operations.
     """
 
     format: int  # version of these keys: 2
     gpu: str  # words of the name that the GPU's driver reports: H200
     source: str  # when and with what it was measured, or what it was scaled from
-    gemm_tflops: float  # of large matrix products, TFLOP/s
-    sustained_tflops: float  # of the same without a pause: power limits clocks, TFLOP/s
-    gemm_memory: float  # share of the time of a product's bytes that it does not hide
-    router_tflops: float  # of a router's products in bf16 with fp32 sums and gradients, TFLOP/s
-    grouped_tflops: float  # of experts' products on full tiles, TFLOP/s
-    grouped_tile: float  # rows that an expert's products compute for nobody, on average
-    # a row per head width and length: width; tokens of a sequence; TFLOP/s of the fastest kernel,
-    # forward and backward, and of the ordered one; two products forward, four backward, causal
-    # attention half of them
+    gemm_tflops: float  # of large GEMMs, TFLOP/s
+    sustained_tflops: float  # of GEMMs without pause, where power limits clocks, TFLOP/s
+    # share of the time of a GEMM's memory traffic that its compute does not hide
+    gemm_memory: float
+    router_tflops: float  # of the router GEMM, bf16 with fp32 accumulation and gradients, TFLOP/s
+    grouped_tflops: float  # of grouped GEMMs on full tiles, TFLOP/s
+    grouped_tile: float  # mean rows of padding that an expert's GEMMs compute in a partial tile
+    # a row per head width and length: head width; tokens of a sequence; TFLOP/s of the fastest
+    # kernel, forward and backward, and of the deterministic one, likewise; causal, counted as two
+    # half GEMMs forward and four backward
     attention: Any
     activation_gb_s: tuple[float, ...]  # SwiGLU
     heads_gb_s: tuple[float, ...]  # heads split and rotated
     norm_gb_s: tuple[float, ...]  # RMSNorm
     loss_gb_s: tuple[float, ...]  # cross-entropy of logits
-    rows_gb_s: tuple[float, ...]  # rows to experts and back
-    other_gb_s: tuple[float, ...]  # residual sums and all else
-    sums_gb_s: float  # of adding weights' gradients to float32 sums, 8 bytes per weight
+    rows_gb_s: tuple[float, ...]  # permutation of tokens to experts and back
+    other_gb_s: tuple[float, ...]  # residual additions and everything else
+    sums_gb_s: float  # of accumulating weight gradients in float32, 8 bytes per weight
     optimizer_gb_s: float  # of AdamW, 30 bytes per parameter of a rank
     kernel_us: float  # from the end of a kernel to the start of the next one
-    launch_us: float  # of the host for a kernel that no graph holds, with all it does around it
+    launch_us: float  # host time of an eager kernel launch, with the Python around it
     step_ms: float  # between steps: batches, norm, report
-    collective_us: float  # of a collective before its bytes move
-    ring_gb_s: float  # of gathers and reductions inside a node, GB/s that a rank sends
+    collective_us: float  # latency of a collective before its bytes move
+    ring_gb_s: float  # of all-gathers and reduce-scatters inside a node, GB/s that a rank sends
     all_to_all_gb_s: float  # of all-to-alls inside a node
-    peer_gb_s: float  # of kernels that read and write the memory of GPUs in a node
-    send_us: float  # of a send between pipeline ranks before its bytes move
+    peer_gb_s: float  # of kernels that load and store other GPUs' memory in a node
+    send_us: float  # latency of a send between pipeline ranks
     send_gb_s: float  # of such sends inside a node
-    hidden: float  # share of a collective beside compute that costs no time, 0 to 1
-    # large products in FP8, of matrices that have been quantised; null: not measured, and
-    # plans say how many times faster they take them for
-    fp8_current_tflops: float | None = None  # by the recipe current
-    fp8_delayed_tflops: float | None = None  # by the recipe delayed
-    fp8_block_tflops: float | None = None  # by the recipe block
-    fp8_quantise_gb_s: float | None = None  # of quantising, 4 to 6 bytes per element of 16 bits
-    fp8_grouped_tflops: float | None = None  # of experts' products, each row with a scale
+    hidden: float  # share of an overlapped collective that costs no time, 0 to 1
+    # of large FP8 GEMMs, without quantizing; null: not measured, and plans assume a speedup over
+    # 16 bits
+    fp8_current_tflops: float | None = None  # recipe current
+    fp8_delayed_tflops: float | None = None  # recipe delayed
+    fp8_block_tflops: float | None = None  # recipe block
+    fp8_quantise_gb_s: float | None = None  # of quantizing, 4 to 6 bytes per element of 16 bits
+    fp8_grouped_tflops: float | None = None  # of grouped GEMMs, one scale per row
 
     @property
     def scaled(self) -> bool:
-        """Whether nobody has measured it: its source says what it was scaled from."""
+        """True if the profile was scaled from another one, not measured."""
         return self.source.startswith(SCALED)
 
     def __post_init__(self) -> None:
@@ -82,7 +83,7 @@ class HardwareProfile:
                 self._check_rates(field.name)
         if self.sustained_tflops > self.gemm_tflops:
             key = "hardware.profile.sustained_tflops"
-            rule = f"products without a pause are no faster than single ones ({self.gemm_tflops:g})"
+            rule = f"must be at most gemm_tflops={self.gemm_tflops:g}, the speed of a single GEMM"
             raise ConfigError(key, self.sustained_tflops, rule, nearest=self.gemm_tflops)
         self._check_fp8()
         for names, most in ((TIMES, LONGEST), (SHARES, 1.0)):
@@ -92,8 +93,8 @@ class HardwareProfile:
                     raise ConfigError(key, getattr(self, name), f"must be from 0 to {most:,.0f}")
 
     def check_peak(self, peak_tflops: float) -> None:
-        """ConfigError for what computes faster than a data sheet's peak in 16 bits, or than twice
-        that in eight.
+        """Raise ConfigError for a speed above the data sheet's 16-bit peak, or twice that for
+        FP8.
         """
         for field in fields(self):
             value = getattr(self, field.name)
@@ -123,11 +124,11 @@ class HardwareProfile:
     def _check_fp8(self) -> None:
         known = any(getattr(self, f"fp8_{recipe.value}_tflops") for recipe in Fp8Recipe)
         if known and self.fp8_quantise_gb_s is None:
-            rule = "is needed beside speeds of products in FP8"
+            rule = "is needed beside the speeds of FP8 GEMMs"
             raise ConfigError("hardware.profile.fp8_quantise_gb_s", None, rule, nearest=3000.0)
 
     def _check_rates(self, name: str) -> None:
-        """Speeds that something can have; pairs and tables are tuples from here on."""
+        """Raise ConfigError for impossible speeds; convert pairs and tables to tuples."""
         key = f"hardware.profile.{name}"
         value = getattr(self, name)
         if value is None:

@@ -1,4 +1,4 @@
-"""What is trained on, for how long, with which updates, and what is written."""
+"""Configuration of the optimizer, data, checkpoints, logging, loss and length of training."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ EXAMPLE = "give for example data.path='folder/*'"
 class OptimConfig:
     """AdamW (Loshchilov & Hutter 2019) and its schedules.
 
-    Steps are optimizer updates; a length may be given in samples (sequences) instead,
-    train.global_batch to an update.
+    Steps are optimizer updates. A length may be given in samples (sequences) instead, of which an
+    update has train.global_batch.
     """
 
     lr: float = 3e-3  # peak learning rate
@@ -36,28 +36,30 @@ class OptimConfig:
     init_lr: float = 0.0  # learning rate at step 0 of warm-up
     # steps from init_lr to lr; null: a twentieth of the decay steps
     warmup_steps: int | None = None
-    warmup_samples: int | None = None  # the same in samples
+    warmup_samples: int | None = None  # warmup_steps in samples
     decay: Decay = Decay.cosine  # shape after warm-up
     decay_steps: int | None = None  # step at which min_lr is reached; null: train.steps
-    decay_samples: int | None = None  # the same in samples
-    wsd_decay_steps: int | None = None  # last steps of the decay for decay=wsd
-    wsd_decay_samples: int | None = None  # the same in samples
-    wsd_decay: WsdDecay = WsdDecay.exponential  # shape of those steps
+    decay_samples: int | None = None  # decay_steps in samples
+    wsd_decay_steps: int | None = None  # length of the final decay, steps (decay=wsd)
+    wsd_decay_samples: int | None = None  # wsd_decay_steps in samples
+    wsd_decay: WsdDecay = WsdDecay.exponential  # shape of the final decay
     beta1: float = 0.9  # decay of the first moment per step
     beta2: float = 0.95  # decay of the second moment per step
     eps: float = 1e-8  # added to the root of the second moment
     weight_decay: float = 0.1  # decoupled decay of matrices; vectors (norms, biases) have none
     weight_decay_end: float | None = None  # last weight decay; null: constant
-    weight_decay_ramp: Ramp = Ramp.constant  # shape between the two over decay_steps
+    # shape between first and last weight decay over decay_steps
+    weight_decay_ramp: Ramp = Ramp.constant
     clip_norm: float = 1.0  # largest global gradient norm; 0: no clipping
-    # sum gradients over data-parallel ranks beside the last backward of a step
+    # overlap the data-parallel reduction of gradients with the last backward of a step
     overlap_grads: bool = True
-    # add gradients of experts of two microbatches by one GEMM (docs/architecture.md)
+    # accumulate expert gradients of two microbatches in one GEMM (docs/optimizer.md)
     pair_expert_grads: bool = False
-    overlap_params: bool = True  # bring updated parameters together beside what follows the update
-    # parameters that are summed and brought together as one; null: 40 million, or 1 million × dp
+    # overlap the all-gather of updated parameters with what follows the update
+    overlap_params: bool = True
+    # parameters per bucket of reduce-scatter and all-gather; null: 40 million, or 1 million × dp
     bucket_numel: int | None = None
-    count_zeros: bool = False  # report how many elements of the gradient are zero
+    count_zeros: bool = False  # report how many gradient elements are zero
 
     def __post_init__(self) -> None:
         above_zero("optim", self, "lr", "eps")
@@ -132,7 +134,7 @@ class OptimConfig:
 
 
 def _kind_of(path: str) -> Source:
-    """What a file seems to be by the end of its name."""
+    """Return the data source that a file's extension suggests."""
     path = path.lower().removesuffix(".gz").removesuffix(".zst")
     if path.endswith((".jsonl", ".json", ".ndjson")):
         return Source.jsonl
@@ -141,7 +143,7 @@ def _kind_of(path: str) -> Source:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Documents, tokens and how they are packed into sequences."""
+    """Documents, their tokenization and their packing into sequences."""
 
     source: Source = Source.stdlib  # kind of corpus
     # a file or glob, or a list of them, for text, jsonl and parquet; a tuple once checked
@@ -158,7 +160,7 @@ class DataConfig:
     document_mask: bool = False  # attention stays within a document, positions restart with it
     num_proc: int = 1  # processes that tokenize while the cache is prepared
     cache_dir: str | None = None  # folder of the arrow cache; null: the datasets library's own
-    accept_changed: bool = False  # go on from a checkpoint whose data have changed since
+    accept_changed: bool = False  # resume from a checkpoint although the data have changed since
 
     def __post_init__(self) -> None:
         paths = (self.path,) if isinstance(self.path, str) else tuple(self.path or ())
@@ -208,14 +210,14 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is saved and when."""
+    """Checkpoints: when they are saved, and how many are kept."""
 
     interval: int = 100  # steps between checkpoints; 0: none, not even at the end
     keep_last: int = 2  # newest checkpoints kept; older ones are removed
-    # steps whose multiples' checkpoints are never removed; null: none
+    # checkpoints at multiples of this step are never removed; null: none
     keep_every: int | None = None
-    asynchronous: bool = True  # written beside training, from a copy in host memory
-    # when the run ends, its model is written into its folder as Hugging Face's programs load it
+    asynchronous: bool = True  # write in the background, from a copy in host memory
+    # when the run ends, export the model to its folder in Hugging Face format
     export_hf: bool = False
 
     def __post_init__(self) -> None:
@@ -242,15 +244,17 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Where reports go besides metrics.jsonl."""
+    """Reports: how often, and where besides metrics.jsonl."""
 
     interval: int = 10  # steps between report lines
     console: bool = True  # live progress line
     wandb: bool = True  # a Weights & Biases run
     wandb_mode: WandbMode = WandbMode.offline  # where that run goes
     project: str = "graphfold"  # Weights & Biases project
-    group: str | None = None  # Weights & Biases group; null: of a job, its sweep's name
-    job_type: str | None = None  # Weights & Biases job type; null: train, of a job of a sweep sweep
+    # Weights & Biases group; null: none, or the sweep's name for a job of a sweep
+    group: str | None = None
+    # Weights & Biases job type; null: train, or sweep for a job of a sweep
+    job_type: str | None = None
     tensorboard: bool = False  # events for TensorBoard, in the run folder
 
     def __post_init__(self) -> None:
@@ -262,7 +266,7 @@ class LossConfig:
     """Cross-entropy over next tokens."""
 
     normalize: Normalize = Normalize.token
-    # tokens whose logits exist at once, computed again in backward; null: all, kept
+    # tokens per chunk of logits, which are recomputed in backward; null: all at once, saved
     chunk_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -282,16 +286,16 @@ class TrainConfig:
     # sequences of one validation over all ranks; at least a microbatch each
     eval_sequences: int = 256
     sample_tokens: int = 240  # tokens generated when the run ends; 0: none
-    # what follows a step whose loss or gradient norm is not finite
+    # reaction to a non-finite loss or gradient norm
     on_bad_step: BadStep = BadStep.skip
-    max_bad_steps: int = 10  # such steps in a row that end the run, for on_bad_step=skip
-    # times that a process goes back to a checkpoint, for on_bad_step=rollback
+    max_bad_steps: int = 10  # consecutive such steps that end the run (on_bad_step=skip)
+    # rollbacks of one process at most (on_bad_step=rollback)
     max_rollbacks: int = 3
     seed: int = 1  # of initial weights and data order
     device: Device = Device.auto
-    # equal runs repeat bit for bit; on a GPU this takes slower attention kernels
+    # make equal runs repeat bit for bit; slower attention kernels on a GPU
     deterministic: bool = True
-    # what computes attention; transformer_engine: on GPUs, cuDNN's kernels, ordered ones too
+    # library that computes attention; transformer_engine: cuDNN on GPUs, deterministic ones too
     attention_backend: AttentionBackendKind = AttentionBackendKind.torch
 
     def __post_init__(self) -> None:

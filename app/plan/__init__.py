@@ -1,1 +1,1 @@
-"""Everything that can be computed before the first kernel, as pure values."""
+"""Everything about a run that can be computed before the first kernel, as pure values."""

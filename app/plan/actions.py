@@ -1,4 +1,4 @@
-"""What a pipeline rank does within a step: actions that print as short words."""
+"""Actions of a pipeline rank within a step; each prints as a short word."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OnMicrobatch:
 
 
 class Compute(OnMicrobatch):
-    """What a schedule consists of; everything else is added by lowering."""
+    """Forward or backward work, of which a schedule consists; lowering adds all other actions."""
 
     __slots__ = ()
 
@@ -34,28 +34,31 @@ class Forward(Compute):
 
 
 class Backward(Compute):
-    """Whole backward, gradients of input and of weights: B3.0."""
+    """Full backward, gradients of input and weights: B3.0."""
 
     __slots__ = ()
     letter: ClassVar[str] = "B"
 
 
 class BackwardInput(Compute):
-    """Backward that yields only the gradient of the chunk's input: I3.0."""
+    """Backward that computes only the gradient of the chunk's input: I3.0."""
 
     __slots__ = ()
     letter: ClassVar[str] = "I"
 
 
 class BackwardWeight(Compute):
-    """Weight gradients, the rest of a split backward; any time after its BackwardInput: W3.0."""
+    """Weight gradients, the other half of a split backward.
+
+    Any time after its BackwardInput: W3.0.
+    """
 
     __slots__ = ()
     letter: ClassVar[str] = "W"
 
 
 class Free(OnMicrobatch):
-    """Give back the memory of a forward's sent output; only its grad_fn is still needed: D3.0."""
+    """Free the memory of a forward's sent output, of which only grad_fn is still needed: D3.0."""
 
     __slots__ = ()
     letter: ClassVar[str] = "D"
@@ -86,23 +89,24 @@ class GatherParams(OnChunk):
     letter: ClassVar[str] = "G"
 
 
-# what moves between stages: hidden states forward, their gradients backward
+# tensors between stages: hidden states (F) or their gradients (B)
 Flow = Literal["F", "B"]
 
 
-# lists hold and look up tens of thousands: a tuple takes half the time of a dataclass
+# Lists hold and look up tens of thousands of these: a tuple takes half the time of a dataclass.
 class P2POp(NamedTuple):
-    """A tensor that this rank sends or receives; prints as F3.0>1 (to rank 1) or F3.0<0 (from 0).
+    """Send or receive of a tensor.
 
-    `mb` and `chunk` name this rank's forward (flow F) or backward (flow B): the one that made what
-    is sent, or the one that needs what is received. A BackwardInput counts as backward.
+    Prints as F3.0>1 (send to rank 1) or F3.0<0 (receive from rank 0). `mb` and `chunk` name the
+    forward (flow F) or backward (flow B) of this rank that produced the sent tensor, or that needs
+    the received one. A BackwardInput counts as backward.
     """
 
     flow: Flow
     mb: int
     chunk: int
     peer: int  # pipeline rank on the other side
-    send: bool  # to the peer; otherwise from it
+    send: bool  # to the peer; False: from it
 
     def __str__(self) -> str:
         return f"{self.flow}{self.mb}.{self.chunk}{'>' if self.send else '<'}{self.peer}"
@@ -120,7 +124,7 @@ class OnOps:
 
 
 class Exchange(OnOps):
-    """Start sends and receives as one batch, and go on: X[F3.0>1,B2.0<1].
+    """Start sends and receives as one batch without waiting: X[F3.0>1,B2.0<1].
 
     Tensors between the same two ranks in the same direction match in the order in which they are
     listed.
@@ -131,7 +135,7 @@ class Exchange(OnOps):
 
 
 class Wait(OnOps):
-    """Wait until these operations of earlier exchanges are done: V[B2.0<1]."""
+    """Wait until these operations of earlier exchanges are complete: V[B2.0<1]."""
 
     __slots__ = ()
     letter: ClassVar[str] = "V"

@@ -14,7 +14,7 @@ from app.plan.plan import Plan
 from app.plan.suggestion import Suggestion
 
 SECTIONS = ("groups", "stages", "schedule", "graphs", "memory")
-DECODING = "decoding"  # no part of a training, and shown only where it is asked for
+DECODING = "decoding"  # not part of training: only on request
 WHAT = (*SECTIONS, DECODING, "all")
 
 
@@ -24,10 +24,10 @@ def plan_json(
     suggestions: Sequence[Suggestion] = (),
     faster: Sequence[Suggestion] = (),
 ) -> dict[str, Any]:
-    """The layout and the sections asked for: one of SECTIONS, all of them, or DECODING.
+    """Return the layout and the requested sections: one of SECTIONS, all of them, or DECODING.
 
-    The verdict goes with the memory, and holds the suggestions that the caller has from
-    `app.advice.suggest` and `app.advice.faster`. ValueError for an unknown `what`.
+    The verdict comes with the memory, and holds suggestions from `app.advice.suggest` and
+    `app.advice.faster` that the caller passes. Raises ValueError for an unknown `what`.
     """
     if what not in WHAT:
         raise ValueError(f"what={what!r} is none of {', '.join(WHAT)}")
@@ -38,31 +38,31 @@ def plan_json(
 
 
 def parameters_per_rank(plan: Plan) -> list[int]:
-    """Elements that a rank holds; one entry per pipeline rank."""
+    """Return the elements that a rank holds; one entry per pipeline rank."""
     return [sum(param.numel for chunk in chunks for param in chunk) for chunks in plan.parameters]
 
 
 def assumed_peak(run: Run) -> float:
-    """Peak of one GPU, TFLOP/s."""
+    """Return the peak of one GPU, TFLOP/s."""
     return run.hardware.peak_tflops or PLANNED_PEAK
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Speed of a step, by measured speeds or by hardware.efficiency, which is an assumption."""
+    """Speed of a step, from measured speeds or from the assumed hardware.efficiency."""
 
-    seconds: float  # of a step
+    seconds: float  # of one step
     tokens_per_second_per_gpu: float
     mfu: float  # model FLOPs over the peak, 0 to 1
-    bubble_fraction: float  # time in which ranks do not compute, 0 to 1
+    bubble_fraction: float  # share of time in which ranks do not compute, 0 to 1
     peak_tflops: float  # assumed, of one GPU
-    efficiency: float  # assumed without a profile, share of the peak
+    efficiency: float  # assumed share of the peak, without a profile
     gpu_hours: float  # of all train.steps, without validations and checkpoints
-    profile: str | None  # the GPU whose measured speeds it is made of; None: it is assumed
+    profile: str | None  # GPU with measured speeds; None: speeds are assumed
 
     @classmethod
     def of(cls, plan: Plan) -> Estimate:
-        """From the timeline of a plan."""
+        """Build the estimate from the timeline of a plan."""
         run = plan.run
         seconds = plan.step_seconds
         peak = assumed_peak(run)
@@ -82,22 +82,22 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """A row of the table of stages: what a stage holds, and its estimated times."""
+    """Row of the table of stages: contents of a stage and its estimated times."""
 
     pp_rank: int
     chunk: int  # of this pipeline rank
-    stage: int  # in the order in which a microbatch passes
+    stage: int  # in the order in which a microbatch passes them
     layers: tuple[int, ...]  # decoder layers
     moe_layers: tuple[int, ...]  # those with experts
     embedding: bool
     head: bool
     parameters: int  # elements on one rank
     forward_seconds: float  # estimated, of one microbatch
-    backward_seconds: float  # estimated, of one microbatch, with what is computed again
+    backward_seconds: float  # estimated, of one microbatch, recomputation included
 
 
 def stage_rows(plan: Plan) -> Iterator[StageRow]:
-    """Every stage, by pipeline rank."""
+    """Yield a row for every stage, by pipeline rank."""
     stages = plan.stages
     model = plan.run.model
     pipeline = stages.pipeline
@@ -120,7 +120,7 @@ def stage_rows(plan: Plan) -> Iterator[StageRow]:
 
 
 def layout_json(plan: Plan) -> dict[str, Any]:
-    """Model, degrees of parallelism, parameters."""
+    """Return the model, degrees of parallelism and parameters."""
     layout = plan.layout
     total = parameter_count(plan.run.model)
     degrees = {
@@ -192,27 +192,27 @@ def _memory(plan: Plan) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class DecodingRow:
-    """A row of the table of decoding: bytes on a rank of a pipeline rank."""
+    """Row of the table of decoding: bytes on each rank of a pipeline rank."""
 
     pp_rank: int
     layers: int  # decoder layers
     weights: int  # bytes
-    token: int  # bytes of the keys and values of a token in all of these layers
-    text: int  # likewise, of a text as long as the context
+    token: int  # bytes of keys and values of one token in all of these layers
+    text: int  # bytes of keys and values of a text as long as the context
 
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """Memory of a model that continues texts at this layout."""
+    """Memory of a model that generates text at this layout."""
 
-    context: int  # tokens of a text
+    context: int  # tokens of a text, prompt included
     rows: tuple[DecodingRow, ...]
-    together: int  # texts of that length that a replica can continue at a time
+    together: int  # texts of that length that a replica can generate at a time
     replicas: int
 
     @classmethod
     def of(cls, plan: Plan) -> Decoding:
-        """Of texts of train.seq_len tokens, on GPUs."""
+        """Plan texts of train.seq_len tokens on GPUs."""
         context = plan.run.train.seq_len
         rows = []
         for rank in range(plan.layout.pp):

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Formatting of numbers for people."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from itertools import groupby
 from app.plan.actions import OnMicrobatch
 from app.plan.memory.overheads import GIB
 
-# control characters, which XML does not take, and halves of characters, which fonts do not
+# control characters, which XML does not allow, and lone surrogates, which fonts do not have
 NOT_DRAWN = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
-MOST_RANKS = 8  # of a group that is listed in full
+MOST_RANKS = 8  # longest group that is listed in full
 
 
 def figures(value: float) -> str:
-    """Three significant digits, never an exponent: 0.0123, 1.23, 123, 12,345."""
+    """Format with three significant digits, never an exponent: 0.0123, 1.23, 123, 12,345."""
     if value == 0:
         return "0"
     digits = 0
@@ -27,12 +27,12 @@ def figures(value: float) -> str:
 
 
 def gib(size: int) -> str:
-    """Bytes in GiB, two decimals."""
+    """Format bytes in GiB, two decimals."""
     return f"{size / GIB:.2f}"
 
 
 def amount(number: float) -> str:
-    """A count, from a thousand on in k, M, B (10⁹) or T (10¹²): 999, 2.05 k, 44.04 B."""
+    """Format a count, from a thousand on in k, M, B (10⁹) or T (10¹²): 999, 2.05 k, 44.04 B."""
     text = f"{number:.0f}"
     for unit in "kMBT":
         if len(text.partition(".")[0]) <= 3:
@@ -43,23 +43,23 @@ def amount(number: float) -> str:
 
 
 def byte_count(number: float) -> str:
-    """A number of bytes, from a thousand on in kB, MB, GB or TB: 999 B, 1.44 MB."""
+    """Format bytes, from a thousand on in kB, MB, GB or TB: 999 B, 1.44 MB."""
     text = amount(number).replace("B", "G")
     return f"{text}B" if text[-1].isalpha() else f"{text} B"
 
 
 def count_of(number: int, one: str, many: str | None = None) -> str:
-    """The number with its noun: 1 rank, 2,048 ranks."""
+    """Format a number with its noun: 1 rank, 2,048 ranks."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def signed_percent(share: float) -> str:
-    """A change with its sign, in whole per cent: +12 %."""
+    """Format a change with its sign, in whole per cent: +12 %."""
     return f"{round(100 * share):+d} %"
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Rising numbers with neighbours joined: "0–3, 6"."""
+    """Format ascending numbers with consecutive ones joined: "0–3, 6"."""
     runs = [
         [number for _, number in run]
         for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
@@ -68,7 +68,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def short_list(ranks: Sequence[int]) -> str:
-    """A group's ranks, of many the first two and the last: "[0, 8, …, 1016]"."""
+    """Format a group's ranks, a long one as the first two and the last: "[0, 8, …, 1016]"."""
     shown: Sequence[object] = ranks
     if len(ranks) > MOST_RANKS:
         shown = [ranks[0], ranks[1], "…", ranks[-1]]
@@ -76,7 +76,7 @@ def short_list(ranks: Sequence[int]) -> str:
 
 
 def compact(actions: Iterable[OnMicrobatch]) -> Iterator[str]:
-    """Actions as they print, those of microbatches in a row as one word: F0–3.0 B0.0 F4.0."""
+    """Yield actions as words, consecutive microbatches joined: F0–3.0 B0.0 F4.0."""
 
     def row(place: tuple[int, OnMicrobatch]) -> tuple[str, int, int]:
         nth, action = place
@@ -87,7 +87,7 @@ def compact(actions: Iterable[OnMicrobatch]) -> Iterator[str]:
 
 
 def cut(words: Iterable[str], width: int, end: str) -> str:
-    """Words on a line of at most `width` columns; `end` replaces the last of too many."""
+    """Join words to a line of at most `width` columns; `end` replaces those that do not fit."""
     line = whole = ""
     for word in words:
         whole = f"{whole} {word}" if whole else word
@@ -99,16 +99,17 @@ def cut(words: Iterable[str], width: int, end: str) -> str:
 
 
 def drawable(name: str) -> str:
-    """Return a name of the user's as a picture can show it: what no font has becomes �."""
+    """Return a user's name with every character that no font has replaced by �."""
     return NOT_DRAWN.sub("\ufffd", name)
 
 
 @contextmanager
 def literal_text() -> Iterator[None]:
-    """Within the block matplotlib draws text as it is: a dollar sign begins no formula, and a
-    character that the font lacks is a box without a warning.
+    """Make matplotlib draw text literally within the block.
+
+    A dollar sign begins no formula, and a character that the font lacks is a box without a warning.
     """
-    import matplotlib  # takes its time to load
+    import matplotlib  # slow import
 
     with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Glyph .* missing from", UserWarning)

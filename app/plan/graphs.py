@@ -1,23 +1,23 @@
-"""Which CUDA graphs and static buffers each action uses, and the proof that none is overwritten.
+"""CUDA graphs and static buffers of each action, and the proof that none is overwritten in use.
 
 One graph is captured per layer, per kind of compute, and per *set*: a set serves one microbatch of
-a chunk at a time. A *slot* is the static inputs that one microbatch in a chunk owns from its
-forward to the end of its backward (its BackwardWeight where that is split); slots are reused first
-in, first out.
+a chunk at a time. A *slot* is the set of static inputs that one microbatch in a chunk owns from its
+forward to the end of its backward (its BackwardWeight if that is split). Slots are reused first in,
+first out.
 
     in flight              sets of graphs        graphs                   slots
     never more than one    one per chunk         2·layers                 1
     key microbatch         one per microbatch    2·layers·microbatches    peak over all chunks
     key slot               one per slot          2·Σ layers·slots         sum of the chunks' peaks
 
-Layers count over all chunks. It is 3 instead of 2 where backward is split, and 1 for forwards
+Layers count over all chunks. The factor is 3 instead of 2 if backward is split, and 1 for forwards
 alone.
 
-Graphs are captured in the order of the list. The memory that a tensor had goes back to its pool
-when the tensor is dead, and graphs captured later use it. That is sound for graphs that replay once
-per step, in the order of their capture. A set that serves several microbatches per step meets
-others in flight than it met under capture: it needs a pool to itself, unless it is never alive
-together with any other, and what is sent must first be copied out of it.
+Graphs are captured in the order of the list. The memory of a tensor returns to its pool when the
+tensor is dead, and graphs captured later reuse it. That is sound for graphs that replay once per
+step, in the order of their capture. A set that serves several microbatches per step may meet other
+microbatches in flight than under capture. So it needs a pool of its own, unless no other set is
+ever alive at the same time, and sent tensors must first be copied out of it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from typing import Literal
 from app.plan.actions import Action, Backward, Compute, Forward, MicrobatchChunk, Wait
 
 Key = Literal["microbatch", "slot"]
-Held = tuple[str, int, int]  # what it holds, microbatch, chunk
-Static = tuple[str, int, int]  # what it holds; chunk and set, or for inputs -1 and slot
+Held = tuple[str, int, int]  # name of the buffer, microbatch, chunk
+Static = tuple[str, int, int]  # name of the buffer; chunk and set, or for inputs -1 and slot
 Address = tuple[str, int, int]  # "slot" or "pool", its number, block in it
 
 
@@ -41,20 +41,20 @@ TOUCHED: Mapping[str, tuple[str, ...]] = {
     "B": ("input", "saved", "output", "gradient", "scratch B"),
     "I": ("input", "saved", "output", "gradient", "queue", "scratch I"),
     "W": ("input", "saved", "queue", "scratch W"),
-}  # letter of an action -> what it reads and writes of its microbatch
+}  # letter of an action -> buffers of its microbatch that it reads or writes
 
 
 @dataclass(frozen=True, slots=True)
 class PoolOrder:
-    """In which order the graphs of one pool are captured, as Transformer Engine is told it."""
+    """Capture order of the graphs of one pool, as Transformer Engine takes it."""
 
-    chunks: tuple[int, ...]  # that have graphs in the pool
-    # of each of them: the first microbatch of each of its sets, in the order of their forwards
+    chunks: tuple[int, ...]  # chunks that have graphs in the pool
+    # per chunk: the first microbatch of each of its sets, in the order of their forwards
     firsts: tuple[tuple[int, ...], ...]
     order: tuple[int, ...]  # n for a forward through chunks[n - 1], −n for its backward
 
     def inputs(self, layers: Sequence[int]) -> int:
-        """Most inputs of layers that are needed at once; `layers`: how many of each chunk."""
+        """Return the most layer inputs alive at once; `layers` counts the layers of each chunk."""
         peak = now = 0
         for number in self.order:
             count = layers[self.chunks[abs(number) - 1]]
@@ -65,17 +65,17 @@ class PoolOrder:
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """Which graphs and static buffers the microbatches of one rank use."""
+    """Graphs and static buffers that the microbatches of one rank use."""
 
     layers: tuple[int, ...]  # captured layers of each chunk
     kinds: int  # graphs per layer and set
     sets: Mapping[MicrobatchChunk, int]  # within the chunk
     slots: Mapping[MicrobatchChunk, int]  # over all chunks
-    pool_per_slot: bool  # otherwise one pool for all graphs
+    pool_per_slot: bool  # one pool per slot; otherwise one for all graphs
     copy_sent: bool  # outputs and gradients are copied out of graph memory before they are sent
-    # places in each chunk whose layers' captured parts have a static input
+    # per chunk: layers whose captured part needs a static input
     own_inputs: tuple[frozenset[int], ...]
-    # by pool, where Transformer Engine captures; empty: we do, as the list comes to each graph
+    # by pool, if Transformer Engine captures; empty: we capture, in the order of the list
     orders: Mapping[int, PoolOrder] = field(default_factory=dict)
 
     @property
@@ -93,9 +93,9 @@ class GraphPlan:
 
     @property
     def num_static_inputs(self) -> int:
-        """Static inputs of layers: a slot has one per place that needs one in its chunks.
+        """Static inputs of layers: a slot has one for each layer of its chunks that needs one.
 
-        Transformer Engine gives every layer one, the one that has been free for longest.
+        Transformer Engine gives one to every layer, reusing the one that has been free for longest.
         """
         if self.orders:
             return sum(order.inputs(self.layers) for order in self.orders.values())
@@ -105,15 +105,15 @@ class GraphPlan:
         return sum(map(len, places.values()))
 
     def set_of(self, mb: int, chunk: int) -> int:
-        """Which of the chunk's sets of graphs serves the microbatch."""
+        """Return which of the chunk's sets of graphs serves the microbatch."""
         return self.sets[mb, chunk]
 
     def slot_of(self, mb: int, chunk: int) -> int:
-        """The slot that a microbatch alone owns while it is in flight in the chunk."""
+        """Return the slot that the microbatch owns while it is in flight in the chunk."""
         return self.slots[mb, chunk]
 
     def pool_of(self, mb: int, chunk: int) -> int:
-        """The memory pool of the graphs that serve the microbatch."""
+        """Return the memory pool of the graphs that serve the microbatch."""
         return self.slots[mb, chunk] if self.pool_per_slot else 0
 
 
@@ -123,12 +123,12 @@ def plan_graphs(
     key: Key = "microbatch",
     own_inputs: Sequence[Collection[int]] | None = None,
 ) -> GraphPlan:
-    """The graphs of one rank; `actions` is its list, lowered or not, num_layers_per_chunk its
-    captured layers.
+    """Plan the graphs of one rank.
 
-    `own_inputs`: for each chunk, which of its layers (0 is its first) have a static input: those
-    whose captured part does not begin where that of the layer before ends; None: all. Raises
-    ValueError for an unknown key and for a list with more chunks than num_layers_per_chunk.
+    actions: its list, lowered or not. num_layers_per_chunk: its captured layers. own_inputs: for
+    each chunk, the layers (0 is its first) that have a static input, that is whose captured part
+    does not directly follow that of the layer before; None means all. Raises ValueError for an
+    unknown key and for a list with more chunks than num_layers_per_chunk.
     """
     if key not in ("microbatch", "slot"):
         raise ValueError(f"key={key!r} is neither microbatch nor slot")
@@ -177,11 +177,11 @@ def plan_graphs(
 
 
 def for_transformer_engine(plan: GraphPlan, actions: Sequence[Action]) -> GraphPlan:
-    """The same graphs captured by Transformer Engine, all of a pool in one call before a step.
+    """Return the plan for capture by Transformer Engine, one call per pool before a step.
 
-    It finds the microbatch of a backward by counting: ValueError for a list in which the backwards
-    of a chunk come in another order than its forwards, or are split. It hands the memory of an
-    input gradient on after the backward that comes next, so what is sent is copied first.
+    It counts to find the microbatch of a backward: raises ValueError for a list whose backwards of
+    a chunk come in another order than its forwards, or are split. It reuses the memory of an input
+    gradient after the next backward, so sent gradients are copied first.
     """
     firsts: dict[int, list[Compute]] = {}
     seen = set[tuple[str, int, int]]()
@@ -214,7 +214,7 @@ def _pool_order(captured: Sequence[Compute]) -> PoolOrder:
 
 
 def _assign(computes: Sequence[Compute], chunks: Collection[int]) -> dict[MicrobatchChunk, int]:
-    """Slots for the microbatches of `chunks`: the one free for longest, or else a new one."""
+    """Return slots for the microbatches of `chunks`: the longest free one, otherwise a new one."""
     last = {(action.mb, action.chunk): position for position, action in enumerate(computes)}
     free: deque[int] = deque()
     slots: dict[MicrobatchChunk, int] = {}
@@ -235,9 +235,9 @@ def check_graphs(actions: Sequence[Action], plan: GraphPlan) -> None:
     """Capture and replay a rank's list on numbered blocks of memory, sends in flight included.
 
     Each graph allocates the lowest free blocks of its pool, scratch included, when the list first
-    comes to it. A block is free again when its first tenant has been used for the last time. Raises
-    ValueError, with the action and both tensors, if a replay then writes to a block that holds what
-    another action or a send still needs.
+    reaches it. A block is free again after the last use of its first tenant. Raises ValueError,
+    with the action and both tensors, if a replay then writes to a block that another action or a
+    send still needs.
     """
     touched = [list(_touches(action, plan)) for action in actions]
     ends = {block: position for position, blocks in enumerate(touched) for block in blocks}
@@ -260,8 +260,9 @@ def check_graphs(actions: Sequence[Action], plan: GraphPlan) -> None:
 
 
 def _touches(action: Action, plan: GraphPlan) -> Iterator[Held]:
-    """What an action reads and writes of a microbatch; a Wait ends the reading of the sends that
-    it waits for.
+    """Yield the buffers that an action reads or writes.
+
+    A Wait ends the reading of the sends it waits for.
     """
     if isinstance(action, Wait) and not plan.copy_sent:
         yield from (
@@ -276,7 +277,7 @@ def _touches(action: Action, plan: GraphPlan) -> Iterator[Held]:
 
 
 def _static(block: Held, plan: GraphPlan) -> Static:
-    """What the block is to all microbatches that share the slot or set."""
+    """Return the static buffer of a block, which the microbatches of its slot or set share."""
     name, mb, chunk = block
     if name == "input":
         return name, -1, plan.slots[mb, chunk]
@@ -289,9 +290,9 @@ def _capture(
     statics: Mapping[Held, Static],
     plan: GraphPlan,
 ) -> dict[Static, Address]:
-    """Where everything static lies; what a later microbatch finds captured stays where it is."""
+    """Return addresses of all static buffers, fixed by the first microbatch that uses each."""
     addresses: dict[Static, Address] = {}
-    tenants: dict[Address, Held] = {}  # whose memory it is under capture
+    tenants: dict[Address, Held] = {}  # tenant of each block under capture
     pools: defaultdict[int, _Pool] = defaultdict(_Pool)
     for position, blocks in enumerate(touched):
         for block in blocks:
@@ -314,13 +315,13 @@ def _capture(
 
 @dataclass(slots=True)
 class _Pool:
-    """Blocks of memory, numbered from 0."""
+    """Pool of memory blocks, numbered from 0."""
 
     size: int = 0
     free: list[int] = field(default_factory=list)  # a heap
 
     def take(self) -> int:
-        """The lowest free block, or a new one."""
+        """Take the lowest free block, or a new one."""
         if self.free:
             return heappop(self.free)
         self.size += 1

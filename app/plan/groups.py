@@ -1,10 +1,10 @@
-"""The one table of process groups: who exchanges what with whom; pure arithmetic.
+"""The table of process groups: ranks, purpose and communicator of each; pure arithmetic.
 
-Communicators are created from it (`app.engine.groups`), and traffic, memory and pictures are
-planned from it. A group is called by its axes: `dp_cp` joins the ranks that differ along dp and cp
-only, `dp_control` those along dp, for control. Axes are those of the dense grid or of the experts'
-(`app.plan.layout`). Every group of the table has a communicator of its own, so that what one
-carries never queues behind another's.
+`app.engine.groups` creates communicators from it; traffic, memory and pictures are planned from it.
+A group is named by its axes: `dp_cp` joins the ranks that differ along dp and cp only, `dp_control`
+those along dp, for control messages. Axes are those of the dense or the expert grid
+(`app.plan.layout`). Every group has a communicator of its own, so that no collective queues behind
+one for another purpose.
 """
 
 from __future__ import annotations
@@ -20,65 +20,65 @@ from app.plan.layout import ParallelLayout
 
 
 class GroupKind(Enum):
-    """What a group carries, and with that what its communicator takes."""
+    """Payload of a group, which sets the resources of its communicator."""
 
     host = "host"  # objects between processes, over gloo: no GPU memory
-    control = "control"  # sums of a few numbers: NCCL with one channel
+    control = "control"  # all-reduces of a few numbers: NCCL with one channel
     stages = "stages"  # hidden states between pipeline ranks: NCCL with few channels
     data = "data"  # hidden states, gradients, parameters: NCCL with all channels
 
     @property
     def channels(self) -> int | None:
-        """Of NCCL, at most; None: all that it takes by itself.
+        """NCCL's channels at most; None leaves the number to NCCL.
 
-        A channel has a multiprocessor to itself, also while it waits for the other rank, which
-        kernels of the computation then lack. What pipeline ranks send lies beside computation, and
-        few channels carry it in time.
+        A channel occupies a multiprocessor, even while it waits for the other rank, and takes it
+        from compute kernels. Sends between pipeline ranks overlap with compute, and few channels
+        carry them in time.
         """
         return {GroupKind.control: 1, GroupKind.stages: 4}.get(self)
 
 
 class Way(Enum):
-    """Where a rank's bytes go within its group."""
+    """Communication pattern of a group."""
 
     ring = "ring"  # to the next rank
-    all_to_all = "all_to_all"  # to every other rank alike
-    neighbours = "neighbours"  # to the rank before and the rank behind
+    all_to_all = "all_to_all"  # to every other rank, equal parts
+    neighbours = "neighbours"  # to the previous and the next rank
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A purpose for which ranks are joined, in as many groups as the other axes have places."""
+    """A purpose for which ranks form groups, one group per combination of the other axes."""
 
     name: str  # in code, messages, tables, pictures and docs
     purpose: str  # what it is for
     axes: tuple[str, ...]  # its ranks differ along these only
     kind: GroupKind = GroupKind.data
     expert: bool = False  # axes of the experts' grid
-    ends_only: bool = False  # only the first and last rank of each take part; others are alone
+    ends_only: bool = False  # only the first and last rank of each group take part
 
     def size(self, layout: ParallelLayout) -> int:
-        """Ranks of each group; 1: nobody has anybody to exchange with."""
+        """Return the ranks of each group; a group of one sends nothing."""
         sizes = layout.sizes(self.expert)
         together = prod(sizes[axis] for axis in self.axes)
         return min(together, 2) if self.ends_only else together
 
     def members(self, layout: ParallelLayout) -> list[list[int]]:
-        """Global ranks of every group, in the order that all ranks agree on.
+        """Return the global ranks of every group, in the same order on all ranks.
 
-        A rank is in one of them at most, and in none only where `ends_only` leaves it alone.
+        A rank is in one of them at most, and in none only if `ends_only` leaves it out.
         """
         if self.ends_only:
             return layout.embedding_groups()
         return layout.groups(*self.axes, expert=self.expert)
 
     def joins(self, layout: ParallelLayout, pp_rank: int) -> bool:
-        """Whether the ranks of this pipeline rank share a group with others."""
+        """Return whether the ranks of this pipeline rank share a group with others."""
         ends = pp_rank in (0, layout.pp - 1)
         return self.size(layout) > 1 and (ends or not self.ends_only)
 
     def used_by(self, model: ModelConfig) -> bool:
-        """Whether this model has what the group exchanges. It is created also where it has not."""
+        """Return whether this model sends anything in the group, which is created in any case."""
         if self.expert:
             return model.moe is not None
         return model.tie_embeddings or not self.ends_only
@@ -129,5 +129,5 @@ GROUPS: Mapping[str, Group] = MappingProxyType(
     }
 )  # fmt: skip
 
-# Not among them: a run that saves beside training creates it with its first saver.
+# Not in GROUPS: the first asynchronous saver of a run creates it.
 CHECKPOINT = Group("checkpoint", "threads that save beside training", EVERYBODY, GroupKind.host)

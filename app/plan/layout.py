@@ -1,8 +1,9 @@
-"""Which global ranks share which parallel axis: pure arithmetic, no process group.
+"""Global ranks of every parallel axis: pure arithmetic, no process group.
 
-Dense parameters see the grid tp × cp × dp × pp, expert parameters the grid etp × ep × edp × pp over
-the same ranks ("parallel folding": attention and experts may cut one pipeline stage in different
-ways). `order` lists the axes from the fastest-varying one; the coordinate c of each axis then gives
+Dense parameters are laid out on the grid tp × cp × dp × pp, expert parameters on etp × ep × edp ×
+pp over the same ranks ("parallel folding": attention and experts may divide a pipeline stage in
+different ways). `order` lists the axes from the fastest-varying one. With the coordinate c of each
+axis,
 
     rank = Σ c[axis] · Π (sizes of the axes before it in `order`)
 
@@ -40,7 +41,7 @@ def axis_groups(sizes: Sequence[int], chosen: Collection[int]) -> list[list[int]
 
 
 def _corners(sizes: Sequence[int], axes: Sequence[int]) -> list[int]:
-    """Ranks of all points whose coordinates are zero outside `axes`."""
+    """Return the ranks of all points whose coordinates are zero outside `axes`."""
     ranks = [0]
     for axis in axes:
         stride = prod(sizes[:axis])
@@ -50,19 +51,19 @@ def _corners(sizes: Sequence[int], axes: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Degrees of every parallel axis over `world_size` ranks, and the groups they form.
+    """Degrees of every parallel axis over `world_size` ranks, and the groups that they form.
 
     Raises ConfigError (a ValueError) for degrees that do not divide the world, for malformed
-    orders, and where dense and expert grids would put a rank into different pipelines.
+    orders, and if dense and expert grids would put a rank into different pipelines.
     """
 
     world_size: int  # ranks
     tp: int = 1  # tensor-parallel ranks of dense layers
-    cp: int = 1  # context-parallel ranks: parts of one sequence
+    cp: int = 1  # context-parallel ranks: each has a part of every sequence
     pp: int = 1  # pipeline ranks
-    ep: int = 1  # expert-parallel ranks: shares of the experts of a layer
+    ep: int = 1  # expert-parallel ranks: each has a share of a layer's experts
     etp: int | None = None  # tensor-parallel ranks of one expert; None: tp
-    order: str = "tp-cp-ep-dp-pp"  # axes from the fastest-varying; those left out must be 1
+    order: str = "tp-cp-ep-dp-pp"  # axes from the fastest-varying; an axis left out must be 1
 
     def __post_init__(self) -> None:
         self._check_degrees()
@@ -71,7 +72,7 @@ class ParallelLayout:
 
     @property
     def expert_tp(self) -> int:
-        """`etp`, or `tp` where that is None."""
+        """`etp`, or `tp` if that is None."""
         return self.tp if self.etp is None else self.etp
 
     @property
@@ -85,7 +86,7 @@ class ParallelLayout:
         return self.world_size // (self.expert_tp * self.ep * self.pp)
 
     def sizes(self, expert: bool = False) -> dict[str, int]:
-        """Size of each axis of the dense or the expert grid, from the fastest-varying one."""
+        """Return the size of each axis of the dense or the expert grid, fastest-varying first."""
         listed = self.order.lower().split("-")
         if expert:
             names = EXPERT_AXIS
@@ -97,7 +98,10 @@ class ParallelLayout:
         return {names[axis]: values[axis] for axis in ordered if axis in names}
 
     def coords(self, rank: int, expert: bool = False) -> dict[str, int]:
-        """Index of `rank` on each axis of the dense or expert grid; ValueError: no such rank."""
+        """Return the index of `rank` on each axis of the dense or expert grid.
+
+        ValueError for no such rank.
+        """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the world of {self.world_size} ranks")
         found = {}
@@ -106,11 +110,11 @@ class ParallelLayout:
         return found
 
     def groups(self, *axes: str, expert: bool = False) -> list[list[int]]:
-        """All groups of ranks that differ only along `axes` (in any order).
+        """Return all groups of ranks that differ only along `axes` (in any order).
 
         Dense axes are tp, cp, dp, pp; with expert=True they are etp, ep, edp, pp. The order of
-        groups, and of ranks within a group, follows `order`. ValueError for an axis that the grid
-        does not have.
+        groups, and of ranks within a group, follows `order`. Raises ValueError for an axis that the
+        grid does not have.
         """
         sizes = self.sizes(expert)
         unknown = [axis for axis in axes if axis not in sizes]
@@ -122,7 +126,7 @@ class ParallelLayout:
         return axis_groups(list(sizes.values()), {list(sizes).index(axis) for axis in axes})
 
     def embedding_groups(self) -> list[list[int]]:
-        """First and last rank of each pipeline: those with the two copies of tied embeddings."""
+        """Return first and last rank of each pipeline, which hold the copies of tied embeddings."""
         return [
             [pipeline[0], pipeline[-1]] if len(pipeline) > 1 else pipeline
             for pipeline in self.groups("pp")
@@ -195,6 +199,6 @@ class ParallelLayout:
 
 
 def select_layout(run: Run) -> ParallelLayout:
-    """The ranks' grids for dense layers and experts. Raises ConfigError for degrees that clash."""
+    """Return the layout of a run. Raises ConfigError for degrees that do not fit together."""
     p = run.parallel
     return ParallelLayout(run.world_size, p.tp, p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order)

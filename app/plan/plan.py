@@ -1,7 +1,7 @@
 """Everything known about a run before it starts: one value for the plan command and training.
 
-Each part is computed when it is first asked for. Where something differs between pipeline ranks it
-is a sequence with one entry per pipeline rank; ranks that differ along other axes are alike.
+Each part is computed on first use. A value that differs between pipeline ranks is a sequence with
+one entry per pipeline rank; ranks that differ along other axes are alike.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from app.plan.select import select_graphs, select_schedule, select_stages
 from app.plan.sharding.parameters import ChunkBuffers, Parameter, chunk_buffers, chunk_parameters
 from app.plan.stages import Stage, StagePlan
 
-GPU_MEMORY_GIB = 79.1  # what an H100 of 80 GB has for its programs
+GPU_MEMORY_GIB = 79.1  # usable memory of an 80 GB H100
 GIB = 2**30
 
 
@@ -50,17 +50,17 @@ class Plan:
     """The plan of a run that has passed `app.rules.check`."""
 
     run: Run
-    # lists that plans of other runs have made, and those that they can have of this one
+    # schedules shared with plans of other runs
     known: KnownSchedules = field(default_factory=KnownSchedules, compare=False, repr=False)
 
     @cached_property
     def layout(self) -> ParallelLayout:
-        """Which ranks share what."""
+        """Grids of ranks for dense layers and experts."""
         return select_layout(self.run)
 
     @cached_property
     def stages(self) -> StagePlan:
-        """Which layers each pipeline rank holds."""
+        """Layers of each pipeline stage."""
         return select_stages(self.run)
 
     @cached_property
@@ -69,7 +69,7 @@ class Plan:
         return select_schedule(self.run, self.stages)
 
     def next_here(self, pp_rank: int) -> dict[int, int]:
-        """Chunks of a rank whose next stage it holds itself -> the chunk that is it."""
+        """Return, for chunks whose next stage is on the same rank, that stage's chunk."""
         pipeline = self.stages.pipeline
         chunks = range(self.stages.vpp)
         chunk_of = {pipeline.stage(pp_rank, chunk): chunk for chunk in chunks}
@@ -78,12 +78,12 @@ class Plan:
 
     @cached_property
     def schedule(self) -> list[list[Compute]]:
-        """What each pipeline rank computes in a training step."""
+        """Compute actions of each pipeline rank in a training step."""
         return self.known.compute(self.schedule_key)
 
     @property
     def schedule_key(self) -> ScheduleKey:
-        """What the lists of a training step follow from."""
+        """Values that determine the lists of a training step."""
         return ScheduleKey(
             self.schedule_name.value,
             self.layout.pp,
@@ -94,7 +94,7 @@ class Plan:
 
     @property
     def actions(self) -> Sequence[Sequence[Action]]:
-        """Everything that each pipeline rank does in a training step, proved not to deadlock."""
+        """All actions of each pipeline rank in a training step, proved not to deadlock."""
         return self._walks.actions
 
     @cached_property
@@ -104,7 +104,7 @@ class Plan:
         return walks
 
     def validation_actions(self, num_microbatches: int) -> list[list[Action]]:
-        """Everything that each pipeline rank does in a validation of so many microbatches."""
+        """Return all actions of each pipeline rank in a validation of `num_microbatches`."""
         key = self.schedule_key
         schedule = build_schedule(
             key.name,
@@ -121,7 +121,10 @@ class Plan:
 
     @cached_property
     def graphs(self) -> tuple[GraphPlan | None, ...]:
-        """Partial CUDA graphs of each rank, proved not to overwrite each other; None without."""
+        """Partial CUDA graphs of each rank, proved not to overwrite each other.
+
+        None for a rank without.
+        """
         graphs = select_graphs(self.run, self.stages, self.actions)
         for actions, graph in zip(self.actions, graphs, strict=True):
             if graph is not None:
@@ -130,7 +133,7 @@ class Plan:
 
     @cached_property
     def parameters(self) -> tuple[tuple[tuple[Parameter, ...], ...], ...]:
-        """[pp_rank][chunk]: what a rank holds, in the order of use."""
+        """[pp_rank][chunk]: parameters of a rank, in order of use."""
         model = self.run.model
         layout = self.layout
         return tuple(
@@ -140,7 +143,7 @@ class Plan:
 
     @cached_property
     def buffers(self) -> tuple[tuple[ChunkBuffers, ...], ...]:
-        """[pp_rank][chunk]: where parameters and gradients lie, and who owns which part."""
+        """[pp_rank][chunk]: layout of parameter and gradient buffers, and their shards."""
         model = self.run.model
         made: dict[object, ChunkBuffers] = {}  # stages of like layers have like buffers
 
@@ -162,13 +165,14 @@ class Plan:
 
     @cached_property
     def profile(self) -> HardwareProfile | None:
-        """Measured speeds that times are planned from; None: the data sheet's are taken."""
+        """Measured speeds that times are planned from; None if the data sheet's are used."""
         return measured(self.run)
 
     @cached_property
     def stage_times(self) -> tuple[PartTimes, ...]:
-        """Time of one microbatch in each stage by what it goes to, in stage order; empty without a
-        profile.
+        """Time of one microbatch in each stage by kind of work, in stage order.
+
+        Empty without a profile.
         """
         if self.profile is None:
             return ()
@@ -184,8 +188,9 @@ class Plan:
 
     @cached_property
     def stage_seconds(self) -> tuple[StageSeconds, ...]:
-        """Time of one microbatch in each stage, in stage order; with a profile exchanges that
-        compute waits for are among it.
+        """Time of one microbatch in each stage, in stage order.
+
+        With a profile, exposed traffic included.
         """
         if self.profile is None:
             return stage_seconds(self.run, self.stages.in_order, self.layout)
@@ -200,7 +205,7 @@ class Plan:
 
     @cached_property
     def tail(self) -> StepTail:
-        """What a step takes beside its pipeline; nothing of that is known without a profile."""
+        """Time of a step beside its pipeline; zero without a profile."""
         if self.profile is None:
             return NO_TAIL
         return step_tail(
@@ -219,7 +224,7 @@ class Plan:
         return self.pipeline_seconds(self.run.num_microbatches) + self.tail.seconds
 
     def pipeline_seconds(self, num_microbatches: int) -> float:
-        """Estimated time of the pipeline of a step that had so many microbatches."""
+        """Return the estimated time of a step's pipeline with `num_microbatches`."""
         key = replace(self.schedule_key, num_microbatches=num_microbatches)
         order = self.known.order(key)
         seconds = self._times.in_order(order.pipeline.last + 1)
@@ -227,7 +232,7 @@ class Plan:
 
     @cached_property
     def times_of_ranks(self) -> list[dict[str, float]]:
-        """What a step's time goes to on each pipeline rank, seconds; empty without a profile."""
+        """Seconds of a step by kind of work on each pipeline rank; empty without a profile."""
         if self.profile is None:
             return []
         return times_of_ranks(
@@ -240,7 +245,7 @@ class Plan:
 
     @property
     def time_by_kind(self) -> dict[str, float]:
-        """That of the pipeline rank that idles least, largest first."""
+        """Seconds by kind of work on the pipeline rank that idles least, largest first."""
         if not self.times_of_ranks:
             return {}
         busiest = min(self.times_of_ranks, key=lambda found: found[IDLE])
@@ -248,12 +253,12 @@ class Plan:
 
     @cached_property
     def traffic(self) -> tuple[GroupTraffic, ...]:
-        """What each kind of group moves in a step."""
+        """Bytes that each kind of group moves in a step."""
         return plan_traffic(self.run, self.layout, self.stages)
 
     @cached_property
     def advice(self) -> tuple[OrderAdvice, ...]:
-        """Where another order of axes would keep groups inside a node."""
+        """Other orders of axes that would keep groups inside a node."""
         return order_advice(self.run, self.layout)
 
     @cached_property
@@ -273,7 +278,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has room."""
+        """True if every rank fits into its GPU."""
         return self.busiest.total <= self.gpu_memory
 
     @cached_property
@@ -281,7 +286,7 @@ class Plan:
         if self.profile is not None:
             return timeline_times(self.run, self.layout, self.profile, stages=self.stage_times)
         exposed = sum(traffic.seconds for traffic in self.traffic if traffic.exposed)
-        # one part forward, two backward, like compute
+        # exposed traffic: one part in forward, two in backward, like compute
         per_pass = exposed / (self.run.num_microbatches * self.stages.vpp) / 3
         sends = self.run.num_microbatches * most_sends(self.stages.pipeline)
         send = next(

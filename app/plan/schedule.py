@@ -1,8 +1,8 @@
-"""What each pipeline rank computes within one step, as a printable list of actions.
+"""Pipeline schedules: compute actions of each pipeline rank within a step, as printable lists.
 
-Words: rank r of `pp` ranks holds `num_chunks` chunks, and chunk c of rank r is stage c·pp + r, or,
-of schedules that are `v_shaped`, chunk 1 of rank r is stage 2·pp − 1 − r. A microbatch passes all
-stages forward, then all of them backward. Lists hold compute only; `lowering` adds what moves data.
+Rank r of `pp` ranks holds `num_chunks` chunks. Chunk c of rank r is stage c·pp + r, or, in
+`v_shaped` schedules, chunk 1 of rank r is stage 2·pp − 1 − r. A microbatch passes all stages
+forward, then all of them backward. Lists hold compute only; `lowering` adds communication.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def build_schedule(
     group_size: int | None = None,
     forward_only: bool = False,
 ) -> list[list[Compute]]:
-    """The compute actions of every pipeline rank, in order; result[rank].
+    """Return the compute actions of every pipeline rank, in order; result[rank].
 
     name: "none"            one rank, forward and backward in turn: F0 B0 F1 B1 …
           "gpipe"           all forwards, then all backwards (Huang et al. 2019)
@@ -34,11 +34,11 @@ def build_schedule(
           "interleaved"     the same over num_chunks chunks per rank, `group_size` microbatches
                             (None: pp) at a time through each chunk (Narayanan et al. 2021b): the
                             bubble's time divided by num_chunks
-          "zero_bubble_h1"  1F1B with split backward, weight gradients fill part of the bubble (Qi
+          "zero_bubble_h1"  1F1B with split backward; weight gradients fill part of the bubble (Qi
                             et al. 2023)
           "zero_bubble_v"   split backward, two chunks per rank in a V (see `zero_bubble`): half the
-                            bubble of the one above where F, I and W take equally long
-    forward_only: forwards alone (validation), in the same order; in a V in an order in which no
+                            bubble of zero_bubble_h1 if F, I and W take equally long
+    forward_only: forwards alone (validation), in the same order; in a V, in an order in which no
                   rank waits for another. Any num_microbatches and group_size will do: instead of
                   a group that training refuses, the nearest that it takes
 
@@ -74,14 +74,17 @@ def build_schedule(
 
 
 def v_shaped(name: str) -> bool:
-    """Whether the schedule's chunks lie in a V; users of its lists are told by v_shape=True."""
+    """Return whether the schedule's chunks lie in a V.
+
+    Users of its lists then pass v_shape=True.
+    """
     return name == "zero_bubble_v"
 
 
 def check_schedule(
     name: str, pp: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None
 ) -> None:
-    """Raise ValueError, with numbers and the nearest that works, where build_schedule refuses."""
+    """Raise ValueError, with the nearest legal value, for what build_schedule refuses."""
     _check_choice(name, pp, num_microbatches, num_chunks=num_chunks, group_size=group_size)
     if name == "interleaved":
         _check_groups(pp, num_microbatches, pp if group_size is None else group_size)
@@ -90,7 +93,7 @@ def check_schedule(
 def _check_choice(
     name: str, pp: int, num_microbatches: int, num_chunks: int, group_size: int | None
 ) -> None:
-    """Raise ValueError for what neither training nor forwards alone can run."""
+    """Raise ValueError for what neither training nor forward-only can run."""
     if name not in SCHEDULES:
         raise ValueError(f"unknown schedule {name!r}; there are {', '.join(SCHEDULES)}")
     if min(pp, num_microbatches, num_chunks) < 1:
@@ -142,7 +145,10 @@ def _check_groups(pp: int, num_microbatches: int, group: int) -> None:
 
 
 def _legal_groups(pp: int, num_microbatches: int) -> list[int]:
-    """Group sizes with which no microbatch waits for its own previous chunk; maybe none."""
+    """Return the group sizes with which no microbatch waits for its own previous chunk.
+
+    Maybe none.
+    """
     sizes = range(pp, num_microbatches + 1)
     return [size for size in sizes if not 0 < num_microbatches % size < pp]
 
@@ -160,12 +166,12 @@ def warmup_count(
     forward_only: bool = False,
     moe_overlap: bool = False,
 ) -> int:
-    """Forwards that `pp_rank` runs before its first backward.
+    """Return the forwards that `pp_rank` runs before its first backward.
 
-    1F1B: min(M, pp − rank − 1). Interleaved, which is meant when num_chunks > 1 or a group_size is
-    given: min(M·chunks, 2·(pp − rank − 1) + (chunks − 1)·group), one more with moe_overlap so that
-    the forward and the backward of a pair are of different microbatches (for programs that overlap
-    these; this one does not). All M·chunks with forward_only, none without pipeline ranks.
+    1F1B: min(M, pp − rank − 1). Interleaved (num_chunks > 1 or a group_size): min(M·chunks, 2·(pp −
+    rank − 1) + (chunks − 1)·group). moe_overlap adds one, so that the forward and the backward of a
+    pair are of different microbatches; for programs that overlap these, which this one does not.
+    forward_only: all M·chunks. Without pipeline ranks: none.
     """
     total = num_microbatches * num_chunks
     if forward_only:
@@ -179,14 +185,14 @@ def warmup_count(
 
 
 def chunk_order(num_microbatches: int, num_chunks: int, group: int) -> list[tuple[int, int]]:
-    """(mb, chunk) in order of forwards: each group of microbatches passes chunk 0, 1, … in turn."""
+    """Return (mb, chunk) in order of forwards: each group of microbatches passes chunk 0, 1, …."""
     starts = range(0, num_microbatches, group)
     groups = [range(start, min(start + group, num_microbatches)) for start in starts]
     return [(mb, chunk) for mbs in groups for chunk in range(num_chunks) for mb in mbs]
 
 
 def _weave(forwards: Sequence[Compute], backwards: Sequence[Compute], warmup: int) -> list[Compute]:
-    """Warm-up forwards, then forward and backward in turn, then the backwards that are left."""
+    """Return warm-up forwards, then forward and backward in turn, then the remaining backwards."""
     pairs = zip(forwards[warmup:], backwards, strict=False)
     return [
         *forwards[:warmup],
@@ -196,11 +202,11 @@ def _weave(forwards: Sequence[Compute], backwards: Sequence[Compute], warmup: in
 
 
 def _zero_bubble_h1(pp: int, rank: int, num_microbatches: int) -> list[Compute]:
-    """ZB-H1 (Qi et al. 2023): 1F1B, each weight gradient `rank` microbatches late.
+    """Return ZB-H1 (Qi et al. 2023): 1F1B with each weight gradient delayed by `rank` microbatches.
 
-    Waiting weight gradients and microbatches in flight add up to pp on every rank, 1F1B's peak on
-    its first rank. The bubble shrinks from (pp − 1)(F + I + W) to (pp − 1)(F + I − W), in times of
-    the three parts.
+    Delayed weight gradients and microbatches in flight add up to pp on every rank, which is 1F1B's
+    peak on its first rank. The bubble shrinks from (pp − 1)(F + I + W) to (pp − 1)(F + I − W), in
+    times of the three parts.
     """
     mbs = range(num_microbatches)
     woven = _weave(
@@ -219,7 +225,7 @@ def _zero_bubble_h1(pp: int, rank: int, num_microbatches: int) -> list[Compute]:
 def _forwards(
     name: str, pp: int, num_microbatches: int, num_chunks: int, group: int
 ) -> list[list[Compute]]:
-    """Forwards alone; fewer microbatches than ranks go through each chunk all together."""
+    """Return forwards alone; fewer microbatches than ranks pass each chunk as one group."""
     if v_shaped(name):
         return _forwards_in_v(pp, num_microbatches)
     group = _nearest(_legal_groups(pp, num_microbatches) or [num_microbatches], group)
@@ -228,7 +234,7 @@ def _forwards(
 
 
 def _forwards_in_v(pp: int, num_microbatches: int) -> list[list[Compute]]:
-    """Forwards of chunk 0 until the first of chunk 1 comes back, then one of each in turn."""
+    """Return forwards of chunk 0 until the first one of chunk 1 arrives, then both in turn."""
     out, back = ([Forward(mb, chunk) for mb in range(num_microbatches)] for chunk in (0, 1))
     return [_weave(out, back, min(num_microbatches, 2 * (pp - rank - 1))) for rank in range(pp)]
 
@@ -242,10 +248,10 @@ def _zero_bubble_v(pp: int, num_microbatches: int) -> list[list[Compute]]:
 
 
 def signed_order(actions: Iterable[object]) -> list[int]:
-    """The list in signed numbers: +(chunk + 1) for a forward, −(chunk + 1) for a backward.
+    """Return the list as signed numbers: +(chunk + 1) for a forward, −(chunk + 1) for a backward.
 
-    A split backward counts where its BackwardInput stands; BackwardWeight and whatever does not
-    compute is left out. For other programs, and for tests that compare lists with theirs.
+    A split backward counts at its BackwardInput; BackwardWeight and other actions are left out. For
+    other programs, and for tests that compare lists with theirs.
     """
     signs: list[int] = []
     for action in actions:
@@ -258,10 +264,10 @@ def signed_order(actions: Iterable[object]) -> list[int]:
 
 
 def peak_in_flight(actions: Iterable[object]) -> int:
-    """Most microbatches in flight, counted per chunk: forwarded, and waiting for their backward.
+    """Return the most microbatches in flight, counted per chunk, from forward to backward.
 
-    A split backward is over with its BackwardWeight. Without backwards nothing is kept: then it is
-    1, the one that runs.
+    A split backward ends with its BackwardWeight. Without backwards nothing is saved, and the peak
+    is 1, the microbatch that runs.
     """
     listed = list(actions)
     splits = any(isinstance(action, BackwardWeight) for action in listed)
@@ -274,7 +280,10 @@ def peak_in_flight(actions: Iterable[object]) -> int:
 
 
 def last_backwards(actions: Sequence[object]) -> frozenset[int]:
-    """Positions of each chunk's last backward, which completes its gradients; none if split."""
+    """Return positions of each chunk's last backward, which completes its gradients.
+
+    None if split.
+    """
     if any(isinstance(action, BackwardWeight) for action in actions):
         return frozenset()
     return frozenset(

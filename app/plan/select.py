@@ -1,4 +1,4 @@
-"""What a run's choices stand for: its layout, its stages, its schedule."""
+"""Stages, schedule and graphs that a run's configuration selects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from app.plan.stages import StagePlan, plan_stages
 
 
 def select_stages(run: Run) -> StagePlan:
-    """The layers of every stage. Raises ConfigError for splits that do not come out even."""
+    """Return the layers of every stage. Raises ConfigError for splits that do not come out even."""
     p = run.parallel
     v_shape = v_shaped(run.schedule.name.value)
     return plan_stages(
@@ -31,8 +31,9 @@ def select_stages(run: Run) -> StagePlan:
 
 
 def select_schedule(run: Run, stages: StagePlan) -> ScheduleName:
-    """The named schedule; `auto` is none without pipeline ranks, 1f1b with one stage per rank,
-    interleaved with several.
+    """Return the schedule.
+
+    `auto` is none without pipeline ranks, 1f1b with one stage per rank, interleaved with several.
     """
     if run.schedule.name is not ScheduleName.auto:
         return run.schedule.name
@@ -44,7 +45,10 @@ def select_schedule(run: Run, stages: StagePlan) -> ScheduleName:
 def select_graphs(
     run: Run, stages: StagePlan, actions: Sequence[Sequence[Action]]
 ) -> tuple[GraphPlan | None, ...]:
-    """The partial CUDA graphs of each pipeline rank, by its actions; None where there are none."""
+    """Return the partial CUDA graphs of each pipeline rank for its actions.
+
+    None for a rank without.
+    """
     if not run.cuda_graph.of_parts:
         return (None,) * stages.pp
     layers = [[captured_layers(run, stage.layers) for stage in chunks] for chunks in stages.stages]
@@ -60,7 +64,7 @@ def select_graphs(
 
 
 def captured_layers(run: Run, layers: Sequence[int]) -> int:
-    """Of these layers, how many have a part in a partial graph."""
+    """Count those of `layers` that have a part in a partial graph."""
     scope = set(run.cuda_graph.scope)
     model = run.model
     parts = {True: {GraphScope.attn, GraphScope.moe}, False: {GraphScope.attn, GraphScope.mlp}}

@@ -1,10 +1,10 @@
-"""Where each parameter lies in a contiguous buffer, and which data-parallel rank owns which part.
+"""Layout of parameters in contiguous buffers, and the shard of each data-parallel rank.
 
 Parameters are laid out in reverse registration order, roughly the order in which backward finishes
-their gradients, so that the first bucket fills first. A bucket is a contiguous part of the buffer
-that is reduced and gathered as one; it is padded to a multiple of lcm(world, shard_align) and cut
-into `world` equal shards, shard r belonging to rank r (ZeRO stage 1, Rajbhandari et al. 2020).
-Everything here counts elements, not bytes.
+their gradients, so that the first bucket is complete first. A bucket is a contiguous part of the
+buffer that is reduced and gathered as one. It is padded to a multiple of lcm(world, shard_align)
+and divided into `world` equal shards, shard r for rank r (ZeRO stage 1, Rajbhandari et al. 2020).
+All numbers are elements, not bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Bounds = tuple[int, int]  # [start, end)
 
 
 class Range(NamedTuple):
-    """The part of a parameter that a rank owns: three ranges [start, end) of equal length."""
+    """Part of a parameter that a rank owns: three ranges [start, end) of equal length."""
 
     bucket: int  # index of the bucket that holds the parameter
     world: Bounds  # in the whole buffer
@@ -28,9 +28,9 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """The layout of one buffer: a value that optimizer, checkpoints and the memory plan share.
+    """Layout of one buffer: a value that optimizer, checkpoints and the memory plan share.
 
-    Bucket starts divide by `world`, so a rank's shards laid end to end put bucket b at
+    Bucket starts are multiples of `world`, so a rank's shards laid end to end put bucket b at
     buckets[b][0] // world.
     """
 
@@ -46,8 +46,9 @@ class BufferLayout:
         return self.buckets[-1][1] if self.buckets else 0
 
     def shard(self, bucket: int, rank: int) -> Bounds:
-        """Place in the buffer of the shard of `bucket` that `rank` owns; ValueError for a rank
-        outside the world.
+        """Return the place in the buffer of `rank`'s shard of `bucket`.
+
+        ValueError for a rank outside the world.
         """
         if not 0 <= rank < self.world:
             raise ValueError(f"rank {rank} is outside the {self.world} ranks that share the buffer")
@@ -56,7 +57,7 @@ class BufferLayout:
         return start + rank * size, start + (rank + 1) * size
 
     def ranges(self, rank: int) -> list[list[Range]]:
-        """What `rank` owns of each parameter, in registration order: at most one range."""
+        """Return what `rank` owns of each parameter, in registration order: at most one range."""
         shards = [self.shard(bucket, rank) for bucket in range(len(self.buckets))]
         return [
             _overlap(place, bucket, shards[bucket])
@@ -90,10 +91,10 @@ def buffer_layout(
 ) -> BufferLayout:
     """Lay out parameters of the given sizes (elements, registration order) over `world` ranks.
 
-    A bucket is closed as soon as it holds bucket_numel elements (None: one bucket), and before and
-    behind each of the parameters `alone` (indices), so that its shards depend on nothing but its
-    size. Every parameter starts at a multiple of param_align; every bucket ends at a multiple of
-    lcm(world, shard_align). ValueError for sizes below 0 and for anything else below 1.
+    A bucket is closed when it holds bucket_numel elements (None: one bucket), and before and after
+    each parameter in `alone` (indices), so that its shards depend on its size alone. Every
+    parameter starts at a multiple of param_align; every bucket ends at a multiple of lcm(world,
+    shard_align). Raises ValueError for sizes below 0 and for any other argument below 1.
     """
     _check(numels, world, bucket_numel, param_align=param_align, shard_align=shard_align)
     params: list[Bounds] = []
@@ -131,9 +132,9 @@ def shard_map(
     param_align: int = 1,
     shard_align: int = 1,
 ) -> list[list[Range]]:
-    """What `rank` owns of each parameter, in registration order; otherwise as `buffer_layout`.
+    """Return what `rank` owns of each parameter, in registration order.
 
-    For other programs: this one asks a `BufferLayout` itself.
+    Arguments as in `buffer_layout`. For other programs; this one uses `BufferLayout` directly.
     """
     return buffer_layout(
         numels, world, bucket_numel=bucket_numel, param_align=param_align, shard_align=shard_align

@@ -1,4 +1,4 @@
-"""Which decoder layers, embedding and head each pipeline stage holds.
+"""Decoder layers, embedding and head of each pipeline stage.
 
 Stages are numbered in the order in which a microbatch passes them: stage s is chunk s // pp of
 pipeline rank s % pp, or of rank pp − 1 − s % pp for chunk 1 of a V.
@@ -14,39 +14,39 @@ from itertools import accumulate, islice
 from app.errors import ConfigError, FirstOf, Instead, nearest_divisors, nearest_multiples
 from app.plan.pipeline.dependencies import Pipeline
 
-SPELLED = 4  # letters in a row that are not yet written as a repeat
-# names of layers -> letters of a layout
+SPELLED = 4  # layers up to which a stage is written out, as ttt; more are written as t*5
+# layer name -> letter of a layout
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The decoder layers of one pipeline stage, and whether it holds the ends."""
+    """Decoder layers of one pipeline stage, and whether it holds embedding and head."""
 
     layers: tuple[int, ...]  # decoder layers, from 0 over the whole model
-    embedding: bool  # turns tokens into hidden states
-    head: bool  # turns hidden states into logits and the loss
+    embedding: bool  # has the token embedding
+    head: bool  # has the output layer and the loss
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The stages of a model; a rank's are `stages[pp_rank]`."""
+    """Stages of a model; those of a rank are `stages[pp_rank]`."""
 
     stages: tuple[tuple[Stage, ...], ...]  # [pp_rank][chunk]
 
     @property
     def pp(self) -> int:
-        """Pipeline ranks: `pp`."""
+        """Pipeline ranks."""
         return len(self.stages)
 
     @property
     def pipeline(self) -> Pipeline:
-        """How the stages lie on ranks: in a V the first rank has the last stage too."""
+        """Placement of stages on ranks; in a V the first rank has the last stage too."""
         return Pipeline(self.pp, self.vpp, self.pp > 1 and self.stages[0][-1].head)
 
     @property
     def in_order(self) -> tuple[Stage, ...]:
-        """The stages as a microbatch passes them."""
+        """Stages in the order in which a microbatch passes them."""
         pipeline = self.pipeline
         return tuple(
             self.stages[pipeline.rank(stage)][stage // self.pp]
@@ -55,7 +55,7 @@ class StagePlan:
 
     @property
     def vpp(self) -> int:
-        """Stages per pipeline rank: its chunks."""
+        """Stages per pipeline rank, that is its chunks."""
         return len(self.stages[0])
 
 
@@ -73,14 +73,13 @@ def plan_stages(
     """Split num_layers decoder layers over pp ranks with vpp stages each.
 
     By default every stage has equally many. `first` and `last` set the layers of the first and last
-    pipeline rank, over all its stages, and the rest is split evenly. count_embedding and count_head
-    let the embedding and the head with its loss take the place of one layer in the first and last
-    stage. `layout` spells the stages out instead (see `parse_layout`) and sets vpp itself: vpp=1
-    then means unset. v_shape lays the two stages of each rank out in a V (see Pipeline): the first
-    rank holds both the embedding and the head.
+    pipeline rank, over all its stages; the rest is split evenly. count_embedding and count_head
+    count the embedding, and the head with its loss, as one layer of the first and last stage.
+    `layout` spells the stages out instead (see `parse_layout`) and sets vpp itself: vpp=1 then
+    means unset. v_shape lays out the two stages of each rank in a V (see Pipeline): the first rank
+    holds both embedding and head.
 
-    Raises ConfigError (a ValueError) for splits that do not come out even, with the nearest that
-    would.
+    Raises ConfigError (a ValueError) for uneven splits, with the nearest that works.
     """
     for key, value in (
         ("model.num_layers", num_layers),
@@ -116,12 +115,12 @@ def plan_stages(
 
 
 def parse_layout(layout: str | Sequence[Sequence[str]]) -> list[str]:
-    """Stages of a layout, as letters: parse_layout("Et*3|(tt|)*2L") == ["Ettt", "tt", "tt", "L"].
+    """Return the stages of a layout as letters: "Et*3|(tt|)*2L" gives ["Ettt", "tt", "tt", "L"].
 
     E is the embedding, t a decoder layer, m a multi-token prediction layer, L the head with its
-    loss; | ends a stage; x*n repeats a letter and (...)*n a part, which may hold |; commas are for
-    the eye. A list of stages, each a list of the names embedding, decoder, mtp, loss, says the
-    same. A stage may be empty, as the third of "Et|t||L": it hands on what it gets. Raises
+    loss; | ends a stage; x*n repeats a letter and (...)*n a part, which may hold |; commas are
+    ignored. A list of stages, each a list of the names embedding, decoder, mtp, loss, is
+    equivalent. A stage may be empty, as the third of "Et|t||L": it passes its input on. Raises
     ConfigError for anything else.
     """
     if not isinstance(layout, str):
@@ -151,7 +150,7 @@ def _letter(name: str) -> str:
 def _even_sizes(
     num_layers: int, pp: int, vpp: int, count_embedding: bool, count_head: bool
 ) -> list[int]:
-    """Decoder layers of each stage, in order; embedding and head may count as layers."""
+    """Return the decoder layers of each stage, in order; embedding and head may count as layers."""
     num_stages = pp * vpp
     extra = count_embedding + count_head
     if (num_layers + extra) % num_stages:
@@ -170,8 +169,10 @@ def _even_sizes(
 
 
 def _even(num_layers: int, pp: int, vpp: int, extra: int) -> tuple[FirstOf, ...]:
-    """What works instead: other sizes of the end stages, every stage spelled out, other stages; and
-    other layers where there are fewer than stages.
+    """Return what works instead of an uneven split.
+
+    Other sizes of the end stages, a spelled-out layout, or fewer stages; other numbers of layers if
+    there are fewer than stages.
     """
     places = num_layers + extra
     stages = pp * vpp
@@ -193,8 +194,9 @@ def _even(num_layers: int, pp: int, vpp: int, extra: int) -> tuple[FirstOf, ...]
 def _splits(
     num_layers: int, pp: int, vpp: int, first: int | None = None, last: int | None = None
 ) -> list[tuple[str, ...]]:
-    """Overrides of `parallel.first` and `parallel.last` that fit, the most even split first; with
-    one of them given, of the other.
+    """Return overrides of `parallel.first` and `parallel.last` that fit, the most even split first.
+
+    With one of them given, only the other is varied.
     """
     found = []
     most = num_layers // pp + 2 * vpp
@@ -210,16 +212,15 @@ def _splits(
             words = [f"parallel.first={head}"] if first is None and head is not None else []
             words += [f"parallel.last={tail}"] if last is None and tail is not None else []
             if words:
-                ends_held = (tail or 0, head or 0)  # beside them lie the head and the embedding
+                # prefer fewer layers beside the head, then beside the embedding
+                ends_held = (tail or 0, head or 0)
                 key = (max(ranks), max(ranks) - min(ranks), len(words), *ends_held)
                 found.append((key, tuple(words)))
     return [words for _, words in sorted(found)]
 
 
 def spelled_layout(sizes: Sequence[int]) -> str:
-    """`parallel.layout` of stages with so many layers, as it can be typed: [2, 5, 1] is
-    Ett|t*5|tL.
-    """
+    """Return `parallel.layout` of stages with these numbers of layers: [2, 5, 1] is Ett|t*5|tL."""
     letters = [f"t*{size}" if size > SPELLED else "t" * size for size in sizes]
     letters[0] = "E" + letters[0]
     letters[-1] += "L"
@@ -227,7 +228,7 @@ def spelled_layout(sizes: Sequence[int]) -> str:
 
 
 def _around(value: int, step: int) -> list[int]:
-    """Zero, or the positive multiples of `step` next to `value`."""
+    """Return the positive multiples of `step` next to `value`; [0] if step is 0."""
     below = max(value // step, 1) * step if step else 0
     return [below, below + step] if step else [0]
 
@@ -235,7 +236,7 @@ def _around(value: int, step: int) -> list[int]:
 def _uneven_sizes(
     num_layers: int, pipeline: Pipeline, first: int | None, last: int | None
 ) -> list[int]:
-    """Decoder layers of each stage, in stage order, with the first or last rank's number given."""
+    """Return the decoder layers of each stage, in order, given those of the first or last rank."""
     pp = pipeline.pp
     vpp = pipeline.num_chunks
     for key, value in (("parallel.first", first), ("parallel.last", last)):
@@ -293,14 +294,17 @@ def _check_layout(layout: object, parts: list[str], num_layers: int, pp: int, vp
 
 
 def _ends_filled(parts: list[str]) -> str:
-    """The layout with E in the first and L in the last stage; empty ones outside go before L."""
+    """Return the layout with E in the first and L in the last stage.
+
+    Empty outer stages move before L.
+    """
     inner = "|".join(parts).strip("|")
     first, _, last = inner.rpartition("|") if "|" in inner else (inner.removesuffix("L"), "|", "L")
     return first + "|" * (len(parts) - 1 - first.count("|")) + last
 
 
 def _as_layout(sizes: list[int]) -> list[str]:
-    """Stages in letters: embedding in the first, head in the last."""
+    """Return stages as letters: embedding in the first, head in the last."""
     parts = ["t" * size for size in sizes]
     parts[0] = "E" + parts[0]
     parts[-1] += "L"

@@ -1,4 +1,4 @@
-"""A change by which a run fits or is faster, as a plan shows it; `app.advice` finds them."""
+"""A suggested change of a run, as a plan shows it; `app.advice` finds them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ class Suggestion:
     """Changes that make a run fit, or faster."""
 
     overrides: tuple[str, ...]  # as typed on the command line
-    memory: int  # bytes of the busiest rank afterwards
-    slowdown: float  # estimated time of a step over that of the run as it is
-    cost: str  # what is paid for it
+    memory: int  # bytes of the busiest rank with the changes
+    slowdown: float  # estimated time of a step over that of the original run
+    cost: str  # drawback, in words

@@ -1,4 +1,4 @@
-"""A plan in a few lines: what a person reads when a run starts."""
+"""Summary of a plan in a few lines, printed when a run starts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from app.plan.dispatchers.choose import run_dispatcher, tokens_per_rank
 from app.plan.formatting import amount, count_of
 from app.plan.plan import GIB, Plan
 
-SHOWN_PARTS = 4  # largest parts of the memory
+SHOWN_PARTS = 4  # largest parts of the memory shown
 
 
 def summary_lines(plan: Plan) -> Iterator[tuple[str, str]]:
-    """The plan in a few lines, as (heading, text): model, layout, schedule, dispatch, step, run."""
+    """Yield the plan as (heading, text): model, layout, schedule, dispatch, step, run."""
     run = plan.run
     model = plan.run.model
     train = plan.run.train
@@ -45,8 +45,9 @@ def summary_lines(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def types(precision: PrecisionConfig) -> str:
-    """Of parameters, and which products are in FP8: "bfloat16, linear in FP8
-    (delayed)"; none are where a choice of them lacks its recipe, which is said.
+    """Return the type of parameters and the parts in FP8, as "bfloat16, linear in FP8 (delayed)".
+
+    FP8 options without a recipe have no effect, which the text says.
     """
     params, fp8 = precision.params.value, precision.fp8
     if fp8.recipe is None:
@@ -57,12 +58,12 @@ def types(precision: PrecisionConfig) -> str:
 
 
 def degrees(plan: Plan) -> str:
-    """The degrees of parallelism that are above 1, data parallelism always: "dp 2, tp 4"."""
+    """Return the degrees of parallelism above 1, data parallelism always: "dp 2, tp 4"."""
     return ", ".join(f"{axis} {size}" for axis, size in degree_sizes(plan).items())
 
 
 def degree_sizes(plan: Plan) -> dict[str, int]:
-    """Axis -> degree of parallelism, where above 1; dp always."""
+    """Return axis -> degree of parallelism, if above 1; dp always."""
     layout = plan.layout
     moe = plan.run.model.moe
     dense = {"dp": layout.dp, "tp": layout.tp, "cp": layout.cp, "pp": layout.pp}
@@ -71,7 +72,7 @@ def degree_sizes(plan: Plan) -> dict[str, int]:
 
 
 def memory_line(plan: Plan, gpu_memory: int) -> str:
-    """What the busiest rank needs of a GPU with `gpu_memory` bytes, with the largest parts."""
+    """Return the busiest rank's memory of `gpu_memory` bytes, with its largest parts."""
     busiest = plan.busiest
     largest = sorted(busiest.parts, key=lambda part: -part.bytes)[:SHOWN_PARTS]
     parts = ", ".join(f"{part.name} {part.bytes / GIB:.1f}" for part in largest)

@@ -1,6 +1,4 @@
-"""Rules that span sections of the configuration: small named functions in one tuple, applied
-before anything is built.
-"""
+"""Rules that span sections of the configuration, applied before anything is built."""
 
 from __future__ import annotations
 
@@ -30,6 +28,7 @@ from app.rules.precision import check_fp8
 from app.rules.sizes import check_microbatches, check_sizes
 from app.rules.training import check_batch, check_lr_schedule, check_paired_grads, check_rollback
 
+# Sizes come first: later rules plan stages and schedules, which takes too long for absurd sizes.
 RULES: tuple[Callable[[Run], None], ...] = (
     check_sizes,
     check_world,
@@ -58,7 +57,7 @@ RULES: tuple[Callable[[Run], None], ...] = (
 
 
 def check(run: Run) -> Run:
-    """Apply every cross-section rule; returns the run unchanged or raises ConfigError."""
+    """Return the run if every cross-section rule holds; otherwise raise ConfigError."""
     for rule in RULES:
         rule(run)
     return run

@@ -1,4 +1,4 @@
-"""Rules on what computes attention."""
+"""Rules on the library that computes attention."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from app.errors import ConfigError, Instead
 
 KEY = "train.attention_backend"
 ON_CPU = "Transformer Engine computes on GPUs, and this run does on a CPU"
-MULTIPLE, WIDEST = 8, 256  # of a head's width, for cuDNN
+MULTIPLE, WIDEST = 8, 256  # of the width of a head, for cuDNN
 
 
 def check_attention(run: Run) -> None:
-    """Transformer Engine's attention is asked for where it has kernels."""
+    """Refuse Transformer Engine's attention where it has no kernel."""
     asked = run.train.attention_backend
     if asked is AttentionBackendKind.torch:
         return

@@ -1,4 +1,4 @@
-"""Rules on CUDA graphs and on what backward computes again."""
+"""Rules on CUDA graphs and on recomputation."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ def _whole() -> Instead:
 
 
 def check_graphs_update(run: Run) -> None:
-    """Only the graph of a whole step has an update behind it that it could hold."""
+    """Refuse the optimizer update in any but a full-iteration graph.
+
+    No other graph precedes the update.
+    """
     graph = run.cuda_graph
     if graph.optimizer and graph.impl is not GraphImpl.full_iteration:
         what = "nothing" if graph.impl is GraphImpl.none else "parts of layers"
-        rule = f"adds the update to the graph of a whole step, and impl={graph.impl.value} captures"
+        rule = f"adds the update to a full-iteration graph, and impl={graph.impl.value} captures"
         near = (False, _whole())
         raise ConfigError("cuda_graph.optimizer", True, f"{rule} {what}", nearest=near)
 
 
 def check_graphs_choice(run: Run) -> None:
-    """What is captured into CUDA graphs can be: no host wait inside, one contiguous part of a
-    layer.
-    """
+    """Refuse scopes that are not one contiguous part of a layer, and captures with host syncs."""
     graph = run.cuda_graph
     scope = set(graph.scope)
     partial = graph.of_parts
@@ -39,25 +40,25 @@ def check_graphs_choice(run: Run) -> None:
         raise ConfigError(
             key,
             named,
-            f"impl={graph.impl.value} has no parts of layers",
+            f"impl={graph.impl.value} captures no parts of layers",
             nearest=("[]", Instead("cuda_graph.impl=local")),
         )
     if GraphScope.moe in scope and scope & {GraphScope.moe_router, GraphScope.moe_preprocess}:
         raise ConfigError(
-            key, named, "moe holds moe_router and moe_preprocess already", nearest="[attn, moe]"
+            key, named, "moe includes moe_router and moe_preprocess", nearest="[attn, moe]"
         )
     if GraphScope.moe_preprocess in scope and GraphScope.moe_router not in scope:
         raise ConfigError(
             key,
             named,
-            "moe_preprocess follows moe_router, so it needs that",
+            "moe_preprocess follows moe_router, so it needs moe_router",
             nearest="[attn, moe_router, moe_preprocess]",
         )
     if GraphScope.moe_router in scope and GraphScope.attn not in scope:
         raise ConfigError(
             key,
             named,
-            "moe_router goes on from attn, so it needs that",
+            "moe_router follows attn, so it needs attn",
             nearest="[attn, moe_router]",
         )
     if partial and not captured_layers(run, range(run.model.num_layers)):
@@ -72,7 +73,7 @@ def check_graphs_choice(run: Run) -> None:
     if captures and dispatcher and dispatcher.waits_for_host:
         ep, etp = dispatcher.ep, dispatcher.etp
         degrees = f"ep={ep}" + (f" and etp={etp}" if etp > 1 else "")
-        rule = f"captures the exchange of tokens, for whose sizes the host waits with {degrees}"
+        rule = f"captures the token exchange, for whose sizes the host waits with {degrees}"
         what, value = key, named
         if graph.impl is GraphImpl.full_iteration:
             what, value = "cuda_graph.impl", graph.impl.value
@@ -88,12 +89,14 @@ INSIDE = {
     Recompute.experts_act: PhaseName.experts,
     Recompute.shared: PhaseName.shared,
     Recompute.moe: PhaseName.finish,
-}  # what may be recomputed with its random numbers -> the phase that it ends in
+}  # recomputed part -> its last phase: jitter inside a captured one could not be drawn again
 
 
 def check_graphs_beside(run: Run) -> None:
-    """What is captured runs once per microbatch, from its forward to its backward, and ends
-    before the rest of its layer.
+    """Refuse graphs beside schedules, recomputation and overlap that they cannot work with.
+
+    A captured part runs once per microbatch, forward and backward, and ends before the rest of its
+    layer.
     """
     graph = run.cuda_graph
     moe = run.model.moe
@@ -126,7 +129,7 @@ def check_graphs_beside(run: Run) -> None:
             nearest=("[experts_act]", Instead("cuda_graph.scope=[attn]")),
         )
     if cuts_experts and moe and moe.shared_overlap:
-        rule = "goes on beside the experts, where cuda_graph.scope=moe_router has ended"
+        rule = "runs beside the experts, after the graph of cuda_graph.scope=moe_router has ended"
         raise ConfigError(
             "model.moe.shared_overlap",
             True,
@@ -139,14 +142,14 @@ def check_graphs_beside(run: Run) -> None:
         and moe.jitter_eps
         and (recompute.full or any(INSIDE.get(part) in held for part in recompute.phases))
     ):
-        rule = "draws noise that recomputation has to draw again, which it cannot under capture"
+        rule = "draws noise that recomputation must repeat, which captured graphs cannot"
         raise ConfigError(
             "model.moe.jitter_eps", moe.jitter_eps, rule, nearest=(0, Instead("recompute=none"))
         )
 
 
 def check_recompute(run: Run) -> None:
-    """What is computed twice must not count twice."""
+    """Refuse to recompute a router that counts the load of every forward (balance=global_batch)."""
     moe = run.model.moe
     if (
         moe
@@ -154,8 +157,8 @@ def check_recompute(run: Run) -> None:
         and (run.recompute.full or Recompute.moe in run.recompute.phases)
     ):
         rule = (
-            "adds up the load of every forward, and backward would run some again under "
-            "recompute.full or phases=[moe]"
+            "counts the load of every forward, and recompute.full or phases=[moe] would count some "
+            "twice"
         )
         raise ConfigError(
             "model.moe.balance", moe.balance, rule, nearest=("microbatch", "sequence")

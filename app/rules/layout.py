@@ -1,4 +1,4 @@
-"""Rules on degrees of parallelism, and on what their ranks cut."""
+"""Rules on degrees of parallelism, and on the dimensions that their ranks divide."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from app.plan.layout import AXES, select_layout
 
 
 def check_world(run: Run) -> None:
-    """The dense degrees fill the world."""
+    """Refuse dense degrees that do not multiply to the world size."""
     world = run.parallel.world_size
     ranks = run.model_ranks
     if world and run.parallel.dp is None and world % ranks:
@@ -40,7 +40,7 @@ def check_world(run: Run) -> None:
 
 
 def _degrees_of(run: Run, world: int) -> tuple[FirstOf, ...]:
-    """Other degrees that fill the world, which is as large as there are GPUs."""
+    """Return other degrees with which the dense degrees fill the world."""
     found: tuple[FirstOf, ...] = ()
     for axis in ("pp", "cp", "tp"):
         degree = getattr(run.parallel, axis)
@@ -51,7 +51,9 @@ def _degrees_of(run: Run, world: int) -> tuple[FirstOf, ...]:
 
 
 def check_expert_parallel(run: Run) -> None:
-    """The experts divide over ep ranks, and these over the ranks of a pipeline stage."""
+    """Refuse ep that does not divide the experts, or ep × etp that does not divide a stage's
+    ranks.
+    """
     ep = run.parallel.ep
     moe = run.model.moe
     if ep > 1 and moe is None:
@@ -87,7 +89,7 @@ def check_expert_parallel(run: Run) -> None:
             nearest=near,
         )
     if not planned_dispatcher(moe, ep, etp).legal:
-        rule = f"parallel.{f'ep={ep}' if ep > 1 else f'etp={etp}'} needs an exchange between ranks"
+        rule = f"parallel.{f'ep={ep}' if ep > 1 else f'etp={etp}'} sends tokens between ranks"
         raise ConfigError(
             "model.moe.dispatcher",
             moe.dispatcher,
@@ -105,7 +107,7 @@ def check_expert_parallel(run: Run) -> None:
 
 
 def check_static_dispatch(run: Run) -> None:
-    """Options of dispatcher=static have an effect, and its ranks can have what they ask for."""
+    """Refuse options of dispatcher=static that have no effect, or that its ranks cannot have."""
     moe = run.model.moe
     if moe is None:
         return
@@ -136,7 +138,7 @@ def check_static_dispatch(run: Run) -> None:
 
 
 def check_clones(run: Run) -> None:
-    """Clones of hot experts have ranks to go to, and a dispatcher that takes tokens there."""
+    """Refuse clones of experts without other ranks, or without a dispatcher that serves them."""
     moe = run.model.moe
     if moe is None:
         return
@@ -154,7 +156,7 @@ def check_clones(run: Run) -> None:
         near = (Instead("model.moe.dispatcher=static"), 0)
         raise ConfigError(key, echo.spares, rule, nearest=near)
     if dispatcher.etp > 1:
-        rule = f"clones are of whole experts, and these lie in {dispatcher.etp} parts"
+        rule = f"clones whole experts, and parallel.etp={dispatcher.etp} divides each of them"
         raise ConfigError(key, echo.spares, rule, nearest=(Instead("parallel.etp=1"), 0))
     if echo.threshold > dispatcher.ep - 1:
         key, most_above = f"{section}.threshold", dispatcher.ep - 1
@@ -171,7 +173,7 @@ def check_clones(run: Run) -> None:
 
 
 def _check_unused(echo: EchoConfig, section: str) -> None:
-    """Without slots the other options have no effect."""
+    """Refuse other options of ECHO while there are no slots."""
     for field in fields(EchoConfig):
         if getattr(echo, field.name) != field.default:
             rule = "there are no slots for clones, spares=0"
@@ -181,7 +183,7 @@ def _check_unused(echo: EchoConfig, section: str) -> None:
 
 
 def _shares(ep: int, num_experts: int) -> tuple[FirstOf, ...]:
-    """Ranks that share the experts, in the world that there is or in one of as many ranks."""
+    """Return values of ep that divide the experts, in this world or with dp = ep."""
     found = nearest_divisors(ep, num_experts)
     sides = ([n for n in each.candidates if isinstance(n, int)] for each in found)
     return tuple(
@@ -191,7 +193,7 @@ def _shares(ep: int, num_experts: int) -> tuple[FirstOf, ...]:
 
 
 def check_tensor_parallel(run: Run) -> None:
-    """Heads, widths and vocabulary divide over tp ranks."""
+    """Refuse tp that does not divide heads, widths and vocabulary."""
     model = run.model
     tp = run.parallel.tp
     widths = {
@@ -215,8 +217,10 @@ def check_tensor_parallel(run: Run) -> None:
 
 
 def check_sequence(run: Run) -> None:
-    """Every context-parallel rank has two equal parts of a sequence, and every tensor-parallel
-    rank a share of them.
+    """Refuse sequences that do not divide over context- and tensor-parallel ranks.
+
+    A context-parallel rank has two equal chunks of a sequence, so that causal attention is
+    balanced; a tensor-parallel rank has a part of these.
     """
     cp = run.parallel.cp
     tp = run.parallel.tp
@@ -231,8 +235,9 @@ def check_sequence(run: Run) -> None:
 
 
 def check_context_parallel(run: Run) -> None:
-    """Ranks that trade tokens for heads get whole heads, of those that tensor parallelism leaves
-    them.
+    """Refuse all-to-all context parallelism that would split a head.
+
+    cp must divide the key/value heads of a tensor-parallel rank.
     """
     cp = run.parallel.cp
     tp = run.parallel.tp
@@ -241,7 +246,7 @@ def check_context_parallel(run: Run) -> None:
     if cp > 1 and kind is CpComm.all_to_all and here % cp:
         over = f" over parallel.tp={tp}" if tp > 1 else ""
         rule = (
-            f"gives each of parallel.cp={cp} ranks whole heads, of "
+            f"gives each rank whole heads, so parallel.cp={cp} must divide "
             f"model.num_kv_heads={run.model.num_kv_heads}{over}"
         )
         raise ConfigError(
@@ -253,24 +258,25 @@ def check_context_parallel(run: Run) -> None:
 
 
 def check_layout(run: Run) -> None:
-    """Ranks form one grid for dense layers and one for experts, in the same pipelines, with an
-    expert's parts side by side.
+    """Refuse grids of dense layers and experts that do not fit together.
+
+    They must have the same pipelines, and the etp parts of an expert on adjacent ranks.
     """
     layout = select_layout(run)
     order = run.parallel.order.lower().split("-")
     if run.model.moe and not parts_side_by_side(layout, order):
         rule = (
-            f"parts of experts (parallel.etp={layout.expert_tp}) lie between their shares "
-            f"(parallel.ep={layout.ep})"
+            f"must list tp before ep: the parallel.etp={layout.expert_tp} parts of an expert are "
+            f"on adjacent ranks (parallel.ep={layout.ep})"
         )
         raise ConfigError("parallel.order", run.parallel.order, rule, nearest="-".join(AXES))
 
 
 def check_expert_widths(run: Run) -> None:
-    """Grouped products need rows of whole 16-byte units."""
+    """Refuse widths of experts whose rows are not a multiple of 16 bytes, as grouped GEMMs need."""
     if run.model.moe is None:
         return
-    unit = 4 if run.precision.params is Dtype.float32 else 8
+    unit = 4 if run.precision.params is Dtype.float32 else 8  # elements in 16 bytes
     etp = select_layout(run).expert_tp
     for key, width, of in (
         ("model.hidden_size", run.model.hidden_size, unit),

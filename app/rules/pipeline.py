@@ -1,4 +1,4 @@
-"""Rules on stages and on the order of forwards and backwards."""
+"""Rules on pipeline stages and schedules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from app.plan.select import select_schedule, select_stages
 
 
 def check_stages(run: Run) -> None:
-    """Layers divide over the pipeline's stages."""
+    """Refuse layers that do not divide over stages, and vpp that the schedule does not take."""
     stages = select_stages(run)
     name = select_schedule(run, stages)
     if name is ScheduleName.zero_bubble_v and stages.vpp != 2:
@@ -28,7 +28,7 @@ def check_stages(run: Run) -> None:
 
 
 def one_stage(run: Run) -> tuple[str, ...]:
-    """What gives every pipeline rank one stage."""
+    """Return the overrides that give every pipeline rank one stage."""
     if run.parallel.layout is not None:
         return ("parallel.layout=null", "parallel.vpp=1")
     return ("parallel.vpp=1",) if run.parallel.vpp > 1 else ()
@@ -39,7 +39,7 @@ def _fewer_stages(run: Run) -> tuple[Instead, ...]:
 
 
 def check_schedule_choice(run: Run) -> None:
-    """The schedule exists for this many pipeline ranks, stages and microbatches."""
+    """Refuse a schedule that these pipeline ranks, stages and microbatches do not allow."""
     name = select_schedule(run, select_stages(run))
     pp = run.parallel.pp
     group = run.schedule.group_size
@@ -100,5 +100,5 @@ def check_schedule_choice(run: Run) -> None:
         )
 
 
-# schedules of several stages per rank
+# schedules with several stages per rank
 CHUNKED = (ScheduleName.interleaved, ScheduleName.zero_bubble_v)

@@ -1,4 +1,4 @@
-"""Rules on products in FP8."""
+"""Rules on FP8 GEMMs."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from app.plan.stages import Stage
 
 
 def check_fp8(run: Run) -> None:
-    """Products in FP8 are asked for where they can be computed."""
+    """Refuse FP8 where it cannot be computed, or where it would apply to nothing."""
     fp8 = run.precision.fp8
     if fp8.recipe is None:
         return
     key = "precision.fp8.recipe"
     if run.precision.params is Dtype.float16:
-        rule = "takes parameters in bfloat16: gradients in float16 have a scale of their own"
+        rule = "needs parameters in bfloat16: float16 gradients have a loss scale of their own"
         raise ConfigError(key, fp8.recipe, rule, nearest=(None, Instead("precision=bf16")))
     linear = Fp8Part.linear in fp8.include
     moe = run.model.moe
     if linear and moe and moe.shared_overlap and moe.shared_ffn_hidden_size:
         rule = (
-            "runs the shared expert beside the routed ones, and products in FP8 "
+            "runs the shared expert beside the routed ones, and FP8 GEMMs "
             "(precision.fp8.include=[linear]) share one workspace"
         )
         raise ConfigError("model.moe.shared_overlap", True, rule, nearest=False)
     _check_experts(run)
     left_out = fp8.first_layers + fp8.last_layers
     if fp8.include != (Fp8Part.head,) and left_out >= run.model.num_layers:
-        # the larger one is to blame, and the other may stay
+        # blame the larger one; the other may stay
         other, name = sorted(("first_layers", "last_layers"), key=lambda name: getattr(fp8, name))
         kept = getattr(fp8, other)
         rule = f"with {other}={kept} leaves none of {run.model.num_layers} layers in FP8"
@@ -41,7 +41,7 @@ def check_fp8(run: Run) -> None:
 
 
 def _check_experts(run: Run) -> None:
-    """Experts in FP8 are there, and all of them are this rank's own."""
+    """Refuse FP8 experts in a dense model, or together with clones of experts."""
     fp8, moe = run.precision.fp8, run.model.moe
     if Fp8Part.experts not in fp8.include:
         return
@@ -52,8 +52,8 @@ def _check_experts(run: Run) -> None:
         raise ConfigError("precision.fp8.include", fp8.include, rule, nearest=near)
     if moe.echo.spares:
         rule = (
-            "lends experts in the type of parameters, and those in FP8 "
-            "(precision.fp8.include=[experts]) are not lent"
+            "clones experts in the type of parameters, and not in FP8 "
+            "(precision.fp8.include=[experts])"
         )
         key = "model.moe.echo.spares"
         raise ConfigError(key, moe.echo.spares, rule, nearest=0)
@@ -64,7 +64,7 @@ def _check_experts(run: Run) -> None:
 
 
 def _check_widths(run: Run) -> None:
-    """Every matrix of a rank has widths that tensor cores load whole."""
+    """Refuse matrices whose widths on a rank are not a multiple of what tensor cores load."""
     tp = run.parallel.tp
     etp = tp if run.parallel.etp is None else run.parallel.etp
     fp8 = run.precision.fp8

@@ -1,6 +1,4 @@
-"""How large a run may be asked for: beyond these sizes nothing is trained, and plans would take
-minutes.
-"""
+"""Upper bounds on the sizes of a run: planning larger ones, which are mistakes, takes minutes."""
 
 from __future__ import annotations
 
@@ -26,13 +24,13 @@ MOST_OF = {
     "train.seq_len": 2**30,
     "train.micro_batch": 2**20,
     "data.num_proc": 2**10,
-}  # products of these are numbers that torch still counts
+}  # the elements of any weight then stay below 2**63, which torch counts in
 MOST_RANKS = 2**18
 MOST_FORWARDS = 2**14  # of a step, over all stages: twice those of 256 microbatches in 32 stages
 
 
 def check_sizes(run: Run) -> None:
-    """Sizes are such as anybody may mean."""
+    """Refuse sizes that are larger than anybody trains."""
     for key, most in MOST_OF.items():
         section: object = run
         for name in key.split("."):
@@ -51,7 +49,7 @@ def check_sizes(run: Run) -> None:
 
 
 def check_microbatches(run: Run) -> None:
-    """Few enough microbatches that their order can be written down."""
+    """Refuse more microbatches than a schedule can list in reasonable time."""
     stages = len(select_stages(run).in_order)
     per_step = run.train.micro_batch * run.dp
     for key, count in (

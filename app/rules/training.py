@@ -1,4 +1,4 @@
-"""Rules on batches, on the learning rate, and on going back after a bad step."""
+"""Rules on batches, learning-rate schedules, paired gradients and rollbacks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from app.plan.model.phases import PhaseName
 
 
 def check_batch(run: Run) -> None:
-    """The global batch is a whole number of microbatches on every data-parallel rank."""
+    """Refuse a global batch that does not divide into microbatches on every data-parallel rank."""
     per_step = run.train.micro_batch * run.dp
     if run.train.global_batch % per_step:
         raise ConfigError(
@@ -23,7 +23,7 @@ def check_batch(run: Run) -> None:
 
 
 def _batch_of(run: Run) -> tuple[FirstOf, ...]:
-    """Smaller microbatches, and fewer replicas, which the batch can be cut over."""
+    """Return smaller microbatches, or fewer replicas, that divide the global batch."""
     found: tuple[FirstOf, ...] = ()
     per_rank, rest = divmod(run.train.global_batch, run.dp)
     if not rest:
@@ -35,9 +35,7 @@ def _batch_of(run: Run) -> tuple[FirstOf, ...]:
 
 
 def check_lr_schedule(run: Run) -> None:
-    """Warm-up and the last decay fit into the decay steps; all are counted in samples, which are
-    whole.
-    """
+    """Refuse warm-up and final decay that do not fit into the decay steps, in whole samples."""
     lengths = run.warmup_steps, run.wsd_decay_steps, run.decay_steps
     warmup, last, whole = (round(steps * run.train.global_batch) for steps in lengths)
     if warmup >= whole:
@@ -58,41 +56,43 @@ def check_lr_schedule(run: Run) -> None:
 
 
 def _unit(run: Run, name: str) -> tuple[str, int]:
-    """What a length of the schedule was given in, and samples in one."""
+    """Return the unit that a length of the schedule was given in, and the samples in one unit."""
     if getattr(run.optim, f"{name}_samples") is None:
         return "steps", run.train.global_batch
     return "samples", 1
 
 
 def check_paired_grads(run: Run) -> None:
-    """Rows of experts that wait for those of the next microbatch stay where they are, and meet."""
+    """Refuse paired expert gradients whose inputs cannot stay until the next microbatch."""
     moe = run.model.moe
     if not run.optim.pair_expert_grads:
         return
     rule = ""
     near: list[Instead] = []
     if moe is None:
-        rule = f"is about experts, and model={run.model.name} has none"
+        rule = f"applies to experts, and model={run.model.name} has none"
     elif run.num_microbatches < 2:
         rule = "needs two microbatches per step, and there is one"
     elif run.precision.grads is run.precision.params:
-        rule = f"is for sums of more bits than the parameters' {run.precision.params.value} has"
+        rule = f"needs main gradients of more bits than parameters in {run.precision.params.value}"
         near.append(Instead("precision=bf16"))
     elif PhaseName.experts in captured_phases(run.cuda_graph):
-        rule = "has rows wait where the next microbatch's graphs of parts of layers write"
+        rule = (
+            "keeps experts' inputs in buffers that the next microbatch's partial graphs overwrite"
+        )
         near.append(Instead("cuda_graph=full_iteration"))
     elif moe.static.paged_buffer is not None:
-        rule = "keeps rows longer than model.moe.static.paged_buffer has pages for"
+        rule = "keeps experts' inputs longer than model.moe.static.paged_buffer has pages for"
         near.append(Instead("model.moe.static.paged_buffer=null"))
     elif moe.echo.spares:
-        rule = "would keep the gradients of clones (model.moe.echo.spares) from coming home"
+        rule = "would delay the gradients of clones (model.moe.echo.spares), which return at once"
         near.append(Instead("model.moe.echo.spares=0"))
     if rule:
         raise ConfigError("optim.pair_expert_grads", True, rule, nearest=(False, *near))
 
 
 def check_rollback(run: Run) -> None:
-    """Going back needs something to go back to."""
+    """Refuse rollback without checkpoints."""
     if run.train.on_bad_step is BadStep.rollback and not run.checkpoint.interval:
         rule = "goes back to checkpoints, and checkpoint.interval=0 saves none"
         raise ConfigError(

@@ -120,7 +120,7 @@ class Rank:
                     self.sums[stage].append(gradient)
 
     def hand_on(self, flow: str, mb: int, to: int, chunk: int, symbol: Symbol) -> None:
-        """What chunk made for stage `to`."""
+        """Pass the output of a chunk on to stage `to`."""
         if to in self.stages:
             self.came[flow, mb, self.stages.index(to)] = symbol
         elif 0 <= to <= self.last:

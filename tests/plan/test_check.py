@@ -88,7 +88,7 @@ def test_forwards_alone_run_with_fewer_microbatches_than_ranks(pp: int):
 
 
 def test_forwards_alone_take_any_group():
-    """What training refuses gives way to a group that it takes: no rank waits for itself."""
+    """Forward-only replaces illegal groups by legal ones: no rank waits for itself."""
     for pp, mbs, chunks in product(range(2, 9), range(1, 21), range(1, 5)):
         legal = [
             n for n in range(1, mbs + 1) if is_legal("interleaved", pp, mbs, chunks=chunks, group=n)
@@ -104,7 +104,7 @@ def test_forwards_alone_take_any_group():
             assert lists == lists[:1] * pp
 
 
-def test_the_largest_experiment_validates_with_fewer_microbatches_than_ranks():
+def test_validation_with_fewer_microbatches_than_ranks():
     run = load("+experiment=deepseek_v3_2048")
     assert run.eval_microbatches < run.parallel.pp
     for count in (1, run.eval_microbatches):
@@ -189,7 +189,7 @@ def test_lists_for_another_placement_are_refused():
 
 def test_what_is_missing_at_the_end_is_named():
     lists, schedule = example("none", 1, 2)
-    with pytest.raises(ValueError, match=r"the schedule goes on with B1.0: .* F1.0 >>> <<<"):
+    with pytest.raises(ValueError, match=r"the schedule continues with B1.0: .* F1.0 >>> <<<"):
         check([lists[0][:-2]], schedule)
     with pytest.raises(ValueError, match="1 lists, but the schedule has 2 pipeline ranks"):
         check(lists, build_schedule("1f1b", 2, 2))
@@ -276,8 +276,9 @@ def test_swapped_compute_is_refused(case: Lists, data: st.DataObject):
 @many
 @given(lowered(), st.data())
 def test_a_swap_of_any_two_is_refused_or_changes_nothing(case: Lists, data: st.DataObject):
-    """What may pass are neighbours that do not touch the same thing, like a reduction and a
-    wait; it then runs the same.
+    """Only neighbours on different tensors may pass, like a reduction and a wait.
+
+    The run is then the same.
     """
     lists, schedule, v_shape = case
     chunks = max(action.chunk for actions in schedule for action in actions) + 1

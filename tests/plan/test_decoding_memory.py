@@ -41,7 +41,7 @@ def test_latent_attention_by_hand():
 
 
 def test_the_table_of_a_plan_by_hand():
-    """Of two pipeline ranks with a layout that fills texts up, and of a GPU too small for one."""
+    """Two pipeline ranks with a layout that pads texts, and a GPU too small for one text."""
     plan = plan_of(tp=2, pp=2, dp=2)
     context = plan.run.train.seq_len
     token = 2 * 2 * 1 * 8 * 2  # layers of a rank, keys and values, heads, width, bytes

@@ -1,4 +1,4 @@
-"""What dispatchers need, by hand, and that nothing but their records says so."""
+"""Needs of dispatchers, by hand; they come from their records alone."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_one_rank_plans_what_it_runs(kind: DispatcherKind):
 def test_what_waits_for_the_host_cannot_be_captured(moe: MoEConfig, ep: int, kind: DispatcherKind):
     static = kind is DispatcherKind.static
     if static and moe.pad_to_capacity:
-        with pytest.raises(ConfigError, match="waits for no sizes already"):
+        with pytest.raises(ConfigError, match="has static sizes anyway"):
             of(moe, kind)
         return
     dispatcher = planned_dispatcher(of(moe, kind), ep, 1)
@@ -87,7 +87,7 @@ def test_what_waits_for_the_host_cannot_be_captured(moe: MoEConfig, ep: int, kin
     if dispatcher.legal and not waits:
         check(run)
         return
-    with pytest.raises(ConfigError, match=r"host waits" if waits else "exchange between ranks"):
+    with pytest.raises(ConfigError, match=r"host waits" if waits else "tokens between ranks"):
         check(run)
 
 
@@ -132,7 +132,7 @@ def test_static_rows_are_told_when_a_run_starts():
     assert told() == f"static, between GPUs through each other's memory; {of_rows}"
     assert told(transport=StaticTransport.collective) == f"static, by collectives; {of_rows}"
     limited = told(capacity=StaticCapacity.factor, factor=1.5)
-    few = "256 rows of experts per rank, 2.00 times the mean; a step that needs more is taken again"
+    few = "256 rows of experts per rank, 2.00 times the mean; a step that needs more is rerun"
     assert limited == f"static, between GPUs through each other's memory; memory for {few}"
     assert "dispatch" not in dict(summary_lines(Plan(run_of(EXPERTS, 4, 4))))
 
@@ -232,7 +232,7 @@ def test_options_of_static_dispatch_have_an_effect(overrides: tuple[str, ...], k
         load(*static, *overrides)
 
 
-def test_what_a_step_taken_again_needs_grows_with_the_memory_that_was_too_small():
+def test_rerun_memory_grows_with_exceeded_capacity():
     """It needs more rows than there is memory for, whatever imbalance is planned."""
 
     def again(factor: float) -> int:
@@ -241,7 +241,7 @@ def test_what_a_step_taken_again_needs_grows_with_the_memory_that_was_too_small(
         run = run_of(of(wide, DispatcherKind.static), 4, 4, graph=GraphImpl.full_iteration)
         longer = dataclasses.replace(run.train, seq_len=1024)
         plan = Plan(dataclasses.replace(run, train=longer))
-        return sum(part.bytes for part in plan.busiest.parts if part.name == "steps taken again")
+        return sum(part.bytes for part in plan.busiest.parts if part.name == "rerun steps")
 
     assert 0 < again(1.5) < again(2.0) < again(3.0)
     assert again(8.0) == 0, "more than all tokens can ask for"
@@ -258,7 +258,7 @@ def test_what_a_step_taken_again_needs_grows_with_the_memory_that_was_too_small(
     ids=lambda value: str(value) if isinstance(value, int) else None,
 )
 def test_pages_are_for_what_is_kept_at_once(recompute: RecomputeConfig, row: int):
-    """Of 1F1B's microbatches in flight, as many as stages are left, and two layers of each."""
+    """1F1B has as many microbatches in flight as stages are left, with two layers each."""
     moe = dataclasses.replace(
         of(EXPERTS, DispatcherKind.static), static=StaticConfig(paged_buffer=1.1)
     )

@@ -76,16 +76,16 @@ def test_a_faster_kernel_with_a_fixed_order():
 
 def test_other_recipes_and_none_where_fp8_are_slower():
     eager = (*H200, "cuda_graph=none", "train.seq_len=1024")
-    in_8 = (
+    in_fp8 = (
         "precision.fp8.recipe=delayed",
         "precision.fp8.margin=1",
         "precision.fp8.first_layers=2",
     )
-    found = {each.overrides: each for each in faster(Plan(load(*eager, *in_8)))}
+    found = {each.overrides: each for each in faster(Plan(load(*eager, *in_fp8)))}
     without = found[
         "precision.fp8.first_layers=0", "precision.fp8.margin=0", "precision.fp8.recipe=null"
     ]
-    seconds = [Plan(load(*eager, *given)).step_seconds for given in ((), in_8)]
+    seconds = [Plan(load(*eager, *given)).step_seconds for given in ((), in_fp8)]
     assert without.slowdown == pytest.approx(seconds[0] / seconds[1], rel=0.01)
     (best, *_) = faster(Plan(load(*LLAMA, "precision.fp8.recipe=block")))
     assert "precision.fp8.recipe=delayed" in best.overrides

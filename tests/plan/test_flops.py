@@ -160,7 +160,7 @@ def test_parts_of_the_count():
     assert parameter_count(mixed).total - parameter_count(mixed).active == 2 * 3 * 3 * 128 * 8
 
 
-def test_flops_are_six_per_active_matrix_element_and_half_the_attention_square():
+def test_flops_per_token_match_the_formula():
     # norms and the looked-up table are not multiplied
     vectors = 33 * 4096 + 32 * 4096 + LLAMA3_8B.vocab_size * 4096
     assert (

@@ -1,4 +1,4 @@
-"""What the plan knows of products in FP8, on a host without the library for them."""
+"""The plan of FP8, on a host without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -80,23 +80,23 @@ def parts_of(run: Run, rank: int = 0) -> dict[str, int]:
     return {part.name: part.bytes for part in memory.parts}
 
 
-def in_8(recipe: Fp8Recipe = Fp8Recipe.current, **choices: object) -> Fp8Config:
+def in_fp8(recipe: Fp8Recipe = Fp8Recipe.current, **choices: object) -> Fp8Config:
     return Fp8Config(recipe, **choices)  # type: ignore[arg-type]
 
 
 def test_weights_have_two_copies():
-    plain, narrow = parts_of(run_of()), parts_of(run_of(in_8()))
+    plain, narrow = parts_of(run_of()), parts_of(run_of(in_fp8()))
     assert "weights in FP8" not in plain
     # four matrices of each of four layers, two copies, one scale
     assert narrow["weights in FP8"] == 4 * (2 * LAYER + 4 * 4)
     assert narrow["library workspaces"] - plain["library workspaces"] == FP8_WORKSPACE
-    with_head = parts_of(run_of(in_8(include=BOTH)))
+    with_head = parts_of(run_of(in_fp8(include=BOTH)))
     assert with_head["weights in FP8"] == 4 * (2 * LAYER + 4 * 4) + 2 * 4096 * 512 + 4
     for name in ("parameters", "gradients", "optimizer"):
         assert plain[name] == narrow[name]
-    halves = parts_of(run_of(in_8(), parallel=ParallelConfig(tp=2)))
+    halves = parts_of(run_of(in_fp8(), parallel=ParallelConfig(tp=2)))
     assert halves["weights in FP8"] == 4 * (LAYER + 4 * 4)
-    stage = parts_of(run_of(in_8(first_layers=1), parallel=ParallelConfig(pp=2)))
+    stage = parts_of(run_of(in_fp8(first_layers=1), parallel=ParallelConfig(pp=2)))
     assert stage["weights in FP8"] == 2 * LAYER + 4 * 4
 
 
@@ -109,10 +109,11 @@ def test_blocks_have_scales():
 
 
 def test_inputs_are_kept_in_a_byte_per_element():
-    """Of the inputs of the four products of a layer one byte goes: of hidden states twice, of heads
-    and of the feed-forward's inner width once. Nothing else of a layer changes.
+    """Inputs of a layer's four linear layers take one byte instead of two.
+
+    Those are hidden states twice, heads, and the feed-forward's inner width. All else is unchanged.
     """
-    plain, narrow = (microbatch(run_of(fp8)).kept for fp8 in (None, in_8()))
+    plain, narrow = (microbatch(run_of(fp8)).kept for fp8 in (None, in_fp8()))
     attn = TOKENS * (512 + 512) - 2 * 4
     # attention has kept its result for itself already: in FP8 it is there besides
     assert plain["attn"] - narrow["attn"] == 4 * (attn - 2 * TOKENS * 512)
@@ -125,15 +126,15 @@ def microbatch(run: Run, stage: Stage = WHOLE) -> MicrobatchMemory:
 
 
 def test_layers_left_out_are_planned_as_before():
-    parts = stage_parts(MODEL, WHOLE, in_8(first_layers=1, last_layers=1))
-    narrow, wide = StagePart.dense_layer_in_8, StagePart.dense_layer
+    parts = stage_parts(MODEL, WHOLE, in_fp8(first_layers=1, last_layers=1))
+    narrow, wide = StagePart.fp8_dense_layer, StagePart.dense_layer
     assert parts == [StagePart.embedding, wide, narrow, narrow, wide, StagePart.head]
     moe = dataclasses.replace(MODEL, moe=MoEConfig(first_k_dense=1))
-    assert stage_parts(moe, Stage((0, 1), False, False), in_8()) == [
-        StagePart.dense_layer_in_8,
-        StagePart.moe_layer_in_8,
+    assert stage_parts(moe, Stage((0, 1), False, False), in_fp8()) == [
+        StagePart.fp8_dense_layer,
+        StagePart.fp8_moe_layer,
     ]
-    assert stage_parts(moe, Stage((1,), False, False), in_8(include=(Fp8Part.head,))) == [
+    assert stage_parts(moe, Stage((1,), False, False), in_fp8(include=(Fp8Part.head,))) == [
         StagePart.moe_layer
     ]
 
@@ -144,7 +145,7 @@ def test_the_heads_gradient_in_fp8_is_working_memory(chunk: int | None):
     in; one scale for both copies.
     """
     plain, narrow = (
-        scratch_of_head(run_of(in_8(include=include), loss=LossConfig(chunk_tokens=chunk)))
+        scratch_of_head(run_of(in_fp8(include=include), loss=LossConfig(chunk_tokens=chunk)))
         for include in ((Fp8Part.linear,), BOTH)
     )
     rows = chunk or TOKENS
@@ -162,7 +163,7 @@ def test_gradients_that_wait_take_half():
     schedule = ScheduleConfig(name=ScheduleName.zero_bubble_h1)
     waiting = [
         microbatch(run_of(fp8, parallel=ParallelConfig(pp=2), schedule=schedule), LAST).waiting
-        for fp8 in (None, in_8(include=BOTH), in_8(Fp8Recipe.block, include=BOTH))
+        for fp8 in (None, in_fp8(include=BOTH), in_fp8(Fp8Recipe.block, include=BOTH))
     ]
     # one byte per element in place of two, and scales
     assert waiting[0] / 2 < waiting[1] < 0.51 * waiting[0]
@@ -187,7 +188,7 @@ def test_the_command_plans_without_torch_or_the_library():
 def test_times_are_those_of_faster_gemms_and_operations_stay():
     """Attention's scores are no linear layer's product."""
     plain, narrow, block = (
-        run_of(fp8) for fp8 in (None, in_8(include=BOTH), in_8(Fp8Recipe.block, include=BOTH))
+        run_of(fp8) for fp8 in (None, in_fp8(include=BOTH), in_fp8(Fp8Recipe.block, include=BOTH))
     )
     assert stage_flops(plain, [WHOLE], select_layout(plain)) == stage_flops(
         narrow, [WHOLE], select_layout(narrow)
@@ -206,7 +207,7 @@ def test_times_are_those_of_faster_gemms_and_operations_stay():
 
 def test_scales_of_earlier_steps_have_a_history():
     delayed, current = (
-        parts_of(run_of(in_8(recipe))) for recipe in (Fp8Recipe.delayed, Fp8Recipe.current)
+        parts_of(run_of(in_fp8(recipe))) for recipe in (Fp8Recipe.delayed, Fp8Recipe.current)
     )
     assert delayed.pop("largest entries") == 3 * 4 * 4 * 4 * (16 + 5)
     delayed.pop("fragmentation"), current.pop("fragmentation")
@@ -237,7 +238,7 @@ def test_what_quantising_takes_the_host(recipe: str, launches: float):
         return times_of(run, launch_us=1.0).forward_host
 
     matrices = 4 * 4
-    chosen = in_8(Fp8Recipe(recipe))
+    chosen = in_fp8(Fp8Recipe(recipe))
     assert host(chosen) - host(None) == pytest.approx(matrices * launches * 1e-6)
     assert host(chosen, GraphImpl.local) == pytest.approx(host(None, GraphImpl.local)) != 0
     assert host(chosen, GraphImpl.full_iteration) == 0
@@ -246,7 +247,7 @@ def test_what_quantising_takes_the_host(recipe: str, launches: float):
 @pytest.mark.parametrize(("recipe", "moved"), [("current", 6), ("delayed", 4), ("block", 6)])
 def test_measured_speeds_of_gemms_and_of_quantising(recipe: str, moved: int):
     """Each product quantises its input in forward and its output's gradient in backward."""
-    run = run_of(in_8(Fp8Recipe(recipe), include=BOTH))
+    run = run_of(in_fp8(Fp8Recipe(recipe), include=BOTH))
     given = {f"fp8_{recipe}_tflops": 500.0, "fp8_quantise_gb_s": 100.0}
     found = times_of(run, kernel_us=0.0, gemm_memory=0.0, sums_gb_s=1e5, **given)
     gemms = 2 * TOKENS * (4 * LAYER + 4096 * 512) / 500e12
@@ -263,10 +264,10 @@ def test_measured_speeds_of_experts():
     """Products of outputs and of inputs' gradients are as fast as measured, and rows quantised for
     both; the gradient of the weight stays as it is.
     """
-    fp8 = in_8(include=(Fp8Part.linear, Fp8Part.experts))
+    fp8 = in_fp8(include=(Fp8Part.linear, Fp8Part.experts))
     bare = {"gemm_memory": 0.0, "kernel_us": 0.0, "grouped_tflops": 400.0}
     bare["fp8_grouped_tflops"] = 800.0
-    plain = times_of(run_of(in_8(include=(Fp8Part.linear,)), model=MOE), **bare)
+    plain = times_of(run_of(in_fp8(include=(Fp8Part.linear,)), model=MOE), **bare)
     found = times_of(run_of(fp8, model=MOE), **bare)
     for name in ("forward", "backward_input"):
         own, before = getattr(found, name), getattr(plain, name)
@@ -280,7 +281,7 @@ def test_without_measured_speeds_gemms_are_as_many_times_faster(capsys):
     names = ("current_tflops", "delayed_tflops", "block_tflops", "quantise_gb_s")
     bare = dict.fromkeys(f"fp8_{name}" for name in names)
     plain, narrow = (
-        times_of(run_of(fp8), gemm_memory=0.0, **bare) for fp8 in (None, in_8(include=BOTH))
+        times_of(run_of(fp8), gemm_memory=0.0, **bare) for fp8 in (None, in_fp8(include=BOTH))
     )
     gemms = 2 * TOKENS * (4 * LAYER + 4096 * 512) / 790e12
     saved = gemms * (1 - 1 / SPEEDUP[Fp8Recipe.current])
@@ -303,7 +304,7 @@ EXPERTS = (Fp8Part.experts,)
 
 def moe_run(include: tuple[Fp8Part, ...], first_layers: int = 0, **sections: object) -> Run:
     """Parts in FP8; none: none are."""
-    fp8 = in_8(include=include, first_layers=first_layers) if include else None
+    fp8 = in_fp8(include=include, first_layers=first_layers) if include else None
     return run_of(fp8, MOE, **sections)
 
 
@@ -311,7 +312,7 @@ def moe_run(include: tuple[Fp8Part, ...], first_layers: int = 0, **sections: obj
 def test_trial_runs_of_products_in_fp8_alone_need_no_workspaces(
     scope: tuple[GraphScope, ...],
 ):
-    """Measured on an H200 (`bench/graphs.py`); those of any other product do."""
+    """Measured on an H200 (`bench/graphs.py`); those of any other GEMM do."""
 
     def workspaces(fp8: Fp8Config, impl: GraphImpl, **sections: object) -> int:
         run = run_of(fp8, cuda_graph=CudaGraphConfig(impl, scope), **sections)
@@ -321,32 +322,32 @@ def test_trial_runs_of_products_in_fp8_alone_need_no_workspaces(
         theirs, ours = GraphImpl.transformer_engine, GraphImpl.local
         return workspaces(fp8, theirs, **sections) - workspaces(fp8, ours, **sections)
 
-    assert of_trials(in_8()) == 0
+    assert of_trials(in_fp8()) == 0
     others = {
         "none in FP8": Fp8Config(),
-        "the head alone": in_8(include=(Fp8Part.head,)),
-        "a layer left out": in_8(first_layers=1),
+        "the head alone": in_fp8(include=(Fp8Part.head,)),
+        "a layer left out": in_fp8(first_layers=1),
     }
     assert {name: of_trials(fp8) for name, fp8 in others.items()} == dict.fromkeys(
         others, WORKSPACES
     )
     routed = 0 if scope else WORKSPACES  # by a router
-    assert of_trials(in_8(), model=MOE) == routed
+    assert of_trials(in_fp8(), model=MOE) == routed
 
 
 def test_the_first_line_names_what_is_in_fp8():
     """Also that nothing is, where a choice of it lacks the recipe."""
     lines = {
         None: "bfloat16",
-        in_8(include=BOTH): "bfloat16, linear and head in FP8 (current)",
+        in_fp8(include=BOTH): "bfloat16, linear and head in FP8 (current)",
         Fp8Config(include=BOTH): "bfloat16, nothing in FP8: no precision.fp8.recipe",
     }
     for fp8, line in lines.items():
         assert dict(summary_lines(Plan(run_of(fp8))))["model"].endswith(f" layers, {line}")
 
 
-def test_ranks_with_all_products_in_fp8_need_no_workspaces_of_cublas():
-    """Measured on two H200s: a first stage of two, by graphs of layers and of whole steps."""
+def test_ranks_with_only_fp8_gemms_have_no_cublas_workspaces():
+    """Measured on two H200s: a first stage of two, by graphs of layers and full iterations."""
 
     def workspaces(fp8: Fp8Config | None) -> list[int]:
         plan = Plan(run_of(fp8, parallel=ParallelConfig(pp=2)))
@@ -356,15 +357,15 @@ def test_ranks_with_all_products_in_fp8_need_no_workspaces_of_cublas():
         ]
 
     assert workspaces(None) == [WORKSPACES, WORKSPACES]
-    assert workspaces(in_8()) == [FP8_WORKSPACE, WORKSPACES + FP8_WORKSPACE]  # with the head
-    assert workspaces(in_8(include=BOTH)) == [FP8_WORKSPACE, FP8_WORKSPACE]
+    assert workspaces(in_fp8()) == [FP8_WORKSPACE, WORKSPACES + FP8_WORKSPACE]  # with the head
+    assert workspaces(in_fp8(include=BOTH)) == [FP8_WORKSPACE, FP8_WORKSPACE]
 
 
 def test_weights_of_experts_have_two_copies_with_a_scale_per_row():
     layers = 3 * 8 * (2 * EXPERT + 4 * (512 + 2 * 256) + 4 * (256 + 512))
     plain, narrow = parts_of(moe_run(())), parts_of(moe_run(EXPERTS))
     assert narrow["weights in FP8"] == layers
-    assert narrow["library workspaces"] == plain["library workspaces"]  # torch's own product
+    assert narrow["library workspaces"] == plain["library workspaces"]  # torch's own GEMM
     ranks = moe_run(EXPERTS, parallel=ParallelConfig(dp=2, ep=2))
     assert parts_of(ranks)["weights in FP8"] == layers // 2
     part = moe_run(EXPERTS, parallel=ParallelConfig(tp=2))
@@ -382,10 +383,10 @@ def test_rows_of_experts_are_kept_as_they_come():
 
 
 def test_only_layers_with_experts_change_where_only_experts_do():
-    parts = stage_parts(MOE, Stage((0, 1), False, False), in_8(include=EXPERTS))
-    assert parts == [StagePart.dense_layer, StagePart.moe_layer_in_8]
+    parts = stage_parts(MOE, Stage((0, 1), False, False), in_fp8(include=EXPERTS))
+    assert parts == [StagePart.dense_layer, StagePart.fp8_moe_layer]
     s = sizes_of(moe_run(EXPERTS), select_layout(moe_run(EXPERTS)))
-    ops = part_trace(s, StagePart.moe_layer_in_8, s.recompute.usual).trace.ops
+    ops = part_trace(s, StagePart.fp8_moe_layer, s.recompute.usual).trace.ops
     rows = 2 * TOKENS
     grouped = [op for op in ops if op.work is Work.grouped]
     assert [op.scratch for op in grouped] == [
@@ -442,11 +443,11 @@ def test_gradients_of_experts_weights_take_their_time():
         ({"dispatcher": DispatcherKind.all_to_all}, [2, 1]),
     ],
 )
-def test_rows_that_kernels_do_not_make_are_quantised_on_their_own(
+def test_rows_without_fused_quantization_take_a_kernel(
     choices: dict[str, Any], launches: list[int]
 ):
     model = dataclasses.replace(MOE, moe=dataclasses.replace(MOE.moe, **choices))
-    run = run_of(in_8(include=EXPERTS), model, parallel=ParallelConfig(dp=2, ep=2))
+    run = run_of(in_fp8(include=EXPERTS), model, parallel=ParallelConfig(dp=2, ep=2))
     s = sizes_of(run, select_layout(run))
-    ops = part_trace(s, StagePart.moe_layer_in_8, s.recompute.usual).trace.ops
+    ops = part_trace(s, StagePart.fp8_moe_layer, s.recompute.usual).trace.ops
     assert [op.kernels for op in ops if op.work is Work.grouped] == launches

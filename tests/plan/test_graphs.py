@@ -71,7 +71,7 @@ def test_counts_of_the_sources():
     assert plan_graphs(interleaved, [4, 3], "slot").num_slots == sum(slots)
 
 
-def test_a_split_backward_has_three_graphs_and_forwards_alone_one():
+def test_split_backward_has_three_graphs_and_forward_only_one():
     assert plan_graphs(build_schedule("zero_bubble_h1", 2, 4)[0], [3]).num_graphs == 3 * 3 * 4
     assert (
         plan_graphs(
@@ -175,7 +175,7 @@ def test_transformer_engine_gives_each_layer_in_flight_an_input():
     assert not nothing.orders and nothing.num_static_inputs == nothing.num_graphs == 0
 
 
-def test_backwards_in_another_order_than_forwards_are_not_for_transformer_engine():
+def test_te_graphs_refuse_reordered_backwards():
     actions = [parse_action(word) for word in ("F0.0", "F1.0", "B1.0", "B0.0")]
     with pytest.raises(ValueError, match=r"backwards of microbatches \[\(1, 0\)\] after forwards"):
         for_transformer_engine(plan_graphs(actions, [2]), actions)
@@ -196,7 +196,7 @@ def test_no_replay_writes_over_what_is_needed(name: str, pp: int, mbs: int, chun
 
 
 @pytest.mark.parametrize(("name", "pp", "mbs", "chunks"), LAYOUTS)
-def test_slots_in_one_shared_pool_are_caught_where_they_are_reused_among_others(
+def test_check_graphs_finds_slots_reused_in_a_shared_pool(
     name: str, pp: int, mbs: int, chunks: int
 ):
     """With no more microbatches than ranks, a reused slot of an interleaved list meets only

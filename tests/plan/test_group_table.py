@@ -53,7 +53,7 @@ def by_coordinates(group: Group, layout: ParallelLayout) -> list[list[int]]:
     return sorted(found.values())
 
 
-def test_every_rank_is_in_one_group_of_each_name_with_those_that_its_axes_say():
+def test_every_rank_is_in_one_group_per_name_along_its_axes():
     assert len(LAYOUTS) > 300 and any(layout.pp > 1 and layout.ep > 1 for layout in LAYOUTS)
     for layout, group in itertools.product(LAYOUTS, GROUPS.values()):
         members = group.members(layout)
@@ -84,7 +84,7 @@ def test_a_name_is_that_of_the_axes(name: str):
 
 @pytest.mark.parametrize("moe", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_communicator_is_planned_for_every_group_that_a_model_uses(moe: bool, tied: bool):
+def test_communicators_are_planned_for_every_used_group(moe: bool, tied: bool):
     model = load("model=mixtral_8x7b" if moe else "model=llama3_8b").model
     model = dataclasses.replace(model, tie_embeddings=tied)
     layout = ParallelLayout(96, tp=2, cp=2, pp=3, ep=2, etp=2)

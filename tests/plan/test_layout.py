@@ -153,7 +153,7 @@ def test_expert_worked_example():
         assert rank == at["etp"] + at["ep"] * 1 + at["edp"] * 1 * 4 + at["pp"] * 1 * 4 * 2
 
 
-def test_folding_puts_context_and_expert_parallelism_on_the_same_ranks():
+def test_folding_shares_ranks_between_cp_and_ep():
     layout = ParallelLayout(8, cp=8, ep=8)
     assert layout.groups("cp") == layout.groups("ep", expert=True) == [list(range(8))]
 

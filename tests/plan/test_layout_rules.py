@@ -81,11 +81,11 @@ REFUSED = [
         r"parallel.ep=4: must divide the world size 4 over etp=2; .*2 or parallel.etp=1 or",
     ),
     (MOE, {"ep": 2, "etp": 3, "dp": 4}, r"parallel.etp=3: must divide the 4 ranks"),
-    (local(MOE), {"tp": 2}, r"model.moe.dispatcher=local: parallel.etp=2 needs an exchange"),
+    (local(MOE), {"tp": 2}, r"model.moe.dispatcher=local: parallel.etp=2 sends tokens"),
     (
         local(MOE),
         {"ep": 2, "dp": 2},
-        r"model.moe.dispatcher=local: parallel.ep=2 needs an exchange",
+        r"model.moe.dispatcher=local: parallel.ep=2 sends tokens",
     ),
     (
         MOE,

@@ -43,7 +43,7 @@ def lowered(text: str) -> str:
     return words(lower([parse_action(word) for word in text.split()]))
 
 
-def test_gathers_before_the_first_forward_and_reduces_after_the_last_backward_of_each_chunk():
+def test_chunks_gather_before_forward_and_reduce_after_backward():
     assert (
         lowered("F0.0 F0.1 F1.0 B0.1 F1.1 B0.0 B1.1 B1.0")
         == "G0 F0.0 G1 F0.1 F1.0 B0.1 F1.1 B0.0 B1.1 R1 B1.0 R0"
@@ -76,7 +76,7 @@ def test_exchanges_that_are_waited_for_where_they_stand():
     )
 
 
-def test_overlapped_exchanges_are_posted_when_ready_and_waited_for_when_needed():
+def test_overlapped_exchanges_post_early_and_wait_late():
     first, last = map(words, lower_all(build_schedule("1f1b", 2, 3)))
     assert first == (
         "G0 F0.0 X[F0.0>1] F1.0 X[F1.0>1] X[B0.0<1] V[F0.0>1,B0.0<1] D0.0 B0.0 X[B1.0<1] "
@@ -108,9 +108,7 @@ def test_passes_only_insert(name: str, chunks: int):
 
 
 @pytest.mark.parametrize(("pp", "chunks", "mbs"), list(product((2, 4), (2, 4), (4, 8, 16))))
-def test_ranks_that_block_meet_once_per_pair_of_forward_and_backward(
-    pp: int, chunks: int, mbs: int
-):
+def test_blocking_ranks_meet_once_per_forward_backward_pair(pp: int, chunks: int, mbs: int):
     for rank, actions in enumerate(
         lower_all(build_schedule("interleaved", pp, mbs, num_chunks=chunks), overlap=False)
     ):
@@ -137,7 +135,7 @@ def test_a_schedule_that_waits_in_a_circle_is_refused():
     ],
 )
 @pytest.mark.parametrize("pp", (2, 3, 4))
-def test_every_stage_gets_what_the_one_before_made_and_sums_in_the_order_of_microbatches(
+def test_stages_receive_inputs_and_sum_in_microbatch_order(
     name: str, chunks: int, forward_only: bool, pp: int
 ):
     last = pp * chunks - 1
@@ -241,7 +239,7 @@ TRACES = GOLDEN["full_traces"]
 @pytest.mark.parametrize(
     "trace", [t for t in TRACES if not {"gsf", "forward_only"} & set(t["opts"])], ids=trace_name
 )
-def test_reductions_follow_the_backwards_that_the_golden_traces_synchronise(trace: dict):
+def test_reductions_follow_backwards_as_in_golden_traces(trace: dict):
     events = trace["events"].split()
     synchronised = [
         after for event, after in pairwise(events) if event == "sync_on" and after[0] == "B"
@@ -253,7 +251,7 @@ def test_reductions_follow_the_backwards_that_the_golden_traces_synchronise(trac
 
 
 @pytest.mark.parametrize("trace", [t for t in TRACES if "gsf" in t["opts"]], ids=trace_name)
-def test_aligned_reductions_stand_where_the_golden_traces_call_theirs(trace: dict):
+def test_aligned_reductions_match_golden_traces(trace: dict):
     kept = [event for event in trace["events"].replace("gsync", "R").split() if event[0] in "FBR"]
     actions = [
         action
@@ -264,7 +262,7 @@ def test_aligned_reductions_stand_where_the_golden_traces_call_theirs(trace: dic
 
 
 @pytest.mark.parametrize("trace", TRACES, ids=trace_name)
-def test_gathers_and_last_stages_are_where_the_golden_traces_flag_them(trace: dict):
+def test_gathers_and_last_stages_match_golden_traces(trace: dict):
     actions = lowered_trace(trace)
     steps = [action for action in actions if isinstance(action, Forward | GatherParams)]
     assert [
@@ -282,7 +280,7 @@ def test_gathers_and_last_stages_are_where_the_golden_traces_flag_them(trace: di
 @pytest.mark.parametrize(
     "trace", [t for t in TRACES if t["vpp"] and "overlap" not in t["opts"]], ids=trace_name
 )
-def test_blocking_interleaved_lists_receive_in_the_calls_of_the_golden_traces(trace: dict):
+def test_blocking_interleaved_receives_match_golden_traces(trace: dict):
     """One call per forward before the steady part, per pair in it, and per backward after it,
     with the same receives.
     """
@@ -313,7 +311,7 @@ def test_blocking_interleaved_lists_receive_in_the_calls_of_the_golden_traces(tr
 
 
 @pytest.mark.parametrize("trace", [t for t in TRACES if not t["vpp"]], ids=trace_name)
-def test_blocking_1f1b_lists_send_and_receive_in_the_order_of_the_golden_traces(trace: dict):
+def test_blocking_1f1b_sends_and_receives_match_golden_traces(trace: dict):
     """Except that the last forward before the steady part is received when it is made, not when
     it is needed.
     """

@@ -281,7 +281,7 @@ def test_one_rank_holds_one_microbatch():
     }
 
 
-def test_outputs_stay_until_they_are_freed_and_gradients_until_they_are_sent():
+def test_outputs_stay_until_freed_and_gradients_until_sent():
     first, last = (
         chunk_of(memory_of(100, 30, 50), takes=False),
         chunk_of(memory_of(100, 30, 50), gives=False),
@@ -325,7 +325,7 @@ def test_a_split_backward_keeps_what_weights_need():
     )
 
 
-def test_neighbouring_stages_on_one_rank_hand_over_without_buffers():
+def test_adjacent_stages_on_one_rank_need_no_buffers():
     """In a V the turn's stages share a rank: the output becomes the next stage's input, the
     gradient likewise.
     """
@@ -353,7 +353,7 @@ def test_neighbouring_stages_on_one_rank_hand_over_without_buffers():
     )
 
 
-def test_gradients_handed_over_on_one_rank_are_gone_after_their_use():
+def test_gradients_between_local_stages_are_freed_after_use():
     first, last = (
         chunk_of(memory_of(1, 0, 5), takes=False),
         chunk_of(memory_of(1, 0, 50), gives=False),
@@ -459,9 +459,7 @@ def test_nothing_is_counted_twice_or_lost(model: ModelConfig, scope: tuple[Graph
 @pytest.mark.parametrize(
     "scope", [(S.attn, S.moe_router, S.moe_preprocess), ()], ids=["partial", "layers"]
 )
-def test_static_inputs_and_pools_do_not_grow_with_the_microbatches(
-    key: GraphKey, scope: tuple[GraphScope, ...]
-):
+def test_graph_memory_is_independent_of_microbatches(key: GraphKey, scope: tuple[GraphScope, ...]):
     found = []
     for batch in (16, 32, 64):
         run = run_of(MOE, parallel=ParallelConfig(pp=4), cuda_graph=graphs(*scope, key=key),

@@ -42,7 +42,7 @@ def test_bytes_per_parameter(params: Dtype, grads: Dtype, alone: int, shared: tu
     assert sum(bytes_per_parameter(PrecisionConfig(params, grads))) == alone
 
 
-def test_a_dense_layer_by_hand_with_tensor_and_context_parallelism():
+def test_dense_layer_by_hand_with_tp_and_cp():
     """256 wide, 8 heads of 32, 512 wide feed-forward; 2 · 512 tokens."""
     layer, tokens = Stage((3,), False, False), 1024
     one = kept(run_of(), layer)
@@ -319,7 +319,7 @@ def test_working_memory_of_attention_by_transformer_engine():
         assert attention_backward(model, any_order) == attention_backward(model, by_torch)
 
 
-def test_parts_of_context_parallel_ranks_are_copied_for_transformer_engine():
+def test_cp_chunks_are_copied_for_transformer_engine():
     """Backward of two sequences copies queries and the gradient of the result too, of a piece of
     64 tokens each.
     """
@@ -335,7 +335,7 @@ def test_parts_of_context_parallel_ranks_are_copied_for_transformer_engine():
     assert with_two - 2 * with_one == 2 * piece
 
 
-def test_attention_without_a_fused_kernel_stores_its_probabilities():
+def test_unfused_attention_stores_its_probabilities():
     grouped, layer = dataclasses.replace(DENSE, num_kv_heads=2), Stage((0,), False, False)
     scores = 4 * 1024 * 8 * 512
     fp32, bf16 = (

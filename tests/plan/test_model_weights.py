@@ -96,7 +96,7 @@ def block_by_name(name: str, shape: tuple[int, ...], place: ShardCoords) -> Bloc
 
 
 def whole_by_name(name: str) -> bool:
-    """Whether all tensor-parallel ranks hold it whole, by the name's last part."""
+    """Return whether all tensor-parallel ranks hold the weight whole, by its name's last part."""
     cut = ("bqkv", "wqkv", "q_b", "kv_b", "embedding", "head", "wo", "w_down", "w_up")
     return ".experts." not in name and name.rsplit(".", 1)[-1] not in cut
 
@@ -110,9 +110,7 @@ def initial_by_name(name: str, dims: int) -> Initial:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("preset", PRESETS)
-def test_modules_plan_blocks_and_flags_are_those_of_the_descriptions(
-    preset: str, layout: ParallelLayout
-):
+def test_modules_plan_and_blocks_match_the_weight_records(preset: str, layout: ParallelLayout):
     ends = (0, layout.world_size - 1)
     stages = [stage for (stage,) in plan_stages(DEEP, layout.pp).stages]
     for tied in (False, True):
@@ -158,7 +156,7 @@ def test_blocks_of_all_ranks_are_the_whole(preset: str, layout: ParallelLayout):
             assert math.prod(place.shape(each.weight)) == place.block(each.weight).numel
 
 
-def test_a_description_can_say_what_ranks_hold_whole_between_matrices_that_they_cut():
+def test_weights_may_be_whole_between_divided_ones():
     model = ModelConfig(
         hidden_size=32,
         num_heads=4,
@@ -183,7 +181,7 @@ def test_a_description_can_say_what_ranks_hold_whole_between_matrices_that_they_
         "attn.kv_a",
         "attn.kv_a_norm.weight",
     }
-    # a product with a whole weight is of a rank's own tokens: nothing is gathered in front of it
+    # a GEMM with a whole weight is of a rank's own tokens: nothing is gathered in front of it
     two = peers_of(LAYOUTS["tp"], 1)
     own, gathers = (ColumnParallelLinear(weights[f"attn.{name}"], two) for name in ("q_a", "q_b"))
     assert own.group is None and gathers.group is two.tp
@@ -198,7 +196,7 @@ OTHER_WORDS = {
         "app/cli/plan_views/tables.py",
         "app/plan/trace/layers.py",
     },
-    # also what has its products in FP8
+    # also those that run in FP8
     "head": {"app/cli/plan_views/tables.py", "app/plan/trace/layers.py", "app/choices.py"},
     "shared_gate": {"app/config/model.py", "app/hf/families.py"},  # a key of the configuration
 }

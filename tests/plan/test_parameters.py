@@ -71,7 +71,7 @@ def test_one_rank_has_all_parameters_of_the_model(model: ModelConfig):
     )
 
 
-def test_tensor_parallel_ranks_share_matrices_by_rows_or_columns_and_repeat_the_rest():
+def test_tp_divides_matrices_and_replicates_the_rest():
     model, tp = MODELS["moe"], 4
     one, part = whole(model), whole(model, ParallelLayout(4, tp=tp))
     assert list(one) == list(part)
@@ -108,7 +108,7 @@ def test_expert_grid_is_independent_of_tensor_parallelism():
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (4, 1), (2, 2)])
-def test_stages_hold_every_parameter_once_and_the_tied_table_twice(
+def test_stages_hold_parameters_once_and_tied_embeddings_twice(
     model: ModelConfig, pp: int, vpp: int
 ):
     stages = [stage for rank in plan_stages(model.num_layers, pp, vpp).stages for stage in rank]
@@ -125,7 +125,7 @@ def test_stages_hold_every_parameter_once_and_the_tied_table_twice(
     assert sum(parameter.name == "embedding" for parameter in held) == 1 + model.tie_embeddings
 
 
-def test_buffers_are_shared_by_the_ranks_with_the_same_parameters():
+def test_buffers_are_sharded_over_ranks_with_equal_parameters():
     model, layout = MODELS["moe"], ParallelLayout(16, tp=2, cp=2, ep=4, etp=1)
     parameters = tuple(whole(model, layout).values())
     buffers = chunk_buffers(parameters, layout, OptimConfig())

@@ -73,16 +73,19 @@ def test_what_travels(kind: str):
     """By peers what the slots of a rank get and give back, as much as it sends in the mean; by
     collectives what all slots could get.
     """
-    assert static_of(run_of(0)).lent(MATRICES[kind], 2) is None
+    assert static_of(run_of(0)).clone_transfer(MATRICES[kind], 2) is None
     elements = 3 * MATRICES[kind]
     for transport, ranks in ((StaticTransport.peer, 1), (StaticTransport.collective, 3)):
-        lent = static_of(run_of(3, transport)).lent(MATRICES[kind], 2)
-        assert lent is not None
-        assert lent.sends.forward == ranks * elements * 2
-        assert lent.sends.backward == ranks * elements * (2 + 4)
+        transfer = static_of(run_of(3, transport)).clone_transfer(MATRICES[kind], 2)
+        assert transfer is not None
+        assert transfer.sends.forward == ranks * elements * 2
+        assert transfer.sends.backward == ranks * elements * (2 + 4)
         # all slots' matrices as they leave and as they come, and those that are this rank's
         forward = 0 if ranks == 1 else (4 + 4 + 1) * elements * 2
-        assert lent.scratch == (forward, max(forward, 0 if ranks == 1 else 4 * elements * 4))
+        assert transfer.scratch == (
+            forward,
+            max(forward, 0 if ranks == 1 else 4 * elements * 4),
+        )
 
 
 def test_the_plan_counts_what_travels():
@@ -122,7 +125,7 @@ CLONES = (*FOUR, "model.moe.dispatcher=static", "model.moe.echo.spares=1")
         ),
         (
             ("parallel.tp=2", "parallel.dp=2", "parallel.ep=2"),
-            r"echo\.spares=1: clones are of whole experts.* 2 parts.* mean parallel\.etp=1",
+            r"echo\.spares=1: clones whole experts.* parallel\.etp=2.* mean parallel\.etp=1",
         ),
         (("model.moe.echo.spares=7",), r"echo\.spares=7: only 6 experts are on other ranks"),
         (

@@ -1,4 +1,4 @@
-"""What backward computes again: the one value that says so, and that nothing else does."""
+"""The recomputation policy is the one value that says what backward recomputes."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ GATE_AND_UP, DOWN, STACKED = (2, 12, 5), (5, 12), (4, 3, 2, 12)  # [2F, D], [D, 
 
 
 def cut(shape: tuple[int, ...], tp: int, tp_rank: int, ep: int = 1, ep_rank: int = 0) -> Block:
-    """What a rank holds of the matrices above: tp cuts the widths F, ep the experts E."""
+    """Return a rank's block of the matrices above: tp divides the widths F, ep the experts E."""
     whole = Block.whole(*shape)
     return (
         whole.cut(shape.index(12), tp, tp_rank)
@@ -76,9 +76,7 @@ def cut(shape: tuple[int, ...], tp: int, tp_rank: int, ep: int = 1, ep_rank: int
 
 
 def state(shape: tuple[int, ...], tp: int, ep: int, dp: int, align: int) -> list[Slice]:
-    """Who holds which optimizer state of one parameter: every tensor- and expert-parallel block
-    in dp shards.
-    """
+    """Return the slices of one parameter's optimizer state: every block in dp shards."""
     held = []
     for tp_rank, ep_rank in product(range(tp), range(ep if len(shape) == 4 else 1)):
         block = cut(shape, tp, tp_rank, ep=ep, ep_rank=ep_rank)

@@ -304,9 +304,7 @@ def test_a_v_has_half_the_bubble_of_zb_h1_in_the_memory_of_1f1b(pp: int, mbs: in
     "parts", [(10, 11, 8), (10, 12, 8), (20, 17, 17), (4, 5, 5), (2, 3, 2), (10, 10, 7)]
 )
 @pytest.mark.parametrize("pp", [2, 4, 8])
-def test_the_bubble_of_a_v_does_not_grow_with_microbatches_at_other_ratios(
-    parts: tuple[int, int, int], pp: int
-):
+def test_v_bubble_is_independent_of_microbatches(parts: tuple[int, int, int], pp: int):
     times, twice = (
         dict(zip("FIW", (scale * part for part in parts), strict=True)) for scale in (1, 2)
     )
@@ -343,7 +341,7 @@ def test_actions_round_trip_through_text():
             parse_action(text)
 
 
-def test_signed_order_leaves_out_weight_gradients_and_what_does_not_compute():
+def test_signed_order_lists_forwards_and_input_gradients_only():
     actions = [
         GatherParams(0),
         Forward(0, 1),

@@ -104,7 +104,7 @@ def kinds_of(run: Run, load: float | None = None) -> dict[str, float]:
 
 
 def test_a_dense_model_by_hand():
-    """Products, attention and bytes of two layers and a head, written down once more."""
+    """GEMMs, attention and bytes of two layers and a head, computed independently."""
     found = kinds_of(run_of())
     weights = 2 * (D * (N + 2 * G) * H + N * H * D + 3 * D * F) + D * V
     sums = 8 * weights / 1e9
@@ -195,8 +195,8 @@ def test_reduction_and_gathering_by_hand():
     assert plan.tail.optimizer == pytest.approx(30 * numel / 2 / 1e9 + 8 * numel / 1e9)
 
 
-def test_reductions_of_a_split_backward_wait_for_gradients_of_weights():
-    """One chunk has nothing left to hide them behind; in a V the other one's last products are."""
+def test_split_backward_reduces_after_weight_gradients():
+    """One chunk has nothing left to hide them behind; in a V the other one's last GEMMs are."""
     parallel = ParallelConfig(dp=2, pp=2)
     fast = dataclasses.replace(PROFILE, ring_gb_s=100.0)
     apart = OptimConfig(overlap_grads=False)
@@ -243,7 +243,7 @@ def test_loads_of_fresh_routers():
     assert expected_load(run_of()) == expected_load(run_of(model=MOE)) == 1.0
 
 
-def test_without_a_profile_of_these_elements_the_data_sheet_counts():
+def test_data_sheet_is_used_without_a_profile_of_the_dtype():
     fp32 = run_of(precision=PrecisionConfig(Dtype.float32))
     none = run_of(hardware=HardwareConfig())
     for run in (fp32, none):
@@ -284,8 +284,8 @@ def clock_of(stages: list[PartTimes], pp: int = 1) -> list[float]:
 
 
 def test_clocks_stay_within_what_power_allows():
-    """Products alone slow down to the rate that they sustain; the bound holds with other kernels
-    between them; few products leave the clock alone, and so does a rank that waits.
+    """GEMMs alone slow down to the rate that they sustain; the bound holds with other kernels
+    between them; few GEMMs leave the clock alone, and so does a rank that waits.
     """
     bound = power_bound(WARM)
     assert bound == pytest.approx(600e12**3 / 800e12**2)
@@ -303,8 +303,9 @@ def test_clocks_stay_within_what_power_allows():
 
 
 def test_large_models_are_planned_at_lower_clocks():
-    """Of llama3_8b's layers all that waits for arithmetic takes as much longer, nothing else does;
-    the small model's GPU stays at its full clock.
+    """For llama3_8b compute-bound kernels slow down by one factor, nothing else does.
+
+    The small model's GPU stays at its full clock.
     """
     typed = ["train.micro_batch=1", "train.global_batch=8", "cuda_graph=full_iteration"]
     for words, slower in ((["model=llama3_8b", "model.num_layers=4"], True), ([], False)):

@@ -118,7 +118,7 @@ def runs(count: int) -> list[Run]:
 
 
 @pytest.mark.parametrize("count", chosen([15, 200], [15]))
-def test_every_suggestion_for_random_runs_fits_when_planned_again(count: int):
+def test_suggestions_for_random_runs_fit_when_planned(count: int):
     without = 0
     for run in runs(count):
         plan = Plan(run)
@@ -220,7 +220,7 @@ def test_nothing_helps_a_gpu_without_room():
     assert suggest(Plan(load("hardware.gpu_memory_gib=0.01"))) == ()
 
 
-def test_rows_of_experts_are_kept_compactly_where_they_do_not_fit():
+def test_paged_buffer_is_suggested_if_experts_do_not_fit():
     """Eight ranks could ask the experts of each for eight times the mean."""
     line = (
         "+experiment=smallmoe model=qwen3_30b_a3b model.num_layers=12 parallel.dp=8 parallel.ep=8 "

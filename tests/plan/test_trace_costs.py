@@ -1,4 +1,4 @@
-"""What each operation of the traces costs, against counts by hand."""
+"""Cost of each operation of the traces, against counts by hand."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def trace_of(run: Run, part: StagePart) -> ForwardTrace:
 
 
 def flops_by_phase(run: Run) -> dict[str, int]:
-    """Of every part once."""
+    """Return FLOPs by phase, every part counted once."""
     found: dict[str, int] = {}
     for part in stage_parts(run.model, WHOLE):
         for op in trace_of(run, part).trace.ops:
@@ -114,7 +114,7 @@ def test_every_phase_costs_its_gemms(parallel: dict, dispatcher: DispatcherKind)
 
 
 @pytest.mark.parametrize("cp", [2, 4])
-def test_both_pieces_of_a_sequence_cost_the_queries_and_keys_they_pair(cp: int):
+def test_both_cp_chunks_cost_their_query_key_pairs(cp: int):
     """The first rank has the first and the last of 2·cp pieces; a query pairs with itself half."""
     run = planned(world=cp, cp=cp)
     piece = 32 // (2 * cp)
@@ -124,7 +124,7 @@ def test_both_pieces_of_a_sequence_cost_the_queries_and_keys_they_pair(cp: int):
     ]
     ops = trace_of(run, StagePart.dense_layer).trace.ops
     attends = [op.flops for op in ops if op.phase == "attn" and op.flops and not op.weight]
-    # two sequences, two products, 8 heads of width 8
+    # two sequences, two GEMMs, 8 heads of width 8
     assert attends == [2 * 2 * 2 * 8 * 8 * count for count in pairs]
 
 
@@ -187,7 +187,7 @@ LONGER = dataclasses.replace(LATENT, mla=dataclasses.replace(LATENT.mla, q_lora_
 def test_gemms_have_the_shapes_of_the_weights_given(
     model: ModelConfig, wider: ModelConfig, routed: bool, parallel: dict
 ):
-    """Traces compute no shape from the run's model: with weights of a wider one, all products are
+    """Traces compute no shape from the run's model: with weights of a wider one, all GEMMs are
     that one's.
     """
 

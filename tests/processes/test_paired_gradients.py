@@ -182,15 +182,15 @@ def test_pairs_change_no_bit_where_each_is_added_by_itself(case: str, count: int
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "dense": ({"model": dataclasses.replace(FOUR, moe=None)}, "is about experts"),
+    "dense": ({"model": dataclasses.replace(FOUR, moe=None)}, "applies to experts"),
     "one microbatch": (
         {"train": TrainConfig(seq_len=16, micro_batch=2, global_batch=2)},
         "needs two microbatches per step, and there is one",
     ),
-    "sums of as few bits": ({"precision": PrecisionConfig()}, "more bits than .* float32 has"),
+    "sums of as few bits": ({"precision": PrecisionConfig()}, "more bits than .* float32"),
     "graphs of experts": (
         {"cuda_graph": CudaGraphConfig(GraphImpl.local)},
-        "graphs of parts of layers write.* cuda_graph=full_iteration",
+        "partial graphs overwrite.* cuda_graph=full_iteration",
     ),
     "paged_buffer": (
         {
@@ -207,7 +207,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             ),
             "parallel": EP2,
         },
-        r"clones .* from coming home.* model\.moe\.echo\.spares=0",
+        r"delay the gradients of clones.* model\.moe\.echo\.spares=0",
     ),
 }
 

@@ -236,7 +236,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "model": dataclasses.replace(WIDE, moe=CLONING),
             "parallel": ParallelConfig(dp=2, ep=2),
         },
-        "model.moe.echo.spares=1: lends experts in the type of parameters",
+        "model.moe.echo.spares=1: clones experts in the type of parameters",
     ),
     "widths": (
         {"model": dataclasses.replace(TINY, moe=dataclasses.replace(TINY.moe, ffn_hidden_size=24))},

@@ -215,7 +215,7 @@ def test_a_run_says_at_its_start_what_computes_which_matrices():
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fp16": (
         {"precision": PrecisionConfig(Dtype.float16, fp8=in_8())},
-        "precision.fp8.recipe=current: takes parameters in bfloat16",
+        "precision.fp8.recipe=current: needs parameters in bfloat16",
     ),
     "widths": (
         {"model": dataclasses.replace(DENSE, ffn_hidden_size=40)},
@@ -254,7 +254,9 @@ def test_what_fp8_do_not_go_with_is_said_in_one_line(case: str):
 
 
 def test_a_recipe_for_nothing_is_refused():
-    with pytest.raises(ConfigError, match=r"precision.fp8.include=\[\]: .* is for some products"):
+    with pytest.raises(
+        ConfigError, match=r"precision.fp8.include=\[\]: .* needs layers to apply to"
+    ):
         in_8(include=())
 
 

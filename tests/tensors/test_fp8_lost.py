@@ -112,6 +112,6 @@ def test_counting_is_for_runs_with_something_in_fp8():
     with pytest.raises(ConfigError) as refused:
         Fp8Config(count_entries=True)
     assert str(refused.value) == (
-        "precision.fp8.count_entries=true: is not read: recipe=null has no products in FP8; "
+        "precision.fp8.count_entries=true: is not read: recipe=null turns FP8 off; "
         "did you mean false or precision.fp8.recipe=current?"
     )

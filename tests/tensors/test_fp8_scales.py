@@ -133,6 +133,6 @@ def test_room_to_grow_in_is_for_scales_of_earlier_steps():
     with pytest.raises(ConfigError) as refused:
         Fp8Config(Fp8Recipe.current, margin=1)
     assert str(refused.value) == (
-        "precision.fp8.margin=1: is not read: recipe=current looks at the entries themselves; did "
-        "you mean 0 or precision.fp8.recipe=delayed?"
+        "precision.fp8.margin=1: is not read: recipe=current keeps no history of largest entries; "
+        "did you mean 0 or precision.fp8.recipe=delayed?"
     )

@@ -113,12 +113,12 @@ def dynamic(**fields: Any) -> PrecisionConfig:
         (dict(loss_scale=0.0), "precision.loss_scale=0.0: must be above 0"),
         (
             dict(initial_loss_scale=0.5),
-            "precision.min_loss_scale=1.0: above precision.initial_loss_scale=0.5",
+            "precision.min_loss_scale=1.0: must be at most precision.initial_loss_scale=0.5",
         ),
         (dict(loss_scale_window=0), "precision.loss_scale_window=0: must be at least 1"),
         (
             dict(params=Dtype.bfloat16, grads=Dtype.float16),
-            "precision.grads=float16: gradients are summed in float32 or in",
+            "precision.grads=float16: must be float32 or",
         ),
     ],
 )

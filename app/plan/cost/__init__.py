@@ -1,1 +1,1 @@
-"""Floating-point operations, and what groups of ranks send."""
+"""Floating-point operations, communication volumes and times."""

@@ -1,4 +1,4 @@
-"""What clones of hot experts are worth, by estimate."""
+"""Estimated gain of clones (replicas) of hot experts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from app.plan.dispatchers.static import GRADIENT, PlannedStatic
 from app.plan.model.experts import ExpertWeights
 from app.plan.trace.parts import BYTES
 
-# seconds of a layer and microbatch that planning, barriers and launches take, forward and backward,
-# where nothing is cloned: measured on two H200s (docs/moe.md)
+# seconds per layer and microbatch of planning, barriers and launches, forward and backward, without
+# any clone: measured on two H200s (docs/echo.md)
 OVERHEAD = 113e-6
 
 
@@ -20,13 +20,13 @@ OVERHEAD = 113e-6
 class CloneCosts:
     """Seconds of one rank, for one MoE layer and microbatch, forward and backward."""
 
-    mean: float  # that its experts compute at even load
-    clone: float  # until an expert's weights have gone out twice and their gradient has come home
-    always: float  # whether anything is cloned or not
+    mean: float  # experts' compute at even load
+    clone: float  # one clone: weights sent twice, gradient returned once
+    always: float  # fixed cost, with or without clones
 
     @classmethod
     def of(cls, run: Run, peak: float | None = None) -> CloneCosts:
-        """By the run's hardware, on GPUs of `peak` TFLOP/s where it does not say."""
+        """Return the costs on the run's hardware, with `peak` TFLOP/s if the run sets none."""
         dispatcher = run_dispatcher(run)
         assert isinstance(dispatcher, PlannedStatic)
         moe, hardware = dispatcher.moe, run.hardware
@@ -38,12 +38,13 @@ class CloneCosts:
         mean = 6 * expert * rows / rate
         if dispatcher.peer:
             return cls(mean, clone, OVERHEAD)
-        # collectives carry all slots of all ranks, filled or not
+        # collectives carry all slots of all ranks, used or not
         slots = (dispatcher.ranks - 1) * moe.echo.spares
         return cls(mean, 0.0, OVERHEAD + slots * clone)
 
     def saved(self, before: float, after: float, clones: float) -> float:
-        """Seconds less with the busiest rank at `after` times the mean rows instead of `before`,
-        for `clones` that leave one rank, or arrive there.
+        """Return seconds saved if clones lower the busiest rank's load from `before` to `after`.
+
+        Loads are over the mean; `clones` leave one rank, or arrive there.
         """
         return (before - after) * self.mean - clones * self.clone - self.always

@@ -1,9 +1,8 @@
-"""Parameters of a model and floating-point operations per token and per rank; docs/planning.md
-has the formulas.
+"""Parameters of a model, and floating-point operations per token and per rank (docs/planning.md).
 
-Operations are sums over the traces of `app.plan.trace`, which say what each product costs: 2·m·n·k
-for one of [m, k] and [k, n], so that each weight of a matrix costs 2 per token forward, and twice
-that backward. Norms, activations, rotary positions and the embedding lookup are not counted.
+Operations are sums over the traces of `app.plan.trace`. A GEMM of [m, k] and [k, n] has 2·m·n·k, so
+that each weight of a matrix costs 2 per token in forward, and twice that in backward. Norms,
+activations, rotary positions and the embedding lookup are not counted.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from app.plan.trace.stage import fold_stages
 from app.plan.trace.trace import ForwardTrace
 
 # Dense bf16 tensor-core peaks without sparsity, TFLOP/s per GPU, from the vendors' data sheets:
-# words that the device name must contain, and the peak. The first match counts, so variants stand
+# words that the device name must contain, and the peak. The first match counts, so variants come
 # before the plain name.
 PEAKS: tuple[tuple[frozenset[str], float], ...] = tuple(
     (frozenset(words.split()), peak)
@@ -62,14 +61,14 @@ class ParameterCount:
     """Parameters of a model, in elements."""
 
     total: int  # all of them
-    active: int  # those that one token uses: all but the experts it is not sent to
-    embedding: int  # rows of the token table; it is the head as well when tied
-    head: int  # the head's own matrix; 0 when tied
-    experts: int  # routed experts of all layers: what expert parallelism divides
+    active: int  # parameters that one token uses: all but unchosen experts
+    embedding: int  # token embedding; also the head if tied
+    head: int  # the head's own matrix; 0 if tied
+    experts: int  # routed experts of all layers, which expert parallelism divides
 
 
 def parameter_count(model: ModelConfig) -> ParameterCount:
-    """Parameters of a model: all weights of its parts."""
+    """Count the parameters of a model."""
     weights = [each.weight for each in model_weights(model)]
     rows = table(model).numel
     return ParameterCount(
@@ -82,16 +81,16 @@ def parameter_count(model: ModelConfig) -> ParameterCount:
 
 
 def _used(weight: Weight, moe: MoEConfig | None) -> int:
-    """Elements that one token uses."""
+    """Return the elements that one token uses."""
     if moe is None or not weight.expert:
         return weight.numel
     return weight.numel // moe.num_experts * moe.top_k
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """Operations of forward and backward (twice forward) per token, at sequences of seq_len tokens.
+    """Return FLOPs of forward and backward per token, for sequences of seq_len tokens.
 
-    Recomputed forwards are not counted: this is the numerator of model FLOPs utilisation.
+    Recomputation is not counted: this is the numerator of model FLOPs utilisation.
     """
     run = Run(model, train=TrainConfig(seq_len=seq_len, micro_batch=1))
     whole = Stage(tuple(range(model.num_layers)), embedding=True, head=True)
@@ -100,9 +99,10 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> float:
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Dense bf16 peak of a GPU in TFLOP/s by the name its driver reports; None: not known.
+    """Return the dense bf16 peak of a GPU in TFLOP/s by the name its driver reports.
 
-    The peak of a card limited in power or clocks is lower: measured ceilings beat these.
+    None if unknown. Power and clock limits make a card's real peak lower; a measured ceiling is
+    more accurate.
     """
     words = set(re.findall(r"[A-Z0-9]+", device_name.upper()))
     return next((peak for needed, peak in PEAKS if needed <= words), None)
@@ -110,29 +110,29 @@ def peak_tflops(device_name: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Operations of a part, a stage or a model on one rank for one microbatch."""
+    """FLOPs of a part, a stage or a model on one rank for one microbatch."""
 
     forward: int
-    # gradients of activations; all of attention's scores, which have no weights
+    # gradients of activations; all of attention's backward, which has no weights
     backward_input: int
     backward_weight: int  # gradients of weights
-    recompute: int  # forwards that backward runs again
+    recompute: int  # forwards that backward reruns
 
     @property
     def backward(self) -> int:
-        """Both parts, without what is computed again."""
+        """Both parts, without recomputation."""
         return self.backward_input + self.backward_weight
 
 
 def stage_flops(
     run: Run, stages: Sequence[Stage], layout: ParallelLayout, load: float = 1.0
 ) -> list[Flops]:
-    """Operations of one rank of each stage for one microbatch.
+    """Return FLOPs of one rank of each stage for one microbatch.
 
-    A rank does 1 / (tp·cp) of the work of its microbatch's tokens: by width, or by tokens where
-    weights are replicated. For routed experts this is the mean: an expert-parallel group shares its
-    rows, `load` times the mean of them on this rank (`busiest_load` has that of the rank that the
-    others wait for). With recompute.partial_microbatches, this is a microbatch that is not spared.
+    A rank does 1 / (tp·cp) of the work of its microbatch's tokens: by width, or by tokens if
+    weights are replicated. `load`: rows of this rank's experts over the mean of its expert-parallel
+    group (`busiest_load` is that of the slowest rank). With recompute.partial_microbatches, the
+    microbatch is not a spared one.
     """
     s = sizes_of(run, layout, load=load)
     rows = fold_stages(s, stages, _trace_flops)
@@ -140,7 +140,7 @@ def stage_flops(
 
 
 def _trace_flops(traced: ForwardTrace, timed: bool = False) -> Flops:
-    """Sums over the operations of a trace; `timed`: of faster products as many fewer."""
+    """Sum up the FLOPs of a trace; `timed` divides FP8 GEMMs by their speedup."""
     forward = inputs = weight = recompute = 0
     for op in (op for op in traced.trace.ops if op.flops):
         again = op.flops if op.segment else op.flops_recomputed
@@ -168,7 +168,7 @@ class StageSeconds:
     """Estimated compute time of one microbatch in one stage, seconds."""
 
     forward: float
-    backward_input: float  # with what is computed again
+    backward_input: float  # recomputation included
     backward_weight: float
 
     @property
@@ -180,8 +180,9 @@ class StageSeconds:
 def stage_seconds(
     run: Run, stages: Sequence[Stage], layout: ParallelLayout
 ) -> tuple[StageSeconds, ...]:
-    """Operations of each stage's busiest rank over the hardware's peak_tflops · efficiency; of
-    products in FP8 as many fewer as they are faster.
+    """Return times of each stage's busiest rank: FLOPs / (peak_tflops · efficiency).
+
+    FP8 GEMMs count divided by their speedup.
     """
     s = sizes_of(run, layout, load=busiest_load(run))
     rows = fold_stages(s, stages, partial(_trace_flops, timed=True))

@@ -1,8 +1,8 @@
-"""How groups of ranks lie on nodes, from the sizes of the axes alone.
+"""Placement of groups on nodes, from the sizes of the axes alone.
 
 A node has `per_node` consecutive ranks. All groups along the same axes have the same offsets from
-their first rank, so the nodes that a group falls into depend on its first rank's place within its
-node and on nothing else. There are at most `per_node` such places, however large the world.
+their first rank, so the nodes of a group depend only on its first rank's place within its node.
+There are at most `per_node` such places, however large the world.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from math import gcd
 
 @dataclass(frozen=True, slots=True)
 class NodeSpan:
-    """How the groups of one kind lie on nodes, at worst."""
+    """Worst placement of the groups of one kind on nodes."""
 
     nodes: int  # most nodes that one group spans
-    # fewest ranks of a group in one of its nodes: how many a rank has at fast links, itself
+    # fewest ranks of a group in one of its nodes: ranks that a rank reaches over fast links, itself
     # included
     near: int
 
@@ -26,9 +26,10 @@ class NodeSpan:
 def node_span(
     sizes: Mapping[str, int], axes: Collection[str], per_node: int, ends_only: bool = False
 ) -> NodeSpan:
-    """Groups of ranks that differ only along `axes`; `sizes` lists the grid, fastest axis first.
+    """Return the span of groups whose ranks differ only along `axes`.
 
-    ends_only: of each group only its first and last rank.
+    `sizes` lists the grid, fastest axis first. ends_only: only the first and last rank of each
+    group.
     """
     offsets = [0]
     places = {0}

@@ -1,4 +1,4 @@
-"""Seconds of a part or a stage for one microbatch, by what they go to."""
+"""Seconds of a part or a stage for one microbatch, by kind of work."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ from dataclasses import dataclass, replace
 
 from app.plan.trace.trace import Work
 
-Seconds = defaultdict[str, float]  # by what they go to
+Seconds = defaultdict[str, float]  # by kind of work
 
 EXCHANGE = "exchanges"
 LAUNCHES = "launches"
 QUANTISED = "quantising"
 RECOMPUTED = "computed again"
-PRODUCTS_AGAIN = "products computed again"
-PRODUCTS = (Work.gemm, Work.router_matmul, Work.grouped)
+RECOMPUTED_MATMULS = "products computed again"
+MATMULS = (Work.gemm, Work.router_matmul, Work.grouped)
 ATTENTION = (
     Work.attention,
     Work.ordered_attention,
     Work.gathered_attention,
     Work.cudnn_ordered_attention,
 )
-# what waits for arithmetic, and not for memory, links or the host
-ARITHMETIC = (*(work.value for work in (*PRODUCTS, *ATTENTION)), PRODUCTS_AGAIN)
+# compute-bound kinds, which slow down with the clock
+ARITHMETIC = (*(work.value for work in (*MATMULS, *ATTENTION)), RECOMPUTED_MATMULS)
 
 
 @dataclass(frozen=True, slots=True)
 class PartTimes:
-    """Seconds of a part or a stage for one microbatch, by what they go to."""
+    """Seconds of a part or a stage for one microbatch, by kind of work."""
 
     forward: Mapping[str, float]
-    backward_input: Mapping[str, float]  # with what is computed again
+    backward_input: Mapping[str, float]  # recomputation included
     backward_weight: Mapping[str, float]
-    # seconds of the host: launches that no graph holds
+    # seconds of the host: kernel launches outside of graphs
     forward_host: float
     backward_host: float
-    # floating-point operations of products and attention, all passes; those in FP8 count as
-    # many fewer as they are faster
+    # FLOPs of GEMMs and attention, all passes; those in FP8 count
+    # divided by their speedup
     operations: float
 
     @classmethod
     def together(cls, parts: Sequence[tuple[PartTimes, int]]) -> PartTimes:
-        """Of a stage: its parts, and how many it has of each."""
+        """Return the times of a stage from its parts, and the number of each."""
         return cls(
             _sum((part.forward, times) for part, times in parts),
             _sum((part.backward_input, times) for part, times in parts),
@@ -53,11 +53,11 @@ class PartTimes:
         )
 
     def by_kind(self) -> Seconds:
-        """All passes together."""
+        """Return all passes together."""
         return _sum([(self.forward, 1), (self.backward_input, 1), (self.backward_weight, 1)])
 
     def at_clock(self, clock: float) -> PartTimes:
-        """At a share of the GPU's clock."""
+        """Return the times at a share of the GPU's clock."""
         return replace(
             self,
             forward=_at_clock(self.forward, clock),
@@ -66,7 +66,7 @@ class PartTimes:
         )
 
     def hosted(self) -> PartTimes:
-        """Where the host is slower than the GPU, each pass waits for its launches."""
+        """Return the times with waits for launches, if the host is slower than the GPU."""
         forward, inputs = _sum([(self.forward, 1)]), _sum([(self.backward_input, 1)])
         backward = sum(inputs.values()) + sum(self.backward_weight.values())
         forward[LAUNCHES] += max(0.0, self.forward_host - sum(forward.values()))

@@ -1,8 +1,7 @@
-"""How far a GPU lowers its clock under a steady load of products, so that it stays within its
-power: kernels that wait for arithmetic take as much longer, those that wait for memory do not.
+"""GPU clocks under a power limit: compute-bound kernels slow down, memory-bound ones do not.
 
 An operation takes energy in proportion to the square of the clock, as the voltage follows it, so
-operations per second times that square have a bound. Products without a pause tell it: they slow
+operations per second times that square have a bound. GEMMs without a pause determine it: they slow
 down from `gemm_tflops` to `sustained_tflops`.
 """
 
@@ -16,15 +15,16 @@ from app.plan.cost.part_times import ARITHMETIC, PartTimes
 from app.plan.cost.rates import TERA
 from app.plan.pipeline.dependencies import Pipeline
 
-HALVINGS = 20  # of the interval that a clock is looked for in
-SLOWEST = 0.1  # share of its clock that no GPU goes below
+HALVINGS = 20  # steps of the bisection for a clock
+SLOWEST = 0.1  # lowest share of its clock that a GPU is assumed to reach
 
 
 def at_clocks(
     stages: Sequence[PartTimes], pipeline: Pipeline, profile: HardwareProfile
 ) -> list[PartTimes]:
-    """Times of stages, in their order, at the clocks that their pipeline ranks keep up. A rank that
-    waits for the slowest one cools down meanwhile.
+    """Return times of stages, in their order, at the clocks that their pipeline ranks sustain.
+
+    A rank that waits for the slowest one cools down meanwhile, and has a higher clock.
     """
     bound = power_bound(profile)
     places = [
@@ -42,18 +42,18 @@ def at_clocks(
 
 
 def power_bound(profile: HardwareProfile) -> float:
-    """Operations per second, times the square of the share of the clock, that power allows."""
+    """Return the bound on operations per second, times the square of the share of the clock."""
     return profile.sustained_tflops**3 / profile.gemm_tflops**2 * TERA
 
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """What a pipeline rank does for one microbatch at its full clock."""
+    """Work of a pipeline rank for one microbatch, at full clock."""
 
     operations: float
-    arithmetic: float  # seconds of kernels that wait for it
-    other: float  # seconds of all else
-    host: float  # seconds of launches
+    arithmetic: float  # seconds of compute-bound kernels
+    other: float  # seconds of all other kernels
+    host: float  # seconds of kernel launches
 
     @classmethod
     def of(cls, stages: Sequence[PartTimes]) -> _Load:
@@ -68,11 +68,13 @@ class _Load:
         )
 
     def seconds(self, clock: float) -> float:
-        """At a share of the clock."""
+        """Return the time at a share of the clock."""
         return max(self.other + self.arithmetic / clock, self.host)
 
     def clock(self, bound: float, period: float = 0.0) -> float:
-        """The share that power allows, where a microbatch comes every `period` seconds or more."""
+        """Return the share of the clock that power allows, with a microbatch per `period`
+        seconds.
+        """
 
         def allowed(clock: float) -> bool:
             return self.operations * clock**2 <= bound * max(self.seconds(clock), period)

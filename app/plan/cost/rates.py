@@ -1,6 +1,4 @@
-"""Seconds of kernels and of what ranks send, by a measured profile of a GPU; docs/planning.md has
-the formulas and where they come from.
-"""
+"""Seconds of kernels and of communication, from a measured profile of a GPU (docs/planning.md)."""
 
 from __future__ import annotations
 
@@ -23,11 +21,11 @@ from app.plan.trace.parts import BYTES
 from app.plan.trace.trace import Operation, Work
 
 TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
-MIXED_BYTES = 2  # of an element that profiles are measured with
-SUMS = 8  # bytes of reading and writing an element's float32 sum
-# speed of cuDNN's backward in a fixed order, over that of its fastest, by head width
+MIXED_BYTES = 2  # bytes of an element in profiles
+SUMS = 8  # bytes of reading and writing an element's fp32 main gradient
+# speed of cuDNN's deterministic backward over its fastest one, by head width
 CUDNN_ORDERED = ((64, 0.76), (128, 0.89), (192, 0.75))
-FLASH_ANY_ORDER = 1.66  # speed of torch's Flash backward in no fixed order, over that in one
+FLASH_ANY_ORDER = 1.66  # speed of torch's Flash backward over its deterministic one
 FLASH = (Work.ordered_attention, Work.gathered_attention)
 
 Pair = tuple[float, ...]  # forward, backward
@@ -40,7 +38,7 @@ class Kernels:
     profile: HardwareProfile
 
     def memory(self, work: Work) -> Pair:
-        """GB/s of a kind of kernels that wait for memory."""
+        """Return GB/s of a kind of memory-bound kernel."""
         profile = self.profile
         match work:
             case Work.activation:
@@ -57,22 +55,24 @@ class Kernels:
                 return profile.other_gb_s
 
     def moved(self, moved: float, work: Work, backward: bool = False) -> float:
-        """Of so many bytes read and written."""
+        """Return seconds of reading and writing so many bytes."""
         return moved / (self.memory(work)[backward] * GIGA)
 
     def started(self, kernels: int) -> float:
-        """From the end of each kernel to the start of the next."""
+        """Return the gaps between kernels: from the end of one to the start of the next."""
         return kernels * self.profile.kernel_us * MICRO
 
     def gemm(self, op: Operation, gradient: bool = False) -> float:
-        """Of one of an operation's products: forward's, backward's, or that of the gradient of the
-        weight, whose bytes are those of its sum.
+        """Return seconds of one of an operation's GEMMs: output, input gradient, or weight
+        gradient.
+
+        gradient=True is the weight gradient, whose output is counted by `sums`.
         """
         profile = self.profile
         flops = op.flops
         rate = profile.gemm_tflops
         if op.work is Work.grouped:
-            # tiles that experts fill with others' rows, or nobody's
+            # partial tiles at the end of each expert's rows
             flops += round(2 * profile.grouped_tile * op.weight / MIXED_BYTES)
             rate = profile.grouped_tflops
         elif op.work is Work.router_matmul:
@@ -82,14 +82,15 @@ class Kernels:
         return flops / (rate * TERA) + profile.gemm_memory * self.moved(moved, Work.other)
 
     def speedup(self, op: Operation, gradient: bool = False) -> float:
-        """Of its products over those in 16 bits, or of the gradient of its weight; where nobody
-        measured them, with all that they quantise.
+        """Return the speed of its FP8 GEMMs over 16 bits, or of its weight gradient.
+
+        Without a measured speed, it includes quantization.
         """
         how = op.fp8
         if how is None:
             return 1.0
         if how.recipe is None and self.profile.fp8_grouped_tflops is not None:
-            # the gradient of the weight is a product in 16 bits
+            # the weight gradient is a 16-bit GEMM
             return (
                 1.0 if gradient else self.profile.fp8_grouped_tflops / self.profile.grouped_tflops
             )
@@ -99,7 +100,7 @@ class Kernels:
         return measured / self.profile.gemm_tflops
 
     def quantised(self, elements: int, recipe: Fp8Recipe | None) -> float:
-        """Of quantising so many elements; `recipe`: None for rows of experts."""
+        """Return seconds of quantizing so many elements; recipe None is for rows of experts."""
         if recipe is None and self.profile.fp8_grouped_tflops is not None:
             return self.moved(MOVED_ROWS * elements, Work.other)
         rate = self.profile.fp8_quantise_gb_s
@@ -108,12 +109,14 @@ class Kernels:
         return MOVED[recipe] * elements / (rate * GIGA)
 
     def sums(self, op: Operation) -> float:
-        """Of adding the gradient of a weight to its sum."""
+        """Return seconds of accumulating a weight gradient in the main gradient."""
         return SUMS * op.weight / MIXED_BYTES / (self.profile.sums_gb_s * GIGA)
 
     def attention(self, op: Operation, width: int, length: int) -> tuple[float, float]:
-        """Forward and backward, by head width and tokens of a sequence: rates between two measured
-        widths in proportion, and between two lengths by their logarithms.
+        """Return seconds of forward and backward, by head width and tokens of a sequence.
+
+        Speeds are interpolated linearly between measured widths, and between lengths by their
+        logarithms.
         """
         ordered = 2 if op.work in FLASH else 0
         forward, backward = (
@@ -134,7 +137,7 @@ class Kernels:
 
 
 def fp8_tflops(profile: HardwareProfile, recipe: Fp8Recipe | None) -> float | None:
-    """Of products in FP8 by a recipe; None: not measured."""
+    """Return the speed of FP8 GEMMs with a recipe; None if not measured."""
     match recipe:
         case Fp8Recipe.current:
             return profile.fp8_current_tflops
@@ -155,7 +158,10 @@ def _made(op: Operation) -> int:
 
 
 def _between(points: Sequence[tuple[float, float]], at: float) -> float:
-    """By linear interpolation between sorted points; outside of them the nearest one's."""
+    """Interpolate linearly between sorted points.
+
+    Outside of them return the nearest one's value.
+    """
     for (low, first), (high, second) in pairwise(points):
         if low <= at <= high:
             return first + (at - low) / (high - low) * (second - first)
@@ -164,33 +170,35 @@ def _between(points: Sequence[tuple[float, float]], at: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Seconds of what a rank sends in its groups."""
+    """Seconds of communication in a rank's groups."""
 
     run: Run
     layout: ParallelLayout
     profile: HardwareProfile
-    peers: bool  # whether tokens travel through the memory of other GPUs
+    peers: bool  # tokens travel through other GPUs' memory (symmetric memory)
     spans: dict[Group, NodeSpan] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, run: Run, layout: ParallelLayout, profile: HardwareProfile) -> Links:
-        """Of a run's groups in this layout."""
+        """Build the links of a run's groups in this layout."""
         dispatcher = run_dispatcher(run, layout)
         peers = isinstance(dispatcher, PlannedStatic) and dispatcher.peer
         return cls(run, layout, profile, peers=peers)
 
     def by_peers(self, group: Group) -> bool:
-        """Whether a group's kernels move what they compute themselves."""
+        """Return whether the group's tokens move inside compute kernels, over symmetric memory."""
         return self.peers and group is ETP_EP
 
     def seconds(self, group: Group, way: Way, size: int) -> float:
-        """Of a collective, or an exchange by peers, in which this rank sends `size` bytes."""
+        """Return seconds of a collective or peer exchange that sends `size` bytes from this
+        rank.
+        """
         if not size:
             return 0.0
         return self.profile.collective_us * MICRO + max(self.parts(group, way, size))
 
     def parts(self, group: Group, way: Way, size: int) -> tuple[float, float]:
-        """Seconds of bytes inside of nodes and across, which run at the same time."""
+        """Return seconds of the bytes inside of nodes and across, which run at the same time."""
         share = share_across(way, self._span(group), group.size(self.layout))
         rate = self._rate(group, way)
         network = self.run.hardware.network_gb_s
@@ -216,7 +224,8 @@ class Links:
 
 
 def measured(run: Run) -> HardwareProfile | None:
-    """The profile that a run's times are planned from; None: none is given, or elements are not of
-    16 bits, for which none is measured.
+    """Return the profile that a run's times are planned from.
+
+    None if there is none, or if parameters are not 16-bit, for which no profile exists.
     """
     return run.hardware.profile if BYTES[run.precision.params] == MIXED_BYTES else None

@@ -1,4 +1,4 @@
-"""Seconds of a whole step: the pipeline, and what lies behind it: reduction, update, gathering."""
+"""End-to-end time of a step: pipeline, gradient reduction, update and parameter all-gather."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from app.plan.shards import BufferLayout
 from app.plan.stages import Stage, StagePlan
 from app.plan.trace.parts import BYTES
 
-# bytes per parameter of a rank's share: moments and main parameter read and written, gradient read,
+# bytes per parameter of a rank's shard: moments and main parameter read and written, gradient read,
 # parameter written
 UPDATE = 30
-# bytes per parameter of a rank: its gradient is read for the norm, and filled with zeros unless the
-# first one of a step is written
+# bytes per parameter of a rank: its gradient is read for the norm, and zeroed unless the first one
+# of a step overwrites
 NORM, ZERO = 4, 4
 
 
 @dataclass(frozen=True, slots=True)
 class StepTail:
-    """Seconds of a step beside its pipeline, on the rank where they are most."""
+    """Seconds of a step beside its pipeline, on the slowest rank."""
 
-    reduction: float  # of gradients, as far as the backward does not hide it
-    gathering: float  # of parameters, as far as the forward does not hide it
-    optimizer: float  # update, norm, zeros, new weights quantised
+    reduction: float  # of gradients, as far as backward does not hide it
+    gathering: float  # of parameters, as far as forward does not hide it
+    optimizer: float  # update, norm, zeroing, quantization of new weights
     between: float  # from one step to the next: batches, report
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Seconds of all of it."""
         return self.reduction + self.gathering + self.optimizer + self.between
 
 
@@ -50,7 +50,7 @@ NO_TAIL = StepTail(0.0, 0.0, 0.0, 0.0)
 def timeline_times(
     run: Run, layout: ParallelLayout, profile: HardwareProfile, stages: Sequence[PartTimes]
 ) -> Times:
-    """What the timeline of a step is made of."""
+    """Return the times from which the timeline of a step is simulated."""
     s = run.train.micro_batch * run.train.seq_len // (layout.cp * layout.tp)
     hidden = s * run.model.hidden_size * BYTES[run.precision.params]
     links = Links.of(run, layout, profile)
@@ -76,8 +76,10 @@ def step_tail(
     buffers: Sequence[Sequence[ChunkBuffers]],
     lists: Sequence[Sequence[Action]],
 ) -> StepTail:
-    """What the slowest pipeline rank adds to a step. `times` are those of stages, in their order;
-    `buffers` are [pp_rank][chunk], `lists` the actions of pipeline ranks.
+    """Return what the slowest pipeline rank adds to a step.
+
+    `times` are those of stages, in their order; `buffers` are [pp_rank][chunk]; `lists` are the
+    actions of pipeline ranks.
     """
     links = Links.of(run, layout, profile)
     ranks = []
@@ -107,8 +109,9 @@ def step_tail(
 
 
 def _left(actions: Sequence[Action], chunks: Sequence[PartTimes]) -> dict[int, float]:
-    """Where backward is split: by chunk of a rank, in the order in which their last gradients of
-    weights come, seconds of its compute behind that; empty where it is not.
+    """Return chunk -> seconds of the rank's compute after the chunk's last weight gradient.
+
+    For a split backward, chunks in the order of those gradients; empty if backward is not split.
     """
     left: dict[int, float] = {}
     behind = 0.0
@@ -127,10 +130,11 @@ def _left(actions: Sequence[Action], chunks: Sequence[PartTimes]) -> dict[int, f
 def _behind(
     links: Links, chunks: Sequence[ChunkBuffers], element: int, left: Mapping[int, float]
 ) -> float:
-    """Of reductions that each start when all gradients of a chunk are there, one after the other,
-    what compute does not cover.
+    """Return seconds of reductions that compute does not hide.
+
+    Each starts when all gradients of a chunk are there, one after the other.
     """
-    end = -max(left.values())  # 0: of compute
+    end = -max(left.values())  # time 0 is the end of compute
     inside = 0.0
     for chunk, seconds in left.items():
         near, whole = _passed(links, chunks[chunk], element)
@@ -140,7 +144,9 @@ def _behind(
 
 
 def _passed(links: Links, chunk: ChunkBuffers, element: int) -> tuple[float, float]:
-    """Of one pass over the gradients or parameters of a chunk: inside of nodes, and in all."""
+    """Return seconds of one pass over a chunk's gradients or parameters: inside nodes, and in
+    all.
+    """
     total = inside = 0.0
     for group, buffer in ((DP_CP, chunk.dense), (EDP, chunk.expert)):
         if buffer is not None and buffer.world > 1:
@@ -151,12 +157,15 @@ def _passed(links: Links, chunk: ChunkBuffers, element: int) -> tuple[float, flo
 
 
 def _exchanged(links: Links, chunks: Sequence[ChunkBuffers], element: int, window: float) -> float:
-    """Of one pass over all gradients or parameters, beside compute that takes `window` seconds."""
+    """Return exposed seconds of one pass over all gradients or parameters.
+
+    `window`: seconds of compute beside it.
+    """
     passes = [_passed(links, chunk, element) for chunk in chunks]
     inside, total = sum(near for near, _ in passes), sum(whole for _, whole in passes)
     if not window:
         return total
-    # beside compute both are slower: they share multiprocessors and memory
+    # overlapped, both are slower: they share multiprocessors and memory
     return max(total - window, inside * (1 - links.profile.hidden))
 
 
@@ -182,11 +191,11 @@ def _update(run: Run, profile: HardwareProfile, chunks: Sequence[ChunkBuffers]) 
 def _quantised(
     run: Run, layout: ParallelLayout, profile: HardwareProfile, chunks: Sequence[Stage]
 ) -> float:
-    """Of weights of linear layers in FP8, once per update."""
+    """Return seconds of quantizing FP8 weights of linear layers, once per update."""
     recipe = run.precision.fp8.recipe
     if recipe is None:
         return 0.0
-    # speeds of the recipe are not those of experts, whose shapes have a dimension more
+    # the recipe's speeds do not apply to experts, whose weights have three dimensions
     elements = sum(prod(shape) for shape in fp8_shapes(run, layout, chunks) if len(shape) == 2)
     return Kernels(profile).quantised(elements, recipe)
 
@@ -194,7 +203,9 @@ def _quantised(
 def times_of_ranks(
     stages: StagePlan, times: Sequence[PartTimes], tail: StepTail, microbatches: int, whole: float
 ) -> list[dict[str, float]]:
-    """Where a step of `whole` seconds goes on each pipeline rank: kind -> seconds, idle last."""
+    """Return, per pipeline rank, kind of work -> seconds of a step that takes `whole`; idle
+    last.
+    """
     behind = {
         "reduction of gradients": tail.reduction,
         "gathering of parameters": tail.gathering,

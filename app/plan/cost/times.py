@@ -1,4 +1,4 @@
-"""Seconds of the parts of a model and of stages, operation by operation, by a measured profile."""
+"""Seconds of parts and stages, operation by operation, from a measured profile."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from app.plan.cost.part_times import (
     ATTENTION,
     EXCHANGE,
     LAUNCHES,
-    PRODUCTS,
-    PRODUCTS_AGAIN,
+    MATMULS,
     QUANTISED,
     RECOMPUTED,
+    RECOMPUTED_MATMULS,
     PartTimes,
     Seconds,
 )
@@ -34,19 +34,19 @@ from app.plan.trace.parts import sizes_of
 from app.plan.trace.stage import fold_stages
 from app.plan.trace.trace import ForwardTrace, Operation, Work
 
-# standard deviation of experts' loads over their mean, of routers at the start of a training: with
-# 128 experts on two ranks the busier one had 1.07 times the mean (docs/moe.md)
+# Standard deviation of experts' loads over their mean, of routers at the start of training: with
+# 128 experts on two ranks the busier one had 1.07 times the mean (docs/echo.md).
 SPREAD = 1.0
-CLONED_LOAD = 1.03  # of the busiest rank where hot experts have clones (docs/moe.md)
-# forward phases whose launches an idle GPU waits for behind a wait of the host
+CLONED_LOAD = 1.03  # load of the busiest rank with clones of hot experts (docs/echo.md)
+# forward phases whose launches the GPU waits for after a host sync
 BEHIND_WAIT = (PhaseName.preprocess, PhaseName.dispatch)
 
 
 def expected_load(run: Run) -> float:
-    """Rows of the busiest expert-parallel rank over the mean, as times are planned with: what the
-    sum of a rank's share of experts comes to when their loads spread by SPREAD.
+    """Return the busiest expert-parallel rank's load over the mean, as assumed for times.
 
-    At most what memory is planned for (`busiest_load`).
+    It is the largest of the ranks' sums of experts' loads that spread by SPREAD, and at most what
+    memory is planned for (`busiest_load`).
     """
     dispatcher = run_dispatcher(run)
     if dispatcher is None:
@@ -56,7 +56,7 @@ def expected_load(run: Run) -> float:
     if dispatcher.ep == 1 or moe.force_balance or moe.pad_to_capacity:
         return min(1.0, most) if not moe.pad_to_capacity else most
     spread = SPREAD * sqrt((1 - 1 / dispatcher.ep) * dispatcher.ep / moe.num_experts)
-    # the largest of so many normal values, about
+    # approximate maximum of that many normal values
     largest = sqrt(2 * log(dispatcher.ep)) * (0.48 if dispatcher.ep == 2 else 0.68)
     load = min(most, 1 + largest * spread)
     return min(load, CLONED_LOAD) if moe.echo.spares else load
@@ -71,10 +71,10 @@ def stage_times(
     pipeline: Pipeline | None = None,
     load: float | None = None,
 ) -> list[PartTimes]:
-    """Times of one rank of each stage for one microbatch.
+    """Return the times of one rank of each stage for one microbatch.
 
-    `pipeline`: the ranks that the stages lie on; None: each GPU keeps up its full clock. `load`:
-    rows of this rank's experts over the mean; None: `expected_load`.
+    `pipeline`: the placement of stages on ranks; None means that each GPU sustains its full clock.
+    `load`: rows of this rank's experts over the mean; None means `expected_load`.
     """
     clock = _Clock.of(run, layout, profile)
     s = sizes_of(run, layout, load=expected_load(run) if load is None else load)
@@ -92,7 +92,7 @@ class _Clock:
     kernels: Kernels
     links: Links
     captured: frozenset[str]  # phases
-    whole: bool  # the whole step is captured
+    whole: bool  # the full iteration is captured
     waits: bool  # the host waits for sizes in every MoE layer
 
     @classmethod
@@ -108,7 +108,7 @@ class _Clock:
         )
 
     def part(self, traced: ForwardTrace) -> PartTimes:
-        """Sums over the operations of a part."""
+        """Sum up the operations of a part."""
         forward: Seconds = defaultdict(float)
         inputs: Seconds = defaultdict(float)
         weights: Seconds = defaultdict(float)
@@ -118,7 +118,7 @@ class _Clock:
                 again: Seconds = defaultdict(float)
                 self._forward(op, again)
                 for kind, seconds in again.items():
-                    inputs[PRODUCTS_AGAIN if kind in ARITHMETIC else RECOMPUTED] += seconds
+                    inputs[RECOMPUTED_MATMULS if kind in ARITHMETIC else RECOMPUTED] += seconds
             self._backward(op, inputs, weights)
         inputs[Work.other.value] += self._additions(traced)
         launched = self._launched(traced.trace.ops)
@@ -135,13 +135,13 @@ class _Clock:
         )
 
     def _operations(self, op: Operation) -> float:
-        """Of all passes, weighed by the energy that they take."""
+        """Return FLOPs of all passes, weighed by the energy that they take."""
         again = op.flops if op.segment else op.flops_recomputed
         gradient = op.flops / self.kernels.speedup(op, gradient=True)
         return (2 * op.flops + again) / self.kernels.speedup(op) + gradient
 
     def _launched(self, ops: Sequence[Operation]) -> float:
-        """Seconds of the host for a forward's kernels outside of graphs, and for quantising."""
+        """Return host seconds of a forward's launches outside of graphs, quantization included."""
         if self.whole:
             return 0.0
         outside = [op for op in ops if op.phase not in self.captured]
@@ -150,7 +150,7 @@ class _Clock:
         return launches * self.kernels.profile.launch_us * MICRO
 
     def _waited(self, ops: Sequence[Operation]) -> float:
-        """Seconds of an idle GPU behind a wait of the host."""
+        """Return seconds in which the GPU idles after a host sync."""
         if not self.waits:
             return 0.0
         return self._launched([op for op in ops if op.phase in BEHIND_WAIT])
@@ -159,7 +159,7 @@ class _Clock:
         kernels = self.kernels
         kind = op.work.value
         own = kernels.started(op.kernels)
-        if op.work in PRODUCTS:
+        if op.work in MATMULS:
             own += kernels.gemm(op)
             if op.fp8 is not None:
                 into[QUANTISED] += kernels.quantised(op.fp8.inputs, op.fp8.recipe)
@@ -177,7 +177,7 @@ class _Clock:
         kernels = self.kernels
         kind = op.work.value
         own = 0.0
-        if op.work in PRODUCTS:
+        if op.work in MATMULS:
             own = kernels.gemm(op) + kernels.started(op.kernels)
             weights[kind] += kernels.gemm(op, gradient=True)
             weights[kind] += kernels.sums(op) * self._summed(op)
@@ -186,7 +186,7 @@ class _Clock:
             if eight is not None:
                 inputs[QUANTISED] += kernels.quantised(eight.grads, eight.recipe)
             if op.flops_recomputed:
-                inputs[PRODUCTS_AGAIN] += kernels.gemm(op)
+                inputs[RECOMPUTED_MATMULS] += kernels.gemm(op)
                 if eight is not None:
                     inputs[RECOMPUTED] += kernels.quantised(eight.inputs, eight.recipe)
         elif op.work in ATTENTION:
@@ -199,8 +199,8 @@ class _Clock:
         inputs[kind] += own
         if op.sends:
             sent = self._sent(op, op.sends.backward)
-            # what a product of its own waits for runs beside the other one
-            beside = own if op.work in PRODUCTS or self.links.by_peers(op.sends.group) else 0.0
+            # a collective overlaps with the other GEMM of backward
+            beside = own if op.work in MATMULS or self.links.by_peers(op.sends.group) else 0.0
             inputs[EXCHANGE] += max(0.0, sent - beside)
 
     def _attention(self, op: Operation) -> tuple[float, float]:
@@ -208,8 +208,10 @@ class _Clock:
         return self.kernels.attention(op, run.model.head_width, run.train.seq_len)
 
     def _summed(self, op: Operation) -> float:
-        """How often a microbatch's gradient is added to its sum, which is read and written. Those
-        of experts: two at once count half each, and the first of a step is only written.
+        """Return reads and writes of the main gradient per microbatch, relative to one
+        accumulation.
+
+        Experts' paired gradients count half each; the first one of a step is only written.
         """
         if op.work is not Work.grouped:
             return 1.0
@@ -222,7 +224,7 @@ class _Clock:
         return self.links.seconds(op.sends.group, op.sends.way, size)
 
     def _touched(self, op: Operation) -> float:
-        """Bytes that a forward reads and writes; the exchange of what it sends has its own."""
+        """Return bytes that a forward reads and writes; sends are timed apart."""
         if op.work is Work.loss:
             return op.reads[0].bytes
         if op.kernels == 0 or (op.sends and op.work is not Work.rows):
@@ -242,7 +244,7 @@ class _Clock:
         return _used(op, read + saved + sum(value.bytes for value in op.makes))
 
     def _additions(self, traced: ForwardTrace) -> float:
-        """Of summing the gradients of what several operations read."""
+        """Return seconds of adding up the gradients of tensors with several readers."""
         readers = Counter(value for op in traced.trace.ops for value in set(op.reads))
         added = sum((count - 1) * 3 * value.bytes for value, count in readers.items())
         return self.kernels.moved(added, Work.other, backward=True)

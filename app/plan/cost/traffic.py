@@ -1,9 +1,7 @@
-"""What every kind of group moves in a step, how much of that leaves its node, about how long it
-takes, and whether another order of axes would be quicker. docs/planning.md has the formulas
-and an example.
+"""Traffic of every kind of group in a step: bytes inside and across nodes, time, better orders.
 
-Not counted: latency, counts of tokens, norms and losses, and a vocabulary-parallel loss's three
-numbers per token.
+docs/planning.md has the formulas and an example. Not counted: latency, counts of tokens, norms and
+losses, and a vocabulary-parallel loss's three numbers per token.
 """
 
 from __future__ import annotations
@@ -26,22 +24,22 @@ from app.plan.stages import StagePlan
 Order = tuple[str, ...]  # axes from the fastest-varying one
 
 GB = 1e9  # bytes
-# worth another order: they exchange in every layer, and compute waits
+# groups worth another order: they communicate in every layer, and compute waits
 ADVISED = (TP.name, ETP_EP.name)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupTraffic:
-    """What the groups of one kind move in a step."""
+    """Traffic of the groups of one kind in a step."""
 
     name: str  # of app.plan.groups
-    collectives: str  # what runs, in words
+    collectives: str  # in words
     groups: int  # how many there are
     ranks: int  # ranks per group
     nodes: int  # most nodes that one group spans
     bytes_inside: int  # sent by one rank within its node
     bytes_across: int  # sent by one rank to other nodes
-    seconds: float  # estimated: both run at the same time, the slower one counts
+    seconds: float  # estimated: both run at the same time, so the slower one
     exposed: bool  # compute waits for it
 
     @property
@@ -56,16 +54,16 @@ class OrderAdvice:
 
     axis: str  # the groups: tp or etp_ep
     nodes: int  # most nodes that one of its groups spans now
-    order: str  # parallel.order with the least time that compute waits
+    order: str  # parallel.order with the least exposed time
     best_nodes: int  # most nodes that one of its groups spans then
     seconds: float  # saved per step by that order, for all axes together
 
 
 def plan_traffic(run: Run, layout: ParallelLayout, stages: StagePlan) -> tuple[GroupTraffic, ...]:
-    """The traffic of a step by kind of group; none of groups of one rank or with nothing to send.
+    """Return the traffic of a step by kind of group; none for groups of one rank or without sends.
 
-    Bytes are those of the pipeline rank that sends most, and of the rank in its group that has
-    fewest of the others in its node.
+    Bytes are those of the pipeline rank that sends most, and of the rank with the fewest ranks of
+    its group in its node.
     """
     dense = layout.sizes()
     expert = layout.sizes(expert=True)
@@ -98,10 +96,10 @@ def _placed(run: Run, sizes: Mapping[str, int], volume: Volume) -> GroupTraffic:
 
 
 def share_across(way: Way, span: NodeSpan, ranks: int) -> Fraction:
-    """Share of a rank's bytes that leaves its node.
+    """Return the share of a rank's bytes that leaves its node.
 
-    With `near` ranks of the group in every node, a ring is run as `near` rings, each with its part
-    of the bytes and each leaving the node from another rank.
+    With `near` ranks of the group in every node, a ring runs as `near` rings, each with its part of
+    the bytes and each leaving the node from another rank.
     """
     if span.nodes == 1:
         return Fraction(0)
@@ -119,11 +117,11 @@ def _seconds(hardware: HardwareConfig, inside: int, across: int) -> float:
 
 
 def order_advice(run: Run, layout: ParallelLayout) -> tuple[OrderAdvice, ...]:
-    """For tp and etp_ep, if groups span fewer nodes in the order with least exposed traffic.
+    """Return advice for tp and etp_ep if the order with least exposed traffic spans fewer nodes.
 
-    That order is searched among all that a run may have; of equally good ones it is the one nearest
-    to the present. Empty if no order saves time: the nearest of the best is then the present, or
-    differs in axes of one rank.
+    The search covers all orders that a run may have; among equally good ones it takes the one
+    nearest to the present. Empty if no order saves time: the nearest of the best is then the
+    present, or differs in axes of one rank.
     """
     volumes = [volume for volume in step_volumes(run, layout, select_stages(run)) if volume.exposed]
 
@@ -151,9 +149,10 @@ def order_advice(run: Run, layout: ParallelLayout) -> tuple[OrderAdvice, ...]:
 
 
 def legal_orders(layout: ParallelLayout) -> Iterator[Order]:
-    """The orders of all axes in which ParallelLayout accepts these degrees.
+    """Yield the orders of all axes in which ParallelLayout accepts these degrees.
 
-    Pipelines that do not vary slowest must have the same ranks in both grids, so the same stride.
+    Pipelines that do not vary slowest must have the same ranks, and so the same stride, in both
+    grids.
     """
     for order in permutations(AXES):
         strides = [
@@ -172,21 +171,22 @@ def legal_orders(layout: ParallelLayout) -> Iterator[Order]:
 
 
 def parts_side_by_side(layout: ParallelLayout, order: Sequence[str]) -> bool:
-    """Whether the parts of an expert follow each other in the group of etp × ep ranks, as the
-    exchange of rows counts them.
+    """Return whether the etp parts of an expert are adjacent in the group of etp × ep ranks.
+
+    The token exchange assumes that they are.
     """
     return 1 in (layout.expert_tp, layout.ep) or order.index("tp") < order.index("ep")
 
 
 def _grid(layout: ParallelLayout, order: Order, expert: bool) -> tuple[tuple[str, int], ...]:
-    """(axis, size) of the dense or the expert grid in another order, fastest-varying first."""
+    """Return (axis, size) of the dense or expert grid in another order, fastest-varying first."""
     names = EXPERT_AXIS if expert else DENSE_AXIS
     sizes = layout.sizes(expert)
     return tuple((names[axis], sizes[names[axis]]) for axis in order if axis in names)
 
 
 def _swaps(first: Order, second: Order) -> int:
-    """Pairs of axes that stand the other way round."""
+    """Return the number of pairs of axes in opposite order."""
     return sum(
         second.index(before) > second.index(after) for before, after in combinations(first, 2)
     )

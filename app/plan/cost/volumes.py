@@ -1,9 +1,9 @@
-"""What one rank sends in a step along each parallel axis, wherever the ranks of its groups are.
+"""Bytes that one rank sends in a step along each parallel axis, independent of placement.
 
-Bytes of the pipeline rank that has most to send. With n ranks, a ring's all-gather or
+They are those of the pipeline rank that sends most. With n ranks, a ring's all-gather or
 reduce-scatter of B bytes makes each of them send B·(n − 1)/n, an all-reduce twice that; of an
-all-to-all's B bytes per rank, B·(n − 1)/n leave it. Recomputation repeats what the recomputed
-forward sends.
+all-to-all's B bytes per rank, B·(n − 1)/n leave it. Recomputation repeats the sends of the
+recomputed forward.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ Kind = tuple[Group, Way]
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """What one rank sends in a step within its groups of one purpose."""
+    """Bytes that one rank sends in a step within its groups of one purpose."""
 
     group: Group
-    collectives: str  # what runs, in words
+    collectives: str  # in words
     way: Way
     bytes: int
     exposed: bool = True  # compute waits for it
 
 
 def step_volumes(run: Run, layout: ParallelLayout, stages: StagePlan) -> Iterator[Volume]:
-    """The volume of every kind of group that has more than one rank and something to send."""
+    """Yield the volume of every kind of group with more than one rank and something to send."""
     step = _Step(
         run,
         layout,
@@ -92,7 +92,7 @@ def step_volumes(run: Run, layout: ParallelLayout, stages: StagePlan) -> Iterato
 
 
 def _token_exchange(step: _Step) -> Iterator[Volume]:
-    """Of the run's dispatcher, if it has one that exchanges anything."""
+    """Yield the volume of the run's dispatcher, if that has an exchange."""
     dispatcher = run_dispatcher(step.run)
     if dispatcher is not None and dispatcher.exchange is not None:
         way = dispatcher.exchange.way
@@ -104,21 +104,21 @@ class _Step:
     run: Run
     layout: ParallelLayout
     stages: StagePlan
-    sent: Mapping[Stage, Counter[Kind]]  # by its operations, bytes of a microbatch
+    sent: Mapping[Stage, Counter[Kind]]  # bytes that its operations send for a microbatch
     buffers: Mapping[Stage, ChunkBuffers]
 
     def busiest(self, of: Callable[[Stage], int]) -> int:
-        """The most that any pipeline rank has over its stages."""
+        """Return the most that any pipeline rank has over its stages."""
         return max(sum(map(of, chunks)) for chunks in self.stages.stages)
 
     @property
     def hidden(self) -> int:
-        """Bytes of the hidden states of a step that one rank holds, cut by cp and by tp."""
+        """Bytes of the hidden states of a step on one rank, divided over cp and tp."""
         return self.run.num_microbatches * sizes_of(self.run, self.layout).stream
 
     def tensor(self, stage: Stage) -> int:
-        """Hidden states of what is cut over tp, and gradients of what each of its ranks holds
-        whole.
+        """Return bytes over tp: hidden states, and gradients of weights that are whole on each
+        rank.
         """
         tp = self.layout.tp
         if tp == 1:
@@ -129,15 +129,15 @@ class _Step:
         return self._traced(stage, TP, Way.ring) + 2 * whole * (tp - 1) // tp
 
     def traced(self, group: Group, way: Way) -> int:
-        """What the model's operations send in a group, on the rank that has most."""
+        """Return bytes that the model's operations send in a group, on the rank that sends most."""
         return self.busiest(lambda stage: self._traced(stage, group, way))
 
     def pipeline(self) -> int:
-        """Hidden states to the next stage, gradients to the one before, if on other ranks."""
+        """Return bytes of hidden states and their gradients to stages on other ranks."""
         return most_sends(self.stages.pipeline) * self.hidden
 
     def embedding(self) -> int:
-        """A shard of tied embeddings' gradient where both ends are on different ranks."""
+        """Return bytes of a shard of tied embeddings' gradient; 0 if one rank holds both ends."""
         model = self.run.model
         first = self.stages.stages[0]
         if not model.tie_embeddings or any(stage.head for stage in first):
@@ -146,11 +146,11 @@ class _Step:
         return table(model).numel // shards * BYTES[self.run.precision.grads]
 
     def dense_parameters(self, stage: Stage) -> int:
-        """Bytes of gradients reduced and parameters gathered over dp_cp, without experts'."""
+        """Return bytes of dense gradients reduced and parameters gathered over dp_cp."""
         return self._reduced_and_gathered(self.buffers[stage].dense)
 
     def expert_parameters(self, stage: Stage) -> int:
-        """Bytes of experts' gradients reduced and parameters gathered over edp."""
+        """Return bytes of experts' gradients reduced and parameters gathered over edp."""
         return self._reduced_and_gathered(self.buffers[stage].expert)
 
     def _reduced_and_gathered(self, buffer: BufferLayout | None) -> int:
@@ -172,7 +172,7 @@ def _buffers(run: Run, layout: ParallelLayout, stages: StagePlan) -> dict[Stage,
 
 
 def _sent(run: Run, layout: ParallelLayout, stages: StagePlan) -> dict[Stage, Counter[Kind]]:
-    """Stage -> what its operations send for a microbatch, forward and backward."""
+    """Return stage -> bytes that its operations send for a microbatch, forward and backward."""
     every = [stage for chunks in stages.stages for stage in chunks]
     rows = fold_stages(sizes_of(run, layout), every, _sent_by_operations)
     found: dict[Stage, Counter[Kind]] = {}
@@ -185,7 +185,7 @@ def _sent(run: Run, layout: ParallelLayout, stages: StagePlan) -> dict[Stage, Co
 
 
 def _sent_by_operations(traced: ForwardTrace) -> Counter[Kind]:
-    """A sum over a trace; what backward runs again is sent again."""
+    """Sum up the sends of a trace; what backward reruns is sent again."""
     found: Counter[Kind] = Counter()
     for op in traced.trace.ops:
         if op.sends:
@@ -196,7 +196,7 @@ def _sent_by_operations(traced: ForwardTrace) -> Counter[Kind]:
 
 
 def most_sends(pipeline: Pipeline) -> int:
-    """Hidden states and gradients of them that the busiest pipeline rank sends per microbatch."""
+    """Return sends of the busiest pipeline rank per microbatch, forward and backward."""
     sent = [0] * pipeline.pp
     for stage in range(pipeline.last):
         ranks = pipeline.rank(stage), pipeline.rank(stage + 1)

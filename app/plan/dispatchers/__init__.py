@@ -1,1 +1,1 @@
-"""What every transport of tokens to experts needs, one pure record each."""
+"""Planned dispatchers: one pure record for each transport of tokens to experts."""

@@ -1,4 +1,4 @@
-"""Every rank gets all tokens and takes those of its experts (`app.moe.dispatch.all_gather`)."""
+"""All-gather dispatch: every rank gets all tokens (`app.moe.dispatch.all_gather`)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from app.plan.dispatchers.record import (
 from app.plan.groups import Way
 from app.plan.trace.trace import Sends, Trace, TracedTensor, Work
 
-SUMS = 4  # bytes of an element of a token's sum over its experts, scattered in fp32
-EXPERT, PROBABILITY = 8, 4  # bytes of each choice of a token: which expert, and how much of it
+SUMS = 4  # bytes of an element of a token's sum over its experts, reduce-scattered in fp32
+EXPERT, PROBABILITY = 8, 4  # bytes per choice of a token: expert id, probability
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedAllGather(PlannedDispatcher):
-    """Moves tokens, whatever K is; each rank's sums for all of them are scattered in fp32."""
+    """All-gather of tokens, whatever K is.
+
+    Each rank's partial sums are reduce-scattered in fp32.
+    """
 
     kind: ClassVar[DispatcherKind] = DispatcherKind.all_gather
     exchange: ClassVar[TokenExchange | None] = TokenExchange(
@@ -31,17 +34,18 @@ class PlannedAllGather(PlannedDispatcher):
     uneven: ClassVar[bool] = True
 
     def rows(self, tokens: int) -> RowCounts:
-        """Of the choices of all ranks' tokens, those of this rank's experts have a row."""
+        """Count all ranks' choices; those of this rank's experts have a row here."""
         rows = round(self.mean_rows(tokens) * self.busiest_load(tokens))
         return RowCounts(self.ranks * tokens * self.moe.top_k, True, sent=rows, computed=rows)
 
     def trace_dispatch(
         self, trace: Trace, tokens: Tokens, h: TracedTensor, rows: TracedRows
     ) -> TracedTensor:
-        """T × D -> R × D, picked out of all tokens."""
+        """T × D -> R × D: all-gather, then permute."""
         made = self.rows(tokens.count).computed * tokens.row
         scratch = self._gathered(tokens), self._summed(tokens)
         # tokens and their choices; backward scatters sums
+        # tokens and their choices; backward reduce-scatters gradients
         here = tokens.bytes + tokens.count * self.moe.top_k * EXPERT
         return trace.op(
             [h],
@@ -61,7 +65,7 @@ class PlannedAllGather(PlannedDispatcher):
         probs: TracedTensor,
         rows: TracedRows,
     ) -> TracedTensor:
-        """R × D -> T × D, out of sums for all tokens."""
+        """R × D -> T × D: sum per token over this rank's experts, then reduce-scatter."""
         shares = tokens.count * self.moe.top_k * PROBABILITY
         return trace.op(
             [expert_out, probs],
@@ -75,7 +79,7 @@ class PlannedAllGather(PlannedDispatcher):
         )[0]
 
     def _ring(self, forward: int, backward: int) -> Sends:
-        """This rank's share of what is gathered or scattered goes round to all others."""
+        """Return sends of a ring: each rank's share passes all others."""
         others = self.ranks - 1
         return self.sends(forward=others * forward, backward=others * backward)
 
@@ -86,5 +90,7 @@ class PlannedAllGather(PlannedDispatcher):
         return self.ranks * tokens.bytes
 
     def _summed(self, tokens: Tokens) -> int:
-        """fp32 sums for tokens of all ranks, and this rank's share before it is narrowed."""
+        """Return bytes of fp32 sums for tokens of all ranks, and this rank's share before its
+        cast.
+        """
         return (self.ranks + 1) * self._sums(tokens) - tokens.bytes

@@ -1,4 +1,4 @@
-"""Rows travel to their experts' ranks and back (`app.moe.dispatch.all_to_all`)."""
+"""All-to-all dispatch of permuted tokens (`app.moe.dispatch.all_to_all`)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from app.plan.trace.trace import Sends, Trace, TracedTensor, Work
 
 @dataclass(frozen=True, slots=True)
 class PlannedAllToAll(PlannedDispatcher):
-    """A row goes to each rank that has a part of its expert."""
+    """All-to-all: one row per choice goes to each rank that has a part of the chosen expert."""
 
     kind: ClassVar[DispatcherKind] = DispatcherKind.all_to_all
     exchange: ClassVar[TokenExchange | None] = TokenExchange("all-to-all of rows", Way.all_to_all)
     uneven: ClassVar[bool] = True
 
     def rows(self, tokens: int) -> RowCounts:
-        """What is dropped is not sent; what arrives is the busiest rank's share."""
+        """Count rows: dropped tokens are not sent; the busiest rank's share arrives."""
         asked = self.mean_rows(tokens)
         most = self.most_rows(tokens)
         sent = asked if most is None else most if self.moe.pad_to_capacity else min(asked, most)
@@ -34,7 +34,7 @@ class PlannedAllToAll(PlannedDispatcher):
         return RowCounts(asked, most is not None, sent=sent, computed=computed)
 
     def trace_preprocess(self, trace: Trace, tokens: Tokens, chosen: TracedTensor) -> TracedRows:
-        """Rows sorted by expert, and the orders of those that arrive."""
+        """Sort choices by expert, and compute the permutation of the rows that arrive."""
         found = self._sorted(trace, tokens, chosen)
         order = 8 * self.rows(tokens.count).computed
         return replace(found, orders=trace.op([], [order, order]))
@@ -42,7 +42,7 @@ class PlannedAllToAll(PlannedDispatcher):
     def trace_dispatch(
         self, trace: Trace, tokens: Tokens, h: TracedTensor, rows: TracedRows
     ) -> TracedTensor:
-        """T × D -> R × D: permuted, exchanged, and put in the experts' order."""
+        """T × D -> R × D: permute, all-to-all, sort by local expert."""
         count = self.rows(tokens.count)
         _, back = rows.orders
         saved = [rows.row_of, rows.kept]
@@ -58,7 +58,7 @@ class PlannedAllToAll(PlannedDispatcher):
         probs: TracedTensor,
         rows: TracedRows,
     ) -> TracedTensor:
-        """R × D -> T × D: put in the order of ranks, exchanged, and added up."""
+        """R × D -> T × D: unsort, all-to-all, weighted sum per token."""
         count = self.rows(tokens.count)
         there, _ = rows.orders
         (y,) = trace.op([expert_out], [count.computed * tokens.row], [there])
@@ -70,7 +70,7 @@ class PlannedAllToAll(PlannedDispatcher):
         return out
 
     def _exchange(self, tokens: Tokens) -> Sends:
-        """Rows in one direction, as many as the busiest rank has, and their gradients."""
+        """Return sends of one all-to-all at the busiest rank's load, and of its backward."""
         rows = self.rows(tokens.count).computed * tokens.row
         leaves = rows * (self.ranks - 1) // self.ranks
         return self.sends(forward=leaves, backward=leaves)

@@ -1,4 +1,4 @@
-"""Which dispatcher a run has: the one place that looks at `model.moe.dispatcher`."""
+"""Choice of a run's dispatcher: only this module looks at `model.moe.dispatcher`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ DISPATCHERS: Mapping[DispatcherKind, type[PlannedDispatcher]] = MappingProxyType
 def planned_dispatcher(
     moe: MoEConfig, ep: int, etp: int, one_node: bool = True
 ) -> PlannedDispatcher:
-    """What serves these experts on ep · etp ranks, which lie in one node or in several; one rank
-    exchanges nothing, whatever is asked for. It need not be `legal`.
+    """Return the dispatcher for these experts on ep · etp ranks, in one node or several.
+
+    One rank is always local, whatever the configuration says. The result need not be `legal`.
     """
     kind = moe.dispatcher
     if ep * etp == 1:
@@ -37,12 +38,12 @@ def planned_dispatcher(
 
 
 def kinds_between_ranks() -> tuple[str, ...]:
-    """Values of `model.moe.dispatcher` with which experts may lie on several ranks."""
+    """Return the values of `model.moe.dispatcher` that allow experts on several ranks."""
     return "auto", *(kind.value for kind, each in DISPATCHERS.items() if each.exchange)
 
 
 def run_dispatcher(run: Run, layout: ParallelLayout | None = None) -> PlannedDispatcher | None:
-    """What serves a run's experts, in its own layout or another; None: its model has none."""
+    """Return the dispatcher of a run, in its own layout or another; None for a dense model."""
     if run.model.moe is None:
         return None
     grid = layout or select_layout(run)
@@ -52,29 +53,27 @@ def run_dispatcher(run: Run, layout: ParallelLayout | None = None) -> PlannedDis
 
 
 def without_waits() -> dict[str, DispatcherKind]:
-    """Key and value of the dispatcher whose exchange no host waits for the sizes of."""
+    """Return key and value of the dispatcher that never waits for the host."""
     return {"model.moe.dispatcher": DispatcherKind.static}
 
 
 def busiest_load(run: Run) -> float:
-    """Rows of the busiest expert-parallel rank of a run over the mean without drops; 1: no experts.
+    """Return the load of the run's busiest expert-parallel rank over the mean without drops.
 
-    See `PlannedDispatcher.busiest_load`.
+    1 if dense. See `PlannedDispatcher.busiest_load`.
     """
     dispatcher = run_dispatcher(run)
     return 1.0 if dispatcher is None else dispatcher.busiest_load(tokens_per_rank(run))
 
 
 def tokens_per_rank(run: Run) -> int:
-    """Tokens of a microbatch that a rank has between matrices."""
+    """Return the tokens of a microbatch on a rank, divided over tp and cp."""
     parallel = run.parallel
     return run.train.micro_batch * run.train.seq_len // (parallel.tp * parallel.cp)
 
 
 def with_rows(run: Run, factor: float) -> Run:
-    """The run with memory for so many times the mean number of its experts' rows, for
-    dispatcher=static.
-    """
+    """Return the run with dispatcher=static's capacity set to `factor` times the mean."""
     moe = run.model.moe
     assert moe is not None
     static = replace(moe.static, capacity=StaticCapacity.factor, factor=factor)
@@ -82,7 +81,7 @@ def with_rows(run: Run, factor: float) -> Run:
 
 
 def with_clones(run: Run, spares: int) -> Run:
-    """The run with so many slots per rank for clones of hot experts."""
+    """Return the run with `spares` slots per rank for clones of hot experts."""
     moe = run.model.moe
     assert moe is not None
     echo = replace(moe.echo, spares=spares)
@@ -91,7 +90,7 @@ def with_clones(run: Run, spares: int) -> Run:
 
 
 def clones_overrides(run: Run, spares: int) -> tuple[str, ...]:
-    """What is typed for that."""
+    """Return the overrides that `with_clones` stands for."""
     slots = f"model.moe.echo.spares={spares}"
     dispatcher = run_dispatcher(run)
     static = isinstance(dispatcher, PlannedStatic)

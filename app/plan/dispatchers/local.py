@@ -1,4 +1,4 @@
-"""Every expert on the rank itself: a permutation (`app.moe.dispatch.local`)."""
+"""Local dispatch: a permutation, as all experts are on the rank (`app.moe.dispatch.local`)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from app.plan.trace.trace import Trace, TracedTensor, Work
 
 @dataclass(frozen=True, slots=True)
 class PlannedLocal(PlannedDispatcher):
-    """Rows are sorted by expert. What is dropped keeps its place, since nobody waits to learn how
-    many rows are left.
+    """Permutation of tokens by expert.
+
+    Dropped tokens keep their rows: the host does not wait to learn how many are left.
     """
 
     kind: ClassVar[DispatcherKind] = DispatcherKind.local
@@ -27,7 +28,7 @@ class PlannedLocal(PlannedDispatcher):
     uneven: ClassVar[bool] = False
 
     def rows(self, tokens: int) -> RowCounts:
-        """As many as are asked for, or as capacities have."""
+        """Count rows: one per choice, or the experts' capacities if padded."""
         asked = self.mean_rows(tokens)
         most = self.most_rows(tokens)
         rows = most if most is not None and self.moe.pad_to_capacity else asked
@@ -35,17 +36,17 @@ class PlannedLocal(PlannedDispatcher):
 
     @property
     def quantises(self) -> bool:
-        """Where every row is a token's."""
+        """True if no row is a dropped token's."""
         return self.moe.capacity_factor is None
 
     def trace_dispatch(
         self, trace: Trace, tokens: Tokens, h: TracedTensor, rows: TracedRows
     ) -> TracedTensor:
-        """T × D -> R × D."""
+        """T × D -> R × D: permute."""
         sent = self.rows(tokens.count).sent
         saved = [rows.row_of, rows.kept]
-        in_8 = (sent * tokens.in_8, 0)
-        return trace.op([h], [sent * tokens.row], saved, scratch=in_8, work=Work.rows)[0]
+        in_fp8 = (sent * tokens.in_fp8, 0)
+        return trace.op([h], [sent * tokens.row], saved, scratch=in_fp8, work=Work.rows)[0]
 
     def trace_combine(
         self,
@@ -55,7 +56,9 @@ class PlannedLocal(PlannedDispatcher):
         probs: TracedTensor,
         rows: TracedRows,
     ) -> TracedTensor:
-        """R × D -> T × D."""
+        """R × D -> T × D: weighted sum per token."""
         saved = [expert_out, probs, *rows.places]
-        in_8 = (0, expert_out.bytes // tokens.row * tokens.in_8)
-        return trace.op([expert_out, probs], [tokens.bytes], saved, scratch=in_8, work=Work.rows)[0]
+        in_fp8 = (0, expert_out.bytes // tokens.row * tokens.in_fp8)
+        return trace.op([expert_out, probs], [tokens.bytes], saved, scratch=in_fp8, work=Work.rows)[
+            0
+        ]

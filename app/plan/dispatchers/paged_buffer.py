@@ -1,4 +1,4 @@
-"""How large the pool is that keeps experts' rows for backward (`app.moe.dispatch.paged_buffer`)."""
+"""Size of the paged buffer for experts' saved activations (`app.moe.dispatch.paged_buffer`)."""
 
 from __future__ import annotations
 
@@ -23,32 +23,34 @@ from app.plan.recompute import RecomputeChoice, recompute_policy
 from app.plan.stages import Stage
 from app.plan.trace.parts import BYTES
 
-LARGEST, SMALLEST = 2**20, 2**9  # bytes of a page
-NUMBER = 4  # bytes of a page's number
-PAGES = 32  # of a tensor with the mean number of rows at least, where pages are not the smallest
+# bounds of a page, bytes: large pages copy fast, small ones waste little
+LARGEST, SMALLEST = 2**20, 2**9
+NUMBER = 4  # bytes of an entry of a page table
+PAGES = 32  # pages at least of a tensor with the mean number of rows, unless pages are the smallest
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedPagedBuffer:
-    """Pages of one rank."""
+    """Paged buffer of one rank."""
 
-    page: int  # bytes of each, a power of two
+    page: int  # bytes of a page, a power of two
     pages: int
 
     @property
     def bytes(self) -> int:
-        """Of all, of one more for what has none, and of their numbers."""
+        """Bytes of all pages, of one more for masked writes, and of the ring of free page
+        numbers.
+        """
         return (self.page + NUMBER) * (self.pages + 1)
 
 
 def planned_paged_buffer(
     run: Run, stages: Sequence[Stage], actions: Sequence[Action]
 ) -> PlannedPagedBuffer | None:
-    """The pool of a rank with these stages and this list of actions; None: rows are kept as they
-    are.
+    """Return the paged buffer of a rank with these stages and actions.
 
-    For every tensor that is kept at once, the mean number of its rows times `static.paged_buffer`,
-    in whole pages.
+    None if rows are saved as they are. It has room for every tensor saved at the same time, each
+    with `static.paged_buffer` times the mean number of rows, in whole pages.
     """
     dispatcher = run_dispatcher(run)
     if not isinstance(dispatcher, PlannedStatic) or dispatcher.moe.static.paged_buffer is None:
@@ -79,9 +81,7 @@ def planned_paged_buffer(
 
 
 def page_numbers(run: Run, dispatcher: PlannedDispatcher, recompute: RecomputeChoice) -> int:
-    """Bytes that say which pages the tensors of one layer have, of one microbatch, from forward to
-    backward.
-    """
+    """Return bytes of the page tables of one layer and microbatch, from forward to backward."""
     tokens = tokens_per_rank(run)
     outer, inner = _widths(run, dispatcher)
     page = _page(dispatcher.mean_rows(tokens) * min(outer, inner))
@@ -91,14 +91,15 @@ def page_numbers(run: Run, dispatcher: PlannedDispatcher, recompute: RecomputeCh
 
 
 def _widths(run: Run, dispatcher: PlannedDispatcher) -> tuple[int, int]:
-    """Bytes of a row of hidden states, and of this rank's part of an expert's hidden width."""
+    """Return bytes of a row of hidden states, and of this rank's part of an expert's ffn width."""
     size = BYTES[run.precision.params]
     return run.model.hidden_size * size, dispatcher.moe.ffn_hidden_size // dispatcher.etp * size
 
 
 def _kept(recompute: RecomputeChoice, outer: int, inner: int) -> tuple[int, ...]:
-    """Bytes of a row of every tensor that backward needs of one layer: what came, both halves
-    between the products, the activation, the result.
+    """Return bytes per row of every tensor that a layer saves for backward.
+
+    These are the experts' input, gate and up projection, the activation, and the output.
     """
     if recompute.whole_layers or Recompute.moe in recompute.parts:
         return ()
@@ -107,14 +108,15 @@ def _kept(recompute: RecomputeChoice, outer: int, inner: int) -> tuple[int, ...]
 
 
 def _waiting(outer: int, inner: int) -> tuple[int, ...]:
-    """Bytes of a row of what waits for the second part of a split backward: for each product what
-    came, and the gradient of what it made.
+    """Return bytes per row of every tensor that waits for the second part of a split backward.
+
+    For each of the two GEMMs these are its input and the gradient of its output.
     """
     return outer, 2 * inner, inner, outer
 
 
 def with_paged_buffer(run: Run, paged_buffer: float | None) -> Run:
-    """The run with such a pool, or with none."""
+    """Return the run with this size of the paged buffer; None turns it off."""
     moe = run.model.moe
     assert moe is not None
     static = replace(moe.static, paged_buffer=paged_buffer)
@@ -122,6 +124,6 @@ def with_paged_buffer(run: Run, paged_buffer: float | None) -> Run:
 
 
 def _page(tensor: int) -> int:
-    """Bytes of a page where a small tensor has so many."""
+    """Return bytes of a page if the smallest tensor has this many."""
     wanted = max(1, tensor // PAGES)
     return max(SMALLEST, min(LARGEST, 1 << (wanted.bit_length() - 1)))

@@ -1,12 +1,13 @@
-"""What a dispatcher needs, as a pure record: rules, plan and `app.engine.build` read nothing else.
+"""The interface of planned dispatchers: pure records that rules, plan and `app.engine.build` read.
 
 A dispatcher is added in five files: its name in `app.choices.DispatcherKind`, its record in a
 module beside this one, a line for that in `app.plan.dispatchers.choose`, its module in
 `app.moe.dispatch`, which moves tensors, and a case in `app.engine.dispatchers`. Options of its own
-are keys of `app.config.model.MoEConfig` besides.
+are keys of `app.config.model.MoEConfig`.
 
-Shapes: T tokens of a microbatch on one rank, D hidden, E experts, K per token. The experts lie on a
-grid of P = ep · etp ranks: ep shares of them, each expert in etp parts.
+Shapes: T tokens of a microbatch on one rank, D hidden, E experts, K per token, R rows: dispatched
+tokens, one per choice. The experts lie on a grid of P = ep · etp ranks: ep shares of the experts,
+each expert in etp parts.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from app.plan.trace.trace import Sends, Trace, TracedTensor
 
 
 def capacity(choices: int, num_experts: int, factor: float) -> int:
-    """Rows of a microbatch that one expert takes at most: ceil(T·K / E · factor), `choices` = T·K.
+    """Return the capacity of one expert in a microbatch: ceil(T·K / E · factor) rows.
 
-    Source: GShard (arXiv 2006.16668), with the rounding of Megatron-Core.
+    `choices` = T·K. Source: GShard (arXiv 2006.16668), rounded as in Megatron-Core.
     """
     return ceil(choices / num_experts * factor)
 
@@ -39,45 +40,48 @@ class Tokens:
     count: int  # T
     width: int  # D
     size: int  # bytes of an element
-    # of a row of experts that kernels write in FP8 besides, where they make it; 0: none do
-    in_8: int = 0
+    # bytes of a dispatched token's FP8 copy that the permutation kernel also writes; 0: none
+    in_fp8: int = 0
 
     @property
     def row(self) -> int:
-        """Bytes of one."""
+        """Bytes of one token."""
         return self.width * self.size
 
     @property
     def bytes(self) -> int:
-        """Bytes of all."""
+        """Bytes of all tokens."""
         return self.count * self.row
 
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """How many rows one rank handles of a microbatch; a row travels to each part of its expert."""
+    """Rows (dispatched tokens) of a microbatch on one rank.
 
-    asked: int  # that the tokens seen here ask for, of their experts or of each part of these
-    drops: bool  # some of those have no row here
-    sent: int  # that leave this rank, or are picked out of gathered tokens
-    computed: int  # by this rank's experts, at the planned load
+    A row is sent to each etp part of its expert.
+    """
+
+    asked: int  # choices of the tokens seen here
+    drops: bool  # some choices have no row here
+    sent: int  # rows that leave this rank, or are permuted out of gathered tokens
+    computed: int  # rows of this rank's experts, at the planned load
 
 
 @dataclass(frozen=True, slots=True)
 class TokenExchange:
-    """How tokens get to experts on other ranks, and back."""
+    """Communication that brings tokens to experts on other ranks, and back."""
 
-    collectives: str  # what runs, in words
+    collectives: str  # in words
     way: Way  # in which bytes go
 
 
 @dataclass(frozen=True, slots=True)
-class LentMatrices:
-    """What exchanging the matrices of lent experts, of one kind, adds to their grouped product."""
+class CloneTransfer:
+    """Cost of sending cloned experts' matrices of one kind, added to their grouped GEMM."""
 
-    scratch: tuple[int, int]  # bytes alive meanwhile, forward and backward
-    sends: Sends  # of a mean rank, where as many experts are lent as there are slots
-    kernels: int  # launches of its forward
+    scratch: tuple[int, int]  # bytes of buffers, forward and backward
+    sends: Sends  # of a mean rank, with every slot in use
+    kernels: int  # kernel launches of its forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,29 +90,29 @@ class SmallerOption:
 
     key: str
     value: float | Enum
-    cost: str  # what is paid for it, in words
+    cost: str  # drawback, in words
 
 
 @dataclass(frozen=True, slots=True)
 class TracedRows:
-    """What preprocessing makes of a microbatch's choices, as an operation trace has it."""
+    """Permutation of a microbatch's choices, as traced tensors."""
 
     token_of_row: TracedTensor
     row_of: TracedTensor
     kept: TracedTensor
     ends: TracedTensor
-    # from the order in which rows arrive to the experts', and back
+    # permutations from the order of arrival to the experts' order, and back
     orders: tuple[TracedTensor, ...] = ()
 
     @property
     def places(self) -> tuple[TracedTensor, ...]:
-        """What the sum over a token's experts needs in backward."""
+        """Tensors that the backward of the weighted sum per token needs."""
         return self.token_of_row, self.row_of, self.kept
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedDispatcher(ABC):
-    """What one dispatcher needs for these experts on these ranks.
+    """Memory, communication and limits of one dispatcher for these experts on these ranks.
 
     Its `trace_…` methods follow those of the class of the same kind in `app.moe.dispatch`, with
     sizes in place of tensors.
@@ -116,49 +120,50 @@ class PlannedDispatcher(ABC):
 
     kind: ClassVar[DispatcherKind]
     exchange: ClassVar[TokenExchange | None]  # None: it cannot serve experts on several ranks
-    uneven: ClassVar[bool]  # whether sizes of its exchange depend on what routers choose
+    uneven: ClassVar[bool]  # sizes of its exchange depend on the routing
 
     moe: MoEConfig
     ep: int
     etp: int
-    one_node: bool = True  # whether its ranks reach each other over the fast links of a node
+    one_node: bool = True  # its ranks reach each other over the fast links of a node
 
     @property
     def ranks(self) -> int:
-        """P: ranks that have all experts between them."""
+        """P: ranks that share all experts of a layer."""
         return self.ep * self.etp
 
     @property
     def experts(self) -> int:
-        """Experts on one rank, or parts of them."""
+        """Experts, or etp parts of experts, on one rank."""
         return self.moe.num_experts // self.ep
 
     @property
     def legal(self) -> bool:
-        """Whether it can serve these ranks."""
+        """True if it can serve these ranks."""
         return self.exchange is not None or self.ranks == 1
 
     @property
     def paged_buffers(self) -> bool:
-        """Whether rows that backward needs are kept in pages of one pool."""
+        """True if activations of experts are saved in a paged buffer."""
         return False
 
     @property
     def quantises(self) -> bool:
-        """Whether its kernels write rows in FP8 too, where products read these."""
+        """True if its permutation kernels also write FP8 copies for the grouped GEMMs."""
         return False
 
     @property
     def waits_for_host(self) -> bool:
-        """Whether `dispatch` waits until the host knows the sizes of the exchange.
+        """True if `dispatch` waits until the host knows the sizes of the exchange.
 
-        Nothing that waits can be captured into a graph. Padded to capacity, all sizes are known.
+        A host wait cannot be captured into a graph. Padded to capacity, all sizes are known.
         """
         return self.uneven and not self.moe.pad_to_capacity
 
     def most_per_expert(self, tokens: int) -> int | None:
-        """Most rows that an expert takes of a rank's T tokens: its capacity, at most T; None: no
-        bound.
+        """Return the most rows that an expert takes of a rank's T tokens: its capacity, at most T.
+
+        None without a capacity.
         """
         moe = self.moe
         if moe.capacity_factor is None:
@@ -166,22 +171,28 @@ class PlannedDispatcher(ABC):
         return min(capacity(tokens * moe.top_k, moe.num_experts, moe.capacity_factor), tokens)
 
     def rows_per_expert(self, tokens: int) -> int | None:
-        """Rows of a rank's tokens that every expert is filled up to; None: it is not."""
+        """Return the rows that every expert is padded to, of a rank's tokens.
+
+        None without padding.
+        """
         return self.most_per_expert(tokens) if self.moe.pad_to_capacity else None
 
     def capacity_load(self, tokens: int) -> float | None:
-        """Most rows that experts take of a rank's tokens, over those asked for; None: no bound."""
+        """Return the most rows that experts take of a rank's tokens, over its choices.
+
+        None without a capacity.
+        """
         most = self.most_per_expert(tokens)
         if most is None:
             return None
         return self.moe.num_experts * most / (tokens * self.moe.top_k)
 
     def busiest_load(self, tokens: int) -> float:
-        """Rows of the busiest expert-parallel rank over the mean without drops.
+        """Return the rows of the busiest expert-parallel rank over the mean without drops.
 
-        No more than the planned imbalance, than all rows of the ranks, than a token has on one rank
-        (its experts are all different), and than the experts' capacity; exactly that where they are
-        padded to it.
+        It is bounded by the planned imbalance, by all rows of the ranks, by the choices that a
+        token can have on one rank (its experts are distinct), and by the experts' capacity, which
+        it equals if experts are padded to it.
         """
         moe = self.moe
         bound = self.capacity_load(tokens)
@@ -191,55 +202,59 @@ class PlannedDispatcher(ABC):
         return bound if moe.pad_to_capacity else min(load, bound)
 
     def mean_rows(self, tokens: int) -> int:
-        """Rows that the experts of one rank compute at even load, nothing dropped."""
+        """Return the rows that the experts of one rank compute at even load, nothing dropped."""
         return tokens * self.moe.top_k * self.etp
 
     def most_rows(self, tokens: int) -> int | None:
-        """Most rows that all experts take of a rank's tokens; None: no bound."""
+        """Return the most rows that all experts take of a rank's tokens.
+
+        None without a capacity.
+        """
         bound = self.capacity_load(tokens)
         return None if bound is None else round(self.mean_rows(tokens) * bound)
 
     def sends(self, forward: int, backward: int) -> Sends:
-        """So many bytes to the other ranks, by its exchange."""
+        """Return sends of these bytes to the other ranks, by its exchange."""
         assert self.exchange is not None
         return Sends(ETP_EP, self.exchange.way, forward=forward, backward=backward)
 
     @property
     def moves(self) -> str:
-        """What travels between its ranks, in words."""
+        """Communication between its ranks, in words."""
         assert self.exchange is not None
         return self.exchange.collectives
 
     def summary(self, tokens: int) -> str | None:
-        """What a person should know of it when a run starts; None: nothing beyond its name."""
+        """Return what the summary of a run says of it; None for nothing beyond its name."""
         return None
 
     def held(self, tokens: Tokens) -> int:
-        """Bytes that a rank holds for its exchange from the start to the end of a run."""
+        """Return bytes of communication buffers that a rank holds throughout a run."""
         return 0
 
-    def lent(self, matrix: int, size: int) -> LentMatrices | None:
-        """Exchanges of a kind of matrices with so many elements of so many bytes; None: ranks lend
-        each other no experts.
+    def clone_transfer(self, matrix: int, size: int) -> CloneTransfer | None:
+        """Return the cost of sending clones of a kind of matrix (elements, bytes per element).
+
+        None without clones.
         """
         return None
 
     def smaller(self) -> Iterator[SmallerOption]:
-        """Options of its own that are not set and would make a run smaller."""
+        """Yield unset options of its own that would make a run smaller."""
         return iter(())
 
     @abstractmethod
     def rows(self, tokens: int) -> RowCounts:
-        """Rows of a microbatch that has so many tokens on each rank."""
+        """Count the rows of a microbatch that has so many tokens on each rank."""
 
     def trace_preprocess(self, trace: Trace, tokens: Tokens, chosen: TracedTensor) -> TracedRows:
-        """Where rows come from and go."""
+        """Trace the computation of the permutation."""
         return self._sorted(trace, tokens, chosen)
 
     def _sorted(self, trace: Trace, tokens: Tokens, chosen: TracedTensor) -> TracedRows:
-        """Rows sorted by expert."""
+        """Trace the sort of choices by expert."""
         rows = self.rows(tokens.count)
-        # padded to capacity, one more place takes what has no row
+        # padded to capacity, one extra row receives the dropped tokens
         of_rows = 8 * (rows.sent + 1 if self.moe.pad_to_capacity else rows.asked)
         sizes = of_rows, 8 * rows.asked, rows.asked if rows.drops else 0, 4 * self.experts
         made = trace.op([], sizes, holds=[chosen], kernels=8)
@@ -250,7 +265,7 @@ class PlannedDispatcher(ABC):
     def trace_dispatch(
         self, trace: Trace, tokens: Tokens, h: TracedTensor, rows: TracedRows
     ) -> TracedTensor:
-        """Rows of this rank's experts, expert-major."""
+        """Trace the dispatch: rows of this rank's experts, expert-major."""
 
     @abstractmethod
     def trace_combine(
@@ -261,4 +276,4 @@ class PlannedDispatcher(ABC):
         probs: TracedTensor,
         rows: TracedRows,
     ) -> TracedTensor:
-        """Each token's sum over its experts."""
+        """Trace the combine: each token's weighted sum over its experts."""

@@ -1,4 +1,4 @@
-"""A token goes once to each rank, into buffers of sizes that nobody waits for
+"""Static dispatch: each token goes once to each rank, in static sizes
 (`app.moe.dispatch.static`).
 """
 
@@ -12,7 +12,7 @@ from typing import ClassVar
 from app.choices import DispatcherKind, StaticCapacity, StaticTransport
 from app.config.model import ROUNDED_ROWS
 from app.plan.dispatchers.record import (
-    LentMatrices,
+    CloneTransfer,
     PlannedDispatcher,
     RowCounts,
     SmallerOption,
@@ -23,31 +23,32 @@ from app.plan.dispatchers.record import (
 from app.plan.groups import Way
 from app.plan.trace.trace import Sends, Trace, TracedTensor, Work
 
-EXPERT_ID, PLACE, PROBABILITY = 2, 4, 4  # bytes for each choice of a token: expert, row, share
+EXPERT_ID, PLACE, PROBABILITY = 2, 4, 4  # bytes per choice of a token: expert id, row, probability
 MOST_IDS = 2**15 - 1  # of experts, for EXPERT_ID bytes
-COUNT = 8  # bytes of a number of tokens, in plans of clones
+COUNT = 8  # bytes of a count of tokens, in plans of clones
 GRADIENT = 4  # bytes of an element of a clone's gradients
-# launches: of a plan of clones and of what counts for it; of a kind of matrices, sent by peers with
-# the other kind
+# kernel launches: of a plan of clones with its counts; of sending clones of a kind of matrix, over
+# symmetric memory (both kinds in one kernel) and by collectives
 PLAN_KERNELS, PEER_KERNELS, COLLECTIVE_KERNELS = 5, 2, 8
-HEADROOM = 1.1  # of rows that there is memory for once more, over what was needed
+HEADROOM = 1.1  # factor on the rows of the overflowing step when a step is rerun
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedStatic(PlannedDispatcher):
-    """Every rank learns all choices; rows are made where their experts are, and sums of a token's
-    experts there go home.
+    """Static dispatch: every rank learns all choices and permutes the tokens of its experts.
+
+    Each rank returns one partial sum per token to the token's source rank.
     """
 
     kind: ClassVar[DispatcherKind] = DispatcherKind.static
     exchange: ClassVar[TokenExchange] = TokenExchange(
-        "all-gather of tokens, sums sent home", Way.ring
+        "all-gather of tokens, return of partial sums", Way.ring
     )
     uneven: ClassVar[bool] = False
 
     @property
     def peer(self) -> bool:
-        """Whether ranks read and write each other's memory."""
+        """True if ranks load and store each other's memory."""
         transport = self.moe.static.transport
         if transport is StaticTransport.auto:
             return self.one_node and self.ep * self.experts <= MOST_IDS
@@ -55,7 +56,7 @@ class PlannedStatic(PlannedDispatcher):
 
     @property
     def paged_buffers(self) -> bool:
-        """If it is asked for."""
+        """True if the paged buffer is configured."""
         return self.moe.static.paged_buffer is not None
 
     @property
@@ -65,28 +66,28 @@ class PlannedStatic(PlannedDispatcher):
 
     @property
     def experts(self) -> int:
-        """Experts that may have rows on one rank: its own, and in slots those of others."""
+        """Experts that may have rows on one rank: its own, and slots for clones of others."""
         return self.own + self.moe.echo.spares
 
     @property
     def quantises(self) -> bool:
-        """Where nothing lies between the rows of experts."""
+        """True without padding between the rows of experts."""
         return self.moe.static.multiple == 1
 
     @property
     def moves(self) -> str:
-        """Tokens, and weights of clones."""
+        """Communication of tokens, and of clones' weights and gradients."""
         tokens = self.exchange.collectives
         return f"{tokens}, clones and their gradients" if self.moe.echo.spares else tokens
 
     def summary(self, tokens: int) -> str:
-        """How tokens travel, and how many rows of experts there is memory for."""
+        """Return transport, capacity and slots for clones, in words."""
         how = "between GPUs through each other's memory" if self.peer else "by collectives"
         rows = self.rows(tokens).computed
         limit = "all that tokens can ask for"
         if rows < self.worst_rows(tokens):
             times = f"{rows / self.mean_rows(tokens):.2f} times the mean"
-            limit = f"{times}; a step that needs more is taken again"
+            limit = f"{times}; a step that needs more is rerun"
         told = f"static, {how}; memory for {rows:,} rows of experts per rank, {limit}"
         echo = self.moe.echo
         if not echo.spares:
@@ -95,36 +96,43 @@ class PlannedStatic(PlannedDispatcher):
         return f"{told}; {slots} per rank for clones of hot experts, by {echo.algorithm.value}"
 
     def held_by_slots(self, expert: int, size: int) -> int:
-        """Bytes that slots for clones take, of experts with so many elements of so many bytes:
-        gradients, and where peers write them there, weights.
+        """Return bytes of the slots for clones, of experts with `expert` elements of `size` bytes.
+
+        They hold gradients, and weights if other GPUs write them there.
         """
         return self.moe.echo.spares * expert * (GRADIENT + (size if self.peer else 0))
 
-    def lent(self, matrix: int, size: int) -> LentMatrices | None:
-        """By peers in place; by collectives all slots of all ranks, and gradients of all."""
+    def clone_transfer(self, matrix: int, size: int) -> CloneTransfer | None:
+        """Return the cost of sending clones.
+
+        Over symmetric memory they are written in place; collectives carry all slots of all ranks.
+        """
         spares = self.moe.echo.spares
         if not spares:
             return None
         each, others = spares * matrix, 1 if self.peer else self.ranks - 1
         sends = self.sends(others * each * size, others * each * (size + GRADIENT))
         if self.peer:
-            return LentMatrices((0, 0), sends, kernels=PEER_KERNELS)
+            return CloneTransfer((0, 0), sends, kernels=PEER_KERNELS)
         forward = (2 * self.ranks + 1) * each * size
         backward = max(forward, self.ranks * each * GRADIENT)
-        return LentMatrices((forward, backward), sends, kernels=COLLECTIVE_KERNELS)
+        return CloneTransfer((forward, backward), sends, kernels=COLLECTIVE_KERNELS)
 
     def smaller(self) -> Iterator[SmallerOption]:
-        """Rows kept compactly, or memory for fewer of them."""
+        """Yield the paged buffer, and a capacity below the worst case."""
         if self.moe.static.paged_buffer is None:
-            cost = "experts' rows copied to pages and back, not in the estimate"
+            cost = "experts' activations copied to pages and back, not in the estimate"
             yield SmallerOption("static.paged_buffer", 1.1, cost)
         if self.moe.static.capacity is StaticCapacity.worst:
-            cost = "steps that need more rows are taken again, not in the estimate"
+            cost = "steps that need more capacity are rerun, not in the estimate"
             yield SmallerOption("static.capacity", StaticCapacity.factor, cost)
 
     def held(self, tokens: Tokens) -> int:
-        """Twice, as exchanges take turns: tokens, sums of every rank's experts, and for each choice
-        of all ranks its expert, its share and the gradient of that.
+        """Return bytes of symmetric memory, twice, as exchanges alternate between two sets of
+        buffers.
+
+        Each set holds tokens, partial sums of every rank, and for each choice of all ranks its
+        expert, its probability and the gradient of that.
         """
         if not self.peer:
             return 0
@@ -133,7 +141,7 @@ class PlannedStatic(PlannedDispatcher):
         return 2 * (values + (EXPERT_ID + 2 * PROBABILITY) * choices)
 
     def rows(self, tokens: int) -> RowCounts:
-        """As many as there is memory for, on every rank."""
+        """Count rows: the capacity, on every rank."""
         rows = self.worst_rows(tokens)
         if self.moe.static.capacity is StaticCapacity.factor:
             wanted = self.moe.static.factor * self.mean_rows(tokens)
@@ -141,13 +149,14 @@ class PlannedStatic(PlannedDispatcher):
         return RowCounts(self.ranks * tokens * self.moe.top_k, True, sent=rows, computed=rows)
 
     def may_lack_rows(self, tokens: int) -> bool:
-        """Whether choices could need more rows than there is memory for, or memory to keep."""
+        """Return whether the routing could exceed the capacity, or the paged buffer."""
         short = self.rows(tokens).computed < self.worst_rows(tokens)
         return short or self.paged_buffers
 
     def worst_rows(self, tokens: int) -> int:
-        """That the experts of a rank could be asked for, filled up to multiples: a token's experts
-        are all different.
+        """Return the most rows that the experts of a rank could get, padded to multiples.
+
+        A token's experts are distinct.
         """
         most = tokens * min(self.moe.top_k, self.experts)
         taken = self.most_per_expert(tokens)
@@ -157,7 +166,7 @@ class PlannedStatic(PlannedDispatcher):
         return ceil(filled / multiple) * multiple
 
     def trace_preprocess(self, trace: Trace, tokens: Tokens, chosen: TracedTensor) -> TracedRows:
-        """All ranks' choices, and the rows of those that are of this rank's experts."""
+        """Trace the all-gather of choices, and the permutation for this rank's experts."""
         choices = tokens.count * self.moe.top_k
         everywhere = self.ranks * choices
         if self.moe.echo.spares:
@@ -170,7 +179,7 @@ class PlannedStatic(PlannedDispatcher):
         return TracedRows(chosen, row_of, trace.value(0), ends=ends)
 
     def _trace_clones(self, trace: Trace, chosen: TracedTensor) -> TracedTensor:
-        """Where choices go once hot experts have clones."""
+        """Trace the plan of clones and the rerouted choices."""
         slots = self.ranks * self.moe.echo.spares
         counts = COUNT * self.ranks * self.moe.num_experts
         plan = COUNT * slots * self.ranks
@@ -186,9 +195,12 @@ class PlannedStatic(PlannedDispatcher):
     def trace_dispatch(
         self, trace: Trace, tokens: Tokens, h: TracedTensor, rows: TracedRows
     ) -> TracedTensor:
-        """T × D -> R × D, picked out of all tokens; backward brings sums of gradients home."""
+        """T × D -> R × D: permute out of all ranks' tokens.
+
+        Backward returns partial sums of gradients.
+        """
         count = self.rows(tokens.count).computed
-        forward = self._gathered(tokens) + count * tokens.in_8
+        forward = self._gathered(tokens) + count * tokens.in_fp8
         return trace.op(
             [h],
             [count * tokens.row],
@@ -208,16 +220,17 @@ class PlannedStatic(PlannedDispatcher):
         probs: TracedTensor,
         rows: TracedRows,
     ) -> TracedTensor:
-        """R × D -> T × D, sums of each rank brought home and added; backward needs all tokens'
-        shares once more, and brings their gradients home.
+        """R × D -> T × D: return each rank's partial sums and add them up.
+
+        Backward needs all tokens' probabilities again, and returns their gradients.
         """
         shares = tokens.count * self.moe.top_k * PROBABILITY
-        in_8 = self.rows(tokens.count).computed * tokens.in_8
+        in_fp8 = self.rows(tokens.count).computed * tokens.in_fp8
         return trace.op(
             [expert_out, probs],
             [tokens.bytes],
             [expert_out, probs, rows.row_of, rows.token_of_row],
-            scratch=(2 * self._gathered(tokens), self._gathered(tokens) + in_8),
+            scratch=(2 * self._gathered(tokens), self._gathered(tokens) + in_fp8),
             kernels=4,
             sends=self._to_all(tokens.bytes + shares, tokens.bytes + 2 * shares),
             work=Work.rows,
@@ -225,14 +238,17 @@ class PlannedStatic(PlannedDispatcher):
         )[0]
 
     def _to_all(self, forward: int, backward: int) -> Sends:
-        """So many bytes for each of the other ranks."""
+        """Return sends of these bytes to each of the other ranks."""
         others = self.ranks - 1
         return self.sends(others * forward, others * backward)
 
     def _used(self, tokens: Tokens) -> float:
-        """Of the rows that there is memory for, those of a mean rank."""
+        """Return the share of the capacity that a mean rank uses."""
         return min(1.0, self.mean_rows(tokens.count) / self.rows(tokens.count).computed)
 
     def _gathered(self, tokens: Tokens) -> int:
-        """Values for tokens of all ranks, which peers read and write where they are held."""
+        """Return bytes for tokens of all ranks.
+
+        0 over symmetric memory, where they are read in place.
+        """
         return 0 if self.peer else self.ranks * tokens.bytes

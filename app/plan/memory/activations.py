@@ -1,9 +1,8 @@
-"""Activations of one microbatch in one stage, on one rank: what autograd keeps, and what else is
-alive while it computes.
+"""Activations of one microbatch in one stage on one rank, and other memory alive meanwhile.
 
-A stage is a row of traces: embedding, layers, head. Forward adds what each keeps and backward takes
-it away from the other end, so the peak of a trace stands on what the traces before it keep. All
-numbers are bytes.
+A stage is a row of traces: embedding, layers, head. Forward adds what each one saves, and backward
+frees it from the other end, so the peak of a trace comes on top of what the traces before it save.
+All numbers are bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from app.plan.trace.trace import ForwardTrace
 
 ROUTER = (PhaseName.norm, PhaseName.shared, PhaseName.route)
 EXPERTS = (PhaseName.dispatch, PhaseName.experts, PhaseName.combine, PhaseName.finish)
-# phases of layers
+# phases of each kind of layer
 DENSE = (PhaseName.attn, PhaseName.mlp)
 MOE = (PhaseName.attn, *ROUTER, PhaseName.preprocess, *EXPERTS)
 CAPTURED = {
@@ -39,36 +38,37 @@ CAPTURED = {
     GraphScope.moe_router: ROUTER,
     GraphScope.moe_preprocess: (PhaseName.preprocess,),
     GraphScope.moe: (*ROUTER, PhaseName.preprocess, *EXPERTS),
-}  # part of a layer -> the phases of it that a graph holds
+}  # part of a layer -> its phases that a graph holds
 
 
 @dataclass(frozen=True, slots=True)
 class GraphShare:
-    """What a microbatch's partial graphs hold besides inputs of captured parts; 0 without them."""
+    """Memory of a microbatch's partial graphs besides their static inputs; 0 without graphs."""
 
-    kept: int  # by autograd, for their own backward alone
-    cut: int  # made inside and read outside
-    gradients: Mapping[tuple[str, ...], int]  # captured phases of a layer -> of what they hand on
-    context: int  # what the layers share: cosines, sines, the mask
-    scratch: int  # alive only while one of them runs
-    kernels: int  # launches of all their forwards
-    cublas: bool  # whether any of them has products by cuBLAS
+    kept: int  # saved by autograd for the graphs' own backward
+    cut: int  # produced inside and read outside
+    # captured phases of a layer -> gradients of their outputs
+    gradients: Mapping[tuple[str, ...], int]
+    context: int  # cosines, sines and mask, shared by the layers
+    scratch: int  # alive only while a graph runs
+    kernels: int  # kernel launches of all their forwards
+    cublas: bool  # any of them has GEMMs by cuBLAS
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchMemory:
     """Memory of a microbatch from its forward to its backward, outside of partial graphs."""
 
-    kept: Mapping[str, int]  # phase -> what autograd keeps
-    forward: int  # most that is alive in forward beyond what is kept in the end
-    backward: int  # most that is alive in backward beyond what was kept at its start
-    waiting: int  # what gradients of weights need between the two parts of a split backward
+    kept: Mapping[str, int]  # phase -> bytes saved by autograd
+    forward: int  # most that is alive in forward beyond what is saved in the end
+    backward: int  # most that is alive in backward beyond what was saved at its start
+    waiting: int  # inputs of weight gradients between the two parts of a split backward
     graph: GraphShare
-    total: int = field(init=False)  # all that autograd keeps
+    total: int = field(init=False)  # all that autograd saves
     pool: int = field(init=False)  # what its partial graphs hold until their backward
 
     def __post_init__(self) -> None:
-        # Sums that a walk along a schedule asks for tens of thousands of times.
+        # A walk along a schedule asks for these sums tens of thousands of times.
         object.__setattr__(self, "total", sum(self.kept.values()))
         object.__setattr__(self, "pool", self.graph.kept + self.graph.cut)
 
@@ -77,26 +77,26 @@ class MicrobatchMemory:
 class ChunkActivations:
     """Memory of the microbatches of one chunk."""
 
-    usual: MicrobatchMemory  # as most are recomputed
-    spared: MicrobatchMemory  # as those that keep more (`RecomputePolicy.spared`)
-    border: int  # hidden states that a stage takes in or gives on; their gradients are as large
-    takes: bool  # whether hidden states come in; otherwise tokens
-    gives: bool  # whether hidden states go on; otherwise the loss ends here
-    deferred: int  # most that a gradient takes in the second part of a split backward
-    grouped: int  # what gradients of experts' weights of one microbatch are made of
-    kernels: int  # launches of a forward
-    cublas: bool  # whether any of its products is by cuBLAS
+    usual: MicrobatchMemory  # as most microbatches are recomputed
+    spared: MicrobatchMemory  # those that save more (`RecomputePolicy.spared`)
+    border: int  # hidden states at the border of a stage; their gradients are as large
+    takes: bool  # hidden states come in; otherwise tokens
+    gives: bool  # hidden states go out; otherwise the loss ends here
+    deferred: int  # most memory of one weight gradient in the second part of a split backward
+    grouped: int  # inputs of the experts' weight gradients of one microbatch
+    kernels: int  # kernel launches of a forward
+    cublas: bool  # any of its GEMMs is by cuBLAS
 
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """The memory of one trace of the row: what a partial graph of it holds, and the rest."""
+    """Memory of one trace of the row, and the share of it that a partial graph holds."""
 
     memory: TraceMemory
     graph: CapturedMemory
     captured: Collection[str]  # phases that the graph holds
     kernels: Mapping[str, int]  # phase -> launches
-    cublas: Set[str]  # phases with products by cuBLAS
+    cublas: Set[str]  # phases with GEMMs by cuBLAS
 
     @property
     def inside(self) -> tuple[str, ...]:
@@ -105,23 +105,23 @@ class _Link:
 
     @property
     def kept(self) -> int:
-        """What autograd keeps outside of the graph."""
+        """Bytes that autograd saves outside of the graph."""
         return self.memory.total - self.graph.total
 
     def peak(self, alive: Mapping[str, int]) -> int:
-        """Most that is alive in the other phases, without what the graph keeps."""
+        """Return the most that is alive in the other phases, without what the graph saves."""
         others = (size for phase, size in alive.items() if phase not in self.captured)
         return max(others, default=self.graph.total) - self.graph.total
 
     def scratch(self) -> int:
-        """Most that is alive in the graph beyond what it leaves behind."""
+        """Return the most that is alive in the graph beyond what it leaves behind."""
         both = (*self.memory.forward.items(), *self.memory.backward.items())
         mine = (size for phase, size in both if phase in self.captured)
         return max(mine, default=self.graph.total) - self.graph.total
 
 
 def chunk_activations(run: Run, stage: Stage, layout: ParallelLayout) -> ChunkActivations:
-    """Memory of one microbatch in a stage on one rank, at the planned imbalance of its experts."""
+    """Return the memory of one microbatch in a stage, at the planned imbalance of experts."""
     s = sizes_of(run, layout)
     tied = StagePart.tied_head in stage_parts(s.model, stage)
     carried = s.weight(table(s.model)) if tied and not s.splits else 0
@@ -148,7 +148,7 @@ def chunk_activations(run: Run, stage: Stage, layout: ParallelLayout) -> ChunkAc
 
 
 def captured_phases(choice: CudaGraphConfig) -> frozenset[str]:
-    """Phases of layers that partial graphs hold."""
+    """Return the phases of layers that partial graphs hold."""
     if not choice.of_parts:
         return frozenset()
     if not choice.scope:
@@ -157,8 +157,9 @@ def captured_phases(choice: CudaGraphConfig) -> frozenset[str]:
 
 
 def own_inputs(run: Run, layers: Sequence[int]) -> tuple[int, ...]:
-    """Places among these layers whose captured part does not go on where that of the layer
-    before it has ended.
+    """Return the layers, by index, whose captured part does not follow on the previous layer's.
+
+    Those need a static input of their own; the others read the output of the graph before.
     """
     captured = captured_phases(run.cuda_graph)
     own = list[int]()
@@ -172,8 +173,9 @@ def own_inputs(run: Run, layers: Sequence[int]) -> tuple[int, ...]:
 
 
 def _shared(s: Sizes, stage: Stage, recompute: RecomputeChoice) -> dict[str, int]:
-    """What autograd keeps of a microbatch's context: layers alone read it, and whole ones are
-    called again with all of it.
+    """Return what autograd saves of a microbatch's context, which layers alone read.
+
+    Rerunning whole layers needs all of it.
     """
     if not stage.layers:
         return {}
@@ -203,17 +205,18 @@ def _link(traced: ForwardTrace, captured: Collection[str]) -> _Link:
 def _memory(
     s: Sizes, row: Sequence[_Link], carried: int, shared: Mapping[str, int]
 ) -> MicrobatchMemory:
-    """`carried`: gradient of a tied table, from the head's backward to that of the embedding.
+    """Sum up the memory of a row of traces.
 
-    `shared`: what autograd keeps of the microbatch's context. Captured attention reads it in static
-    memory; then it is gone after forward.
+    carried: gradient of a tied embedding, alive from the head's backward to the embedding's.
+    shared: what autograd saves of the microbatch's context; captured attention reads a static copy
+    instead, so the original is freed after forward.
     """
     captured = {phase for link in row for phase in link.captured}
     context = s.rotary + s.mask if captured else 0
     copied = "attn" in captured
     shared = {} if copied else shared
     kept = dict(shared)
-    passing = s.mask + s.rotary - sum(shared.values())  # what is there until forward has ended
+    passing = s.mask + s.rotary - sum(shared.values())  # alive until the end of forward
     for link in row:
         for phase, size in link.memory.kept.items():
             kept[phase] = kept.get(phase, 0) + size - link.graph.kept.get(phase, 0)
@@ -223,7 +226,7 @@ def _memory(
     waiting = queued = sum(link.memory.waiting for link in row)
     for place, link in enumerate(row):
         forward = max(forward, stands_on + link.peak(link.memory.forward) - total)
-        queued -= link.memory.waiting  # left: of those whose backward comes before this one's
+        queued -= link.memory.waiting  # left: of traces whose backward comes before this one's
         waits = queued + (carried if place < len(row) - 1 else 0)
         backward = max(backward, stands_on + link.peak(link.memory.backward) + waits - total)
         stands_on += link.kept

@@ -1,4 +1,4 @@
-"""Bytes that a rank needs to continue sequences: its weights, and keys and values of all layers."""
+"""Memory of text generation on a rank: weights, and the key/value cache of all layers, in bytes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from app.plan.trace.parts import BYTES
 
 @dataclass(frozen=True, slots=True)
 class DecodingSizes:
-    """What is asked of the memory of keys and values."""
+    """Sizes of a generation that determine its key/value cache."""
 
-    sequences: int  # that are continued together
+    sequences: int  # generated together
     prompt: int  # tokens of the longest prompt
-    new: int  # tokens that may follow each
+    new: int  # new tokens at most per sequence
 
     @property
     def tokens(self) -> int:
@@ -29,21 +29,23 @@ class DecodingSizes:
 
 @dataclass(frozen=True, slots=True)
 class DecodingMemory:
-    """Bytes on the ranks of one pipeline rank, which are alike."""
+    """Bytes on each rank of one pipeline rank."""
 
     weights: int
-    layer: int  # keys and values of one layer, of all sequences
+    layer: int  # key/value cache of one layer, all sequences
     layers: int
 
     @property
     def keys_values(self) -> int:
-        """Of all layers."""
+        """Key/value cache of all layers."""
         return self.layer * self.layers
 
 
 def remembered_numel(model: ModelConfig, tp: int) -> int:
-    """Numbers that a rank remembers of a token in one layer: keys and values of its heads, or with
-    latent attention the latent and the rotary key, which every tensor-parallel rank has.
+    """Return the cached elements per token and layer on a rank.
+
+    These are keys and values of its heads, or with MLA the latent and the rotary key, which every
+    tensor-parallel rank has.
     """
     if model.mla is not None:
         return model.mla.kv_lora_rank + model.mla.qk_rope_head_dim
@@ -51,8 +53,9 @@ def remembered_numel(model: ModelConfig, tp: int) -> int:
 
 
 def decoding_memory(plan: Plan, pp_rank: int, sequences: int, *, tokens: int) -> DecodingMemory:
-    """Of a rank that continues so many sequences of at most so many tokens. Context-parallel ranks
-    and replicas have whole sequences.
+    """Return the memory of a rank that generates `sequences` of at most `tokens`.
+
+    Context-parallel ranks and replicas each have whole sequences.
     """
     model, layout = plan.run.model, plan.layout
     size = BYTES[plan.run.precision.params]
@@ -66,13 +69,15 @@ def decoding_memory(plan: Plan, pp_rank: int, sequences: int, *, tokens: int) ->
 
 
 def padded(count: int, ranks: int) -> int:
-    """So many, or a few more that the ranks divide."""
+    """Return `count` rounded up to a multiple of `ranks`."""
     return -(-count // ranks) * ranks
 
 
 def texts_that_fit(plan: Plan, tokens: int, have: int, *, gpu: bool) -> int:
-    """How many sequences of so many tokens a replica can continue together, where a GPU, or else a
-    host, has so many bytes, and weights leave room. Prompts that are computed are not counted.
+    """Return how many sequences of `tokens` a replica can generate together.
+
+    `have`: bytes of a GPU, or of a host without one. The activations of computing prompts are not
+    counted.
     """
     fixed = fixed_bytes(gpu)
     ones = [decoding_memory(plan, rank, 1, tokens=tokens) for rank in range(plan.layout.pp)]
@@ -80,13 +85,14 @@ def texts_that_fit(plan: Plan, tokens: int, have: int, *, gpu: bool) -> int:
 
 
 def fixed_bytes(gpu: bool) -> int:
-    """What a GPU holds besides."""
+    """Return what a GPU holds besides weights and cache."""
     return CUDA_CONTEXT + WORKSPACES if gpu else 0
 
 
 def check_decoding_memory(plan: Plan, sizes: DecodingSizes, have: int, *, gpu: bool) -> None:
-    """Raise ConfigError where weights, keys and values are more than the bytes that a GPU, or else
-    a host, has. What prompts need while they are computed comes on top.
+    """Raise ConfigError if weights and key/value cache exceed `have`, the bytes of a GPU or a host.
+
+    The activations of computing prompts come on top.
     """
     ranks = range(plan.layout.pp)
     needed = [decoding_memory(plan, rank, sizes.sequences, tokens=sizes.tokens) for rank in ranks]
@@ -99,7 +105,7 @@ def check_decoding_memory(plan: Plan, sizes: DecodingSizes, have: int, *, gpu: b
         f"{byte_count(busiest.keys_values)} per rank beside {byte_count(busiest.weights)} of "
         f"weights, and {where} has {byte_count(have)}"
     )
-    # of so many tokens that tensor-parallel ranks divide them
+    # of as many tokens as there are tensor-parallel ranks, which divide them
     units = texts_that_fit(plan, plan.layout.tp, have, gpu=gpu)
     if not units:
         advice = "parallel.pp spreads it over more GPUs" if gpu else None

@@ -1,8 +1,8 @@
-"""Memory of CUDA graphs: their own, static inputs, what leaves captured parts, and pools.
+"""Memory of CUDA graphs: graph objects, static inputs, tensors that leave graphs, and pools.
 
-Graphs with a microbatch to themselves share one pool, and take over in it what dead microbatches
-leave: it is as large as the most that is alive at once. Graphs of a slot have a pool of their own,
-which holds all that one microbatch needs.
+Graphs with key=microbatch share one pool and reuse in it the memory of dead microbatches: it is as
+large as the most that is alive at once. Graphs of a slot have a pool of their own, which holds all
+that one microbatch needs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MemoryPart:
 def partial_graph_parts(
     plan: GraphPlan, chunks: Sequence[ChunkActivations], peak: Peak
 ) -> tuple[MemoryPart, ...]:
-    """What the graphs of parts of layers add to what is outside of them."""
+    """Return the memory that partial graphs add to everything outside of them."""
     shares = [chunk.usual.graph for chunk in chunks]
     border = chunks[0].border
     sets = [
@@ -47,7 +47,7 @@ def partial_graph_parts(
 
 
 def _static_inputs(plan: GraphPlan, shares: Sequence[GraphShare], border: int) -> MemoryPart:
-    """What is copied to a fixed place: per slot inputs and context, and shared output gradients."""
+    """Return the static buffers: inputs and context per slot, and shared output gradients."""
     inputs = plan.num_static_inputs
     context = max(share.context for share in shares)
     gradients = _gradients(plan, shares)
@@ -64,8 +64,9 @@ def _static_inputs(plan: GraphPlan, shares: Sequence[GraphShare], border: int) -
 
 
 def _gradients(plan: GraphPlan, shares: Sequence[GraphShare]) -> int:
-    """Of what layers hand on: all have them in one place. With Transformer Engine all of a kind in
-    a pool do.
+    """Return bytes of static gradients of layers' outputs.
+
+    All graphs share one buffer; with Transformer Engine, all of a kind in a pool do.
     """
 
     def kinds(chunks: Iterable[int]) -> list[int]:
@@ -80,7 +81,7 @@ def _gradients(plan: GraphPlan, shares: Sequence[GraphShare]) -> int:
 def _pools(
     plan: GraphPlan, shares: Sequence[GraphShare], sets: Sequence[int], peak: Peak
 ) -> tuple[int, int, str]:
-    """Kept with scratch, cut tensors, and what they are counted over."""
+    """Return bytes saved with scratch, bytes of tensors that leave graphs, and a note."""
     if not plan.pool_per_slot:
         scratch = max(share.scratch for share in shares)
         return peak.pool_kept + scratch, peak.pool_cut, "at most at once in one pool"
@@ -95,6 +96,6 @@ def _pools(
 
 
 def graph_objects(graphs: int, kernels: int) -> MemoryPart:
-    """Graphs ready to launch, which the driver holds."""
+    """Return the driver's memory of instantiated graphs."""
     note = f"{graphs} × {GRAPH // 1024} KiB, {kernels:,} kernels × {GRAPH_KERNEL:,} bytes"
     return MemoryPart("graph objects", graphs * GRAPH + kernels * GRAPH_KERNEL, note)

@@ -1,8 +1,7 @@
-"""When a pipeline rank holds most memory in a step, and what: its list's moments
-(`app.plan.pipeline.moments`), each with the bytes of what is there.
+"""Peak memory of a pipeline rank in a step: moments of its list, weighed with bytes.
 
-Between the two parts of a split backward that is the inputs of matrix products and the gradients
-of their outputs.
+See `app.plan.pipeline.moments`. Between the two parts of a split backward, the inputs of GEMMs and
+the gradients of their outputs are alive.
 """
 
 from __future__ import annotations
@@ -17,30 +16,30 @@ from app.plan.pipeline.moments import Borders, Counts, Moment
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """What a rank holds when it holds most, in bytes."""
+    """Memory of a rank at its peak, in bytes."""
 
-    kept: Mapping[str, int]  # phase -> by autograd
-    waiting: int  # for gradients of weights
-    buffers: int  # between stages
-    working: int  # only while the action runs
-    action: str
-    in_flight: int  # microbatches with something kept, counted once per chunk
-    pool_kept: int  # in partial graphs, when these hold most: kept for their own backward
-    pool_cut: int  # and what crosses their border
+    kept: Mapping[str, int]  # phase -> saved by autograd
+    waiting: int  # for weight gradients of a split backward
+    buffers: int  # sent or received tensors
+    working: int  # alive only while the action runs
+    action: str  # the action that runs at the peak
+    in_flight: int  # microbatches with saved activations, counted once per chunk
+    pool_kept: int  # in partial graphs, when these hold most: saved for their own backward
+    pool_cut: int  # and tensors that leave graphs
 
     @property
     def total(self) -> int:
-        """All of it that lies outside of graphs."""
+        """All of it outside of graphs."""
         return sum(self.kept.values()) + self.waiting + self.buffers + self.working
 
 
 def borders_of(chunks: Sequence[ChunkActivations]) -> Borders:
-    """Where a rank's chunks hand on hidden states."""
+    """Return, for each chunk, whether hidden states come in and go out."""
     return tuple((chunk.takes, chunk.gives) for chunk in chunks)
 
 
 def find_peak(moments: Mapping[Moment, str], chunks: Sequence[ChunkActivations]) -> Peak:
-    """The peak of a training step; of equally high ones the first."""
+    """Return the peak of a training step; of equally high ones the first."""
     found = _Weights(chunks)
     most = max(moments, key=found.total)
     fullest = max((moment for moment in moments if moment.letter == "F"), key=found.pool)
@@ -68,8 +67,8 @@ class _Weights:
 
     def __init__(self, chunks: Sequence[ChunkActivations]) -> None:
         self.chunks = chunks
-        self.border = chunks[0].border  # of all: hidden states of a microbatch are alike everywhere
-        # in the order of counts
+        self.border = chunks[0].border  # of all chunks: hidden states have the same size everywhere
+        # in the order of Counts
         self.memories: list[MicrobatchMemory] = [
             memory for chunk in chunks for memory in (chunk.usual, chunk.spared)
         ]
@@ -78,19 +77,19 @@ class _Weights:
         self.pools = [memory.pool for memory in self.memories]
 
     def working(self, moment: Moment) -> int:
-        """Only while its action runs."""
+        """Return bytes that are alive only while the action runs."""
         memory = self.memories[moment.place]
         if moment.letter == "W":
             return self.chunks[moment.place // 2].deferred
         return memory.forward if moment.letter == "F" else memory.backward
 
     def total(self, moment: Moment) -> int:
-        """All outside of graphs."""
+        """Return all bytes outside of graphs."""
         held = _dot(moment.live, self.kept) + _dot(moment.waiting, self.waiting)
         return held + moment.buffers * self.border + self.working(moment)
 
     def pool(self, moment: Moment) -> int:
-        """All in partial graphs."""
+        """Return all bytes in partial graphs."""
         return _dot(moment.live, self.pools) + _dot(moment.waiting, self.pools)
 
 

@@ -1,8 +1,8 @@
-"""Bytes that a GPU needs at its peak, by part, for each pipeline rank: docs/planning.md.
+"""Peak memory of each pipeline rank's GPU, by part, in bytes (docs/planning.md).
 
-Ranks that differ along other axes are alike, but for routed experts: `model.moe.planned_imbalance`
-says how much busier than the mean the rank is that is planned for. Only training is planned: a
-validation keeps nothing for a backward.
+Ranks that differ along other axes are alike, except for routed experts: the planned rank is
+`model.moe.planned_imbalance` times busier than the mean. Only training is planned: a validation
+saves nothing for a backward.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from app.plan.trace.fp8 import SCALE, Copies
 from app.plan.trace.parts import BYTES
 from app.plan.trace.stage import stage_parts
 
-# what torch's allocator does not hand out
+# parts outside torch's allocator
 OUTSIDE = frozenset({"exchange buffers", "graph objects", "fragmentation", "CUDA context", "NCCL"})
-STATE = ("parameters", "gradients", "optimizer")  # parts of the memory that stay
+STATE = ("parameters", "gradients", "optimizer")  # parts that stay from step to step
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes of a pipeline rank's GPU at its peak, by part."""
+    """Peak memory of a pipeline rank's GPU, by part."""
 
     pp_rank: int
     parts: tuple[MemoryPart, ...]
@@ -68,7 +68,7 @@ class RankMemory:
 
     @property
     def kept(self) -> int:
-        """Bytes that stay from step to step: parameters, gradients, the optimizer's state."""
+        """Bytes that stay from step to step: parameters, gradients, optimizer state."""
         return sum(part.bytes for part in self.parts if part.name in STATE)
 
     @property
@@ -84,8 +84,9 @@ def plan_memory(
     walks: Walks,
     graphs: Sequence[GraphPlan | None],
 ) -> tuple[RankMemory, ...]:
-    """Memory of each pipeline rank, which runs walks.actions[pp_rank] in a training step with the
-    partial graphs[pp_rank].
+    """Return the peak memory of each pipeline rank.
+
+    Rank r runs walks.actions[r] in a training step, with the partial graphs graphs[r].
     """
     planned = _Stages(run, layout)
     memory = []
@@ -105,16 +106,16 @@ def plan_memory(
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """Elements that a rank holds of a stage, padding included."""
+    """Elements of a stage on a rank, padding included."""
 
-    dense: int  # shared by the ranks of dp and cp
-    expert: int  # shared by the ranks of edp
+    dense: int  # sharded over dp and cp
+    expert: int  # sharded over edp
     biases: int  # of routers, fp32, on every rank
-    buckets: int  # parts in which parameters are updated
+    buckets: int  # buckets in which parameters are updated
 
 
 def stage_state(run: Run, stage: Stage, layout: ParallelLayout) -> StageState:
-    """The buffers of a stage, and what its routers hold besides."""
+    """Return the elements of a stage's buffers and of its routers' biases."""
     model = run.model
     buffers = chunk_buffers(chunk_parameters(model, stage, layout), layout, run.optim)
     both = (buffers.dense, buffers.expert)
@@ -126,11 +127,11 @@ def stage_state(run: Run, stage: Stage, layout: ParallelLayout) -> StageState:
 
 
 def bytes_per_parameter(precision: PrecisionConfig) -> tuple[int, int, int]:
-    """Bytes of a parameter, its gradient, and what its owner among d ranks holds besides: P+G+O/d.
+    """Return P, G, O: bytes of a parameter, its gradient, and its sharded optimizer state.
 
-    Two moments in fp32, and an fp32 copy of the parameter where that has fewer bytes: 8+8/d for
-    fp32 throughout, 6+12/d for bf16 with gradients in fp32, 4+12/d for bf16 throughout. Gradients
-    of fewer bytes are widened for the update alone.
+    With d ranks a parameter takes P + G + O/d bytes. O is two fp32 moments, and an fp32 main
+    parameter if P < 4: 8+8/d for fp32 throughout, 6+12/d for bf16 with fp32 gradients, 4+12/d for
+    bf16 throughout. Gradients below fp32 are widened only during the update.
     """
     params = BYTES[precision.params]
     grads = BYTES[precision.grads]
@@ -139,7 +140,7 @@ def bytes_per_parameter(precision: PrecisionConfig) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Stages:
-    """What has been planned of stages; those with like layers are alike."""
+    """Cache of stages' plans; stages with equal layers share one."""
 
     run: Run
     layout: ParallelLayout
@@ -147,7 +148,7 @@ class _Stages:
     others: dict[Run, _Stages] = field(default_factory=dict)
 
     def of(self, run: Run) -> _Stages:
-        """The same stages as another run has them."""
+        """Return the cache for the same stages under another run."""
         if run not in self.others:
             self.others[run] = _Stages(run, self.layout)
         return self.others[run]
@@ -184,7 +185,7 @@ def _parts(
     ]
     held = held_gradients(run, chunks)
     if held:
-        how = "of one microbatch per chunk: rows of experts, and gradients of what they became"
+        how = "of one microbatch per chunk: inputs and output gradients of experts' GEMMs"
         tensors.append(MemoryPart("held gradients", held, how))
     if graphs is not None:
         tensors += partial_graph_parts(graphs, chunks, peak)
@@ -192,7 +193,7 @@ def _parts(
         run, layout, planned, stages=stages, walks=walks, rank=rank, alive=peak.total + held
     )
     of = ["cuBLAS, of the threads of forward and backward"] if needs_cublas(chunks) else []
-    of += ["of products in FP8"] if run.precision.fp8.by_library else []
+    of += ["of FP8 GEMMs"] if run.precision.fp8.by_library else []
     size = library_workspaces(run, graphs, chunks)
     tensors.append(MemoryPart("library workspaces", size, ", and ".join(of)))
     yield from tensors
@@ -208,7 +209,7 @@ def _parts(
 
 
 def _communicators_note(groups: Sequence[Group]) -> str:
-    """How much of which."""
+    """Return the size of communicators and the names of their groups, in words."""
     found = []
     for kind in (GroupKind.data, GroupKind.stages):
         names = [group.name for group in groups if group.kind is kind]
@@ -226,7 +227,7 @@ def _peak(run: Run, chunks: Sequence[ChunkActivations], walks: Walks, rank: int)
 def _state_parts(
     run: Run, layout: ParallelLayout, states: Sequence[StageState]
 ) -> Iterator[MemoryPart]:
-    """Parameters, gradients and the optimizer's state."""
+    """Yield parameters, gradients and optimizer state."""
     params, grads, shard = bytes_per_parameter(run.precision)
     dense, expert, biases = (
         sum(getattr(state, name) for state in states) for name in ("dense", "expert", "biases")
@@ -246,7 +247,7 @@ def _state_parts(
 
 
 def fp8_shapes(run: Run, layout: ParallelLayout, stages: Sequence[Stage]) -> list[tuple[int, ...]]:
-    """Of a rank's parts of the weights of these stages whose products are in FP8."""
+    """Return shapes of a rank's parts of the weights of these stages with FP8 GEMMs."""
     coords = ShardCoords.of(layout, 0)
     fp8 = run.precision.fp8
     return [
@@ -257,7 +258,7 @@ def fp8_shapes(run: Run, layout: ParallelLayout, stages: Sequence[Stage]) -> lis
 
 
 def _fp8_parts(run: Run, layout: ParallelLayout, stages: Sequence[Stage]) -> Iterator[MemoryPart]:
-    """Weights in FP8, beside those they are made of."""
+    """Yield FP8 copies of weights, beside the weights themselves."""
     fp8 = run.precision.fp8
     if fp8.recipe is None:
         return
@@ -276,7 +277,7 @@ def _fp8_parts(run: Run, layout: ParallelLayout, stages: Sequence[Stage]) -> Ite
 def _update_parts(
     run: Run, layout: ParallelLayout, states: Sequence[StageState], step: Sequence[MemoryPart]
 ) -> Iterator[MemoryPart]:
-    """What the update needs beyond what forward and backward needed: its gradients in fp32."""
+    """Yield what the update needs beyond forward and backward: its gradients in fp32."""
     if BYTES[run.precision.grads] == 4:
         return
     dense, expert = (sum(getattr(state, name) for state in states) for name in ("dense", "expert"))
@@ -294,8 +295,9 @@ def _step_parts(
     peak: Peak,
     update: int,
 ) -> Iterator[MemoryPart]:
-    """What lives within a step, outside of partial graphs or all of it in one graph. `update`:
-    kernels of one.
+    """Yield memory that lives within a step; partial graphs are counted elsewhere.
+
+    `update`: kernels of an optimizer update.
     """
     count = run.num_microbatches
     each = batch_bytes(run, layout)
@@ -331,8 +333,9 @@ def _dispatch_parts(
     rank: int,
     alive: int,
 ) -> Iterator[MemoryPart]:
-    """What a static dispatcher holds, and what a step needs beyond others when it is taken again
-    with memory for more rows (docs/moe.md). `alive`: bytes at the peak of other steps.
+    """Yield memory of a static dispatcher, and of rerunning a step that exceeded its capacity.
+
+    A rerun has more capacity (docs/moe-dispatch.md). `alive`: bytes at the peak of other steps.
     """
     dispatcher = run_dispatcher(run, layout)
     if not isinstance(dispatcher, PlannedStatic):
@@ -354,7 +357,7 @@ def _dispatch_parts(
         )
     if not dispatcher.may_lack_rows(tokens.count):
         return
-    # more than there is memory for, or it would not be taken again
+    # more than the capacity, or the step would not be rerun
     held_rows = dispatcher.rows(tokens.count).computed / dispatcher.mean_rows(tokens.count)
     needed_rows = max(dispatcher.busiest_load(tokens.count), HEADROOM * held_rows)
     more = with_rows(with_paged_buffer(thriftiest(run), None), needed_rows)
@@ -364,12 +367,12 @@ def _dispatch_parts(
     beside = 0 if run.cuda_graph.impl is GraphImpl.full_iteration else alive
     if needed > beside:
         yield MemoryPart(
-            "steps taken again", needed - beside, "eagerly, where experts lacked memory for rows"
+            "rerun steps", needed - beside, "eagerly, with more capacity for dispatched tokens"
         )
 
 
 def held_gradients(run: Run, chunks: Sequence[ChunkActivations]) -> int:
-    """Of experts' weights in one microbatch of every chunk, until those of the next one."""
+    """Return the inputs of experts' weight gradients that wait for the next microbatch."""
     return sum(chunk.grouped for chunk in chunks) if run.optim.pair_expert_grads else 0
 
 
@@ -381,13 +384,13 @@ def _by_phase(peak: Peak) -> str:
 
 
 def batch_bytes(run: Run, layout: ParallelLayout) -> int:
-    """Tokens, labels, positions and documents, where kept apart: whole sequences, 8 bytes each."""
+    """Return bytes of tokens, labels, positions and document ids: whole sequences, int64."""
     tokens = run.train.micro_batch * run.train.seq_len
     return 8 * (3 * tokens // layout.cp + (tokens if run.data.document_mask else 0))
 
 
 def communicators(model: ModelConfig, layout: ParallelLayout, pp_rank: int) -> list[Group]:
-    """The groups of several ranks that a rank of this pipeline rank communicates in over NCCL."""
+    """Return the NCCL groups of several ranks that a rank of this pipeline rank is in."""
     return [
         group
         for group in GROUPS.values()

@@ -1,1 +1,1 @@
-"""What the model is made of: one description per part, from which modules and plan are made."""
+"""Description of the model's weights, one module per part, for modules and plan."""

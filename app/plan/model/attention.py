@@ -1,4 +1,4 @@
-"""Grouped-query attention, and multi-head latent attention."""
+"""Weights of grouped-query attention and of multi-head latent attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from app.plan.model.weight import Initial, Part, Weight
 
 
 def attention_weights(model: ModelConfig) -> AttentionWeights | LatentAttentionWeights:
-    """Those of the attention of one layer, of the kind that the model has."""
+    """Return the attention weights of one layer, of the kind that the model has."""
     if model.mla is not None:
         return LatentAttentionWeights.of(model, model.mla)
     return AttentionWeights.of(model)
@@ -18,11 +18,12 @@ def attention_weights(model: ModelConfig) -> AttentionWeights | LatentAttentionW
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights(Part):
-    """Projections in and out, the first maybe with a bias; norms of query and key heads, the
-    same for every head, or over all of them together.
+    """Projections in and out, the first with an optional bias, and norms of query and key heads.
+
+    A norm is shared by all heads, or spans all of them (qk_norm_whole).
     """
 
-    # of what wqkv makes; in front: a module's own come before its children's
+    # of wqkv; first, as a module registers its own parameters before its children's
     bqkv: Weight | None
     wqkv: Weight  # per key/value head: its query heads, its key, its value
     wo: Weight
@@ -31,7 +32,7 @@ class AttentionWeights(Part):
 
     @classmethod
     def of(cls, model: ModelConfig) -> AttentionWeights:
-        """Those of one layer."""
+        """Build the weights of one layer."""
         hidden = model.hidden_size
         width = model.head_width
         q_norm = k_norm = NormWeights.of(width) if model.qk_norm else None
@@ -51,21 +52,23 @@ class AttentionWeights(Part):
 
 @dataclass(frozen=True, slots=True)
 class LatentAttentionWeights(Part):
-    """Multi-head latent attention (DeepSeek-V2). What makes the latents, all tensor-parallel ranks
-    hold whole; what makes heads of them is cut.
+    """Multi-head latent attention (DeepSeek-V2).
+
+    Projections to latents are whole on every tensor-parallel rank; projections from latents to
+    heads are divided.
     """
 
-    q_a: Weight | None  # the queries' latent; None: queries are made from hidden states
+    q_a: Weight | None  # to the queries' latent; None: queries are projected from hidden states
     q_a_norm: NormWeights | None
-    q_b: Weight  # per head: what positions do not turn, what they turn
-    kv_a: Weight  # the latent of keys and values, then the rotary key that all heads share
+    q_b: Weight  # per head: the part without rotary positions, then the rotated part
+    kv_a: Weight  # to the latent of keys and values, then to the rotary key that all heads share
     kv_a_norm: NormWeights  # of the latent
-    kv_b: Weight  # per head: its key but for the rotary part, its value
+    kv_b: Weight  # per head: its key without the rotary part, then its value
     wo: Weight
 
     @classmethod
     def of(cls, model: ModelConfig, mla: MLAConfig) -> LatentAttentionWeights:
-        """Those of one layer."""
+        """Build the weights of one layer."""
         hidden, heads, rank = model.hidden_size, model.num_heads, mla.q_lora_rank
         return cls(
             q_a=None if rank is None else Weight((rank, hidden)),

@@ -1,4 +1,4 @@
-"""What follows attention in a mixture-of-experts layer: router, routed and shared experts."""
+"""Weights of a mixture-of-experts body: router, routed and shared experts."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from app.plan.model.weight import Initial, Part, Weight
 
 @dataclass(frozen=True, slots=True)
 class RouterWeights(Part):
-    """A row of scores per expert."""
+    """Matrix of the router: a row per expert."""
 
     weight: Weight
 
     @classmethod
     def of(cls, hidden: int, num_experts: int) -> RouterWeights:
-        """Scores of so many experts."""
+        """Build a router for `num_experts`."""
         return cls(Weight((num_experts, hidden)))
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights(Part):
-    """The SwiGLU of every routed expert, `[expert, in, out]`."""
+    """SwiGLU weights of all routed experts, `[expert, in, out]`."""
 
     w_up: Weight
     w_down: Weight
 
     @classmethod
     def of(cls, hidden: int, ffn: int, num_experts: int) -> ExpertWeights:
-        """From `hidden` to `ffn` and back, for each of the experts."""
+        """Build experts from `hidden` to `ffn` and back."""
         return cls(
             w_up=Weight((num_experts, hidden, 2, ffn), ep=0, etp=3, gate_up=2),
             w_down=Weight((num_experts, ffn, hidden), ep=0, etp=1, initial=Initial.residual),
@@ -42,7 +42,8 @@ class ExpertWeights(Part):
 class MoEBodyWeights(Part):
     """Norm, router, experts; the shared expert, and its gate of one value per token."""
 
-    shared_gate: Weight | None  # in front: a module's own come before its children's
+    # first, as a module registers its own parameters before its children's
+    shared_gate: Weight | None
     norm: NormWeights
     router: RouterWeights
     experts: ExpertWeights
@@ -50,7 +51,7 @@ class MoEBodyWeights(Part):
 
     @classmethod
     def of(cls, model: ModelConfig, moe: MoEConfig) -> MoEBodyWeights:
-        """Those of one layer."""
+        """Build the weights of one layer."""
         hidden = model.hidden_size
         width = moe.shared_ffn_hidden_size
         return cls(

@@ -1,4 +1,4 @@
-"""Which weights have their products in FP8 (`precision.fp8`)."""
+"""Weights whose GEMMs run in FP8 (`precision.fp8`)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from app.plan.model.vocabulary import table
 from app.plan.model.weight import Part, Weight
 from app.plan.stages import Stage
 
-MULTIPLE = 16  # of both widths of a matrix in FP8: tensor cores load that many bytes
+MULTIPLE = 16  # of both widths of an FP8 matrix: tensor cores load 16 bytes at a time
 
 
 def fp8_weights(model: ModelConfig, fp8: Fp8Config, stage: Stage) -> Iterator[NamedWeight]:
-    """Those of a stage in order of use: matrices of attention, of dense feed-forwards and of shared
-    experts, those of routed experts, and the head's table. Routers and gates of shared experts are
-    none.
+    """Yield the FP8 weights of a stage in order of use.
+
+    Matrices of attention, dense feed-forwards, shared and routed experts, and the head; never
+    routers or gates of shared experts.
     """
     for index in stage.layers:
-        parts = parts_in_8(model, fp8, index)
+        parts = parts_in_fp8(model, fp8, index)
         for name, weight in layer_matrices(model, model.is_moe_layer(index)):
             named = NamedWeight(f"layers.{index}.{name}", weight)
             if part_of(named) in parts:
@@ -32,14 +33,14 @@ def fp8_weights(model: ModelConfig, fp8: Fp8Config, stage: Stage) -> Iterator[Na
 
 
 def part_of(named: NamedWeight) -> Fp8Part:
-    """What a weight with products in FP8 belongs to."""
+    """Return the part of `precision.fp8.include` that an FP8 weight belongs to."""
     if not named.name.startswith("layers."):
         return Fp8Part.head
     return Fp8Part.linear if named.weight.ep is None else Fp8Part.experts
 
 
-def parts_in_8(model: ModelConfig, fp8: Fp8Config, layer: int) -> set[Fp8Part]:
-    """What of a layer computes in FP8."""
+def parts_in_fp8(model: ModelConfig, fp8: Fp8Config, layer: int) -> set[Fp8Part]:
+    """Return the parts of a layer that run in FP8."""
     inside = range(fp8.first_layers, model.num_layers - fp8.last_layers)
     if fp8.recipe is None or layer not in inside:
         return set()
@@ -48,7 +49,7 @@ def parts_in_8(model: ModelConfig, fp8: Fp8Config, layer: int) -> set[Fp8Part]:
 
 
 def layer_matrices(model: ModelConfig, routed: bool) -> Iterator[tuple[str, Weight]]:
-    """The matrices of linear layers and of routed experts of one layer, by name within it."""
+    """Yield the matrices of linear layers and routed experts of one layer, by name within it."""
     weights = LayerWeights.of(model, routed)
     parts: list[tuple[str, Part]] = [("attn.", weights.attn)]
     if isinstance(weights.body, MoEBodyWeights):

@@ -1,4 +1,4 @@
-"""A decoder layer: attention behind a norm, then its dense or mixture-of-experts body."""
+"""Weights of a decoder layer: norm, attention, and a dense or mixture-of-experts body."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from app.plan.model.weight import Part
 
 @dataclass(frozen=True, slots=True)
 class DenseBodyWeights(Part):
-    """What follows attention in a dense layer."""
+    """Norm and feed-forward of a dense layer."""
 
     norm: NormWeights
     mlp: MlpWeights
 
     @classmethod
     def of(cls, model: ModelConfig) -> DenseBodyWeights:
-        """Those of one layer."""
+        """Build the weights of one layer."""
         mlp = MlpWeights.of(model.hidden_size, model.ffn_hidden_size)
         return cls(NormWeights.of_hidden(model), mlp)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights(Part):
-    """All of a layer."""
+    """All weights of a layer."""
 
     attn_norm: NormWeights
     attn: AttentionWeights | LatentAttentionWeights
@@ -40,7 +40,7 @@ class LayerWeights(Part):
 
     @classmethod
     def of(cls, model: ModelConfig, routed: bool) -> LayerWeights:
-        """Those of a decoder layer, dense or `routed` to experts (`ModelConfig.is_moe_layer`)."""
+        """Build a decoder layer, dense or `routed` to experts (`ModelConfig.is_moe_layer`)."""
         moe = model.moe if routed else None
         return cls(
             NormWeights.of_hidden(model),

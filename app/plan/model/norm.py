@@ -1,4 +1,4 @@
-"""RMSNorm."""
+"""Weights of RMSNorm."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from app.plan.model.weight import Initial, Part, Weight
 
 @dataclass(frozen=True, slots=True)
 class NormWeights(Part):
-    """A factor per value of the last dimension."""
+    """Scale of an RMSNorm, one value per element of the last dimension."""
 
     weight: Weight
 
     @classmethod
     def of(cls, width: int, tp: int | None = None) -> NormWeights:
-        """A norm over so many values, cut over tensor-parallel ranks along `tp`: 0, or not."""
+        """Build a norm over `width` values; `tp` 0 divides them over tensor-parallel ranks."""
         return cls(Weight((width,), tp=tp, initial=Initial.ones, decay=False))
 
     @classmethod
     def of_hidden(cls, model: ModelConfig) -> NormWeights:
-        """A norm over hidden states."""
+        """Build a norm over hidden states."""
         return cls.of(model.hidden_size)

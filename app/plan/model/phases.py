@@ -1,4 +1,4 @@
-"""Phases of a decoder layer, by name: what is run, captured, recomputed, traced one by one."""
+"""Phases of a decoder layer, by name: units of execution, capture, recomputation and tracing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class PhaseName(StrEnum):
-    """Every phase a layer may have, in order."""
+    """Every phase that a layer may have, in order."""
 
     attn = "attn"
     mlp = "mlp"

@@ -1,4 +1,4 @@
-"""The weights of a pipeline stage, and of the whole model, in order of use."""
+"""Weights of a pipeline stage, and of the whole model, in order of use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from app.plan.stages import Stage
 
 @dataclass(frozen=True, slots=True)
 class NamedWeight:
-    """A weight by its global name: the same in every layout, in checkpoints and in seeds."""
+    """A weight with its global name, the same in every layout, in checkpoints and in seeds."""
 
     name: str
     weight: Weight
@@ -23,9 +23,9 @@ class NamedWeight:
 
 
 def stage_weights(model: ModelConfig, stage: Stage) -> Iterator[NamedWeight]:
-    """Weights of a stage in order of use: embedding, layers, norm, head.
+    """Yield the weights of a stage in order of use: embedding, layers, norm, head.
 
-    A tied table is used as the head on a last stage of its own.
+    A tied embedding is a copy on a last stage of its own, where it serves as the head.
     """
     embedding = NamedWeight(
         "embedding", table(model), tied=model.tie_embeddings and stage.embedding != stage.head
@@ -49,5 +49,5 @@ def stage_weights(model: ModelConfig, stage: Stage) -> Iterator[NamedWeight]:
 
 
 def model_weights(model: ModelConfig) -> Iterator[NamedWeight]:
-    """Weights of the whole model in order of use."""
+    """Return the weights of the whole model in order of use."""
     return stage_weights(model, Stage(tuple(range(model.num_layers)), embedding=True, head=True))

@@ -1,4 +1,4 @@
-"""Embedding and head: tables with a row per token of the vocabulary."""
+"""Embedding and head: matrices with a row per token of the vocabulary."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from app.plan.model.weight import Weight
 
 
 def table(model: ModelConfig) -> Weight:
-    """The embedding's, the head's, or that of both where they are tied."""
+    """Return the weight of the embedding or of the head, or of both if tied."""
     return Weight((model.vocab_size, model.hidden_size), tp=0)

@@ -1,8 +1,8 @@
-"""What a part of the model says of its weights: a record for each, before anything is cut.
+"""Records of weights: global shape, divided dimensions, initial values.
 
-Everything that has to know a weight reads its record: the modules (shape on a rank), the plan
-(parameters, buffers, counts), initial values, checkpoints (blocks) and the optimizer (decay, which
-ranks' gradients belong together).
+All code that has to know a weight reads its record: the modules (shape on a rank), the plan
+(parameters, buffers, counts), initial values, checkpoints (blocks) and the optimizer (decay, ranks
+whose gradients belong together).
 """
 
 from __future__ import annotations
@@ -14,61 +14,64 @@ from math import prod
 
 
 class Initial(Enum):
-    """Kind of initial values."""
+    """Distribution of initial values."""
 
     ones = "ones"  # norms
     zeros = "zeros"  # biases
     normal = "normal"  # N(0, model.init_std)
-    # N(0, model.init_std / √(2·num_layers)): what writes to the residual stream (GPT-2)
+    # N(0, model.init_std / √(2·num_layers)): projections to the residual stream (GPT-2)
     residual = "residual"
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight of the whole model, and which of its dimensions each kind of rank has a part of.
+    """A weight of the whole model, and the dimension that each parallel axis divides.
 
-    Where gate and up projection are stacked, they are a dimension of their own, so that equal parts
-    of the other dimensions have as much of either.
+    Stacked gate and up projections are a dimension of their own, so that equal parts of the other
+    dimensions hold as much of either.
     """
 
     shape: tuple[int, ...]
-    tp: int | None = None  # dimension that tensor-parallel ranks cut
-    ep: int | None = None  # dimension that expert-parallel ranks cut: that of the experts, 0
-    etp: int | None = None  # dimension that expert-tensor-parallel ranks cut
-    gate_up: int | None = None  # dimension of gate and up; in the tensor one with the next
+    tp: int | None = None  # dimension that tensor parallelism divides
+    ep: int | None = None  # dimension that expert parallelism divides: that of the experts, 0
+    etp: int | None = None  # dimension that expert tensor parallelism divides
+    gate_up: int | None = None  # dimension of gate and up; merged with the next one in the tensor
     initial: Initial = Initial.normal
     decay: bool = True  # weight decay applies
 
     @property
     def expert(self) -> bool:
-        """Whether it belongs to routed experts, which lie on a grid of ranks of their own."""
+        """True if it belongs to routed experts, which lie on the expert grid."""
         return self.ep is not None
 
     @property
     def replica(self) -> bool:
-        """Whether all tensor-parallel ranks hold it whole, and use it on their own tokens or heads
-        only: their gradients are parts of a sum.
+        """True if every tensor-parallel rank holds it whole and uses it on its own tokens or heads.
+
+        Its gradients must then be summed over these ranks.
         """
         return self.tp is None and not self.expert
 
     @property
     def numel(self) -> int:
-        """Elements of the whole."""
+        """Elements of the global tensor."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of the model. Its fields are its weights and the parts inside it, in the order in
-    which the module of the part registers them and by the same names; None: this model has none.
+    """A part of the model.
+
+    Its fields are its weights and inner parts, by the names and in the order in which the part's
+    module registers them; None if this model has none.
     """
 
     def numel(self) -> int:
-        """Elements of all its weights."""
+        """Return the elements of all its weights."""
         return sum(weight.numel for _, weight in self.weights())
 
     def weights(self, path: str = "") -> Iterator[tuple[str, Weight]]:
-        """Every weight with its name: `path`, then the path of fields."""
+        """Yield every weight with its name: `path`, then the path of fields."""
         for field in fields(self):
             inner = getattr(self, field.name)
             if isinstance(inner, Weight):

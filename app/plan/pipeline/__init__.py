@@ -1,1 +1,1 @@
-"""What pipeline ranks do within a step: compute lists to full action lists, proved and timed."""
+"""Pipeline schedules at work: compute lists lowered to full action lists, proved and timed."""

@@ -1,4 +1,4 @@
-"""The proof, before any process starts, that lowered lists run: no deadlock, no use too early."""
+"""Proof, before any process starts, that lowered lists run: no deadlock, no use before arrival."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from app.plan.pipeline.dependencies import (
 def check(
     lists: Sequence[Sequence[Action]], schedule: Sequence[Sequence[Compute]], v_shape: bool = False
 ) -> None:
-    """Replay all ranks' lists; an exchange blocks until all its operations have met their peers.
+    """Replay all ranks' lists.
 
-    What passes also runs if exchanges do not block, since then every action only starts earlier.
-    v_shape: see Pipeline.
+    An exchange blocks until all its operations have met their other side. Lists that pass also run
+    with non-blocking exchanges, since every action then only starts earlier. v_shape: see Pipeline.
 
     Raises ValueError, with the rank and a pointer into its list, if
     - ranks wait for each other in a circle, or two of them move tensors in different orders;
     - compute is not that of schedule[rank] (see build_schedule), or starts before its input has
-    been waited for;
-    - a tensor is sent before it is made; or an operation is started or waited for never, twice or
-    too early;
-    - a sent output is freed never, twice, before it has left, or after its backward;
+      been waited for;
+    - a tensor is sent before it is computed; or an operation is started or waited for never, twice
+      or too early;
+    - a sent output is freed never, twice, before its send is complete, or after its backward;
     - a chunk's parameters are not gathered once and before use, or its gradients not reduced once
-    and when complete.
+      and when complete.
     """
     if len(lists) != len(schedule):
         raise ValueError(f"{len(lists)} lists, but the schedule has {len(schedule)} pipeline ranks")
@@ -67,7 +67,7 @@ def check(
 
 
 def _sides(schedule: Sequence[Sequence[Compute]], pipeline: Pipeline) -> list[set[P2POp]]:
-    """Per rank, the operations that move what the schedule makes."""
+    """Return, per rank, the operations that move what the schedule computes."""
     sides: list[set[P2POp]] = [set() for _ in schedule]
     for rank, actions in enumerate(schedule):
         for action in actions:
@@ -82,7 +82,7 @@ def _refuse(faults: Iterator[str], rank: int, actions: Sequence[Action], place: 
 
 
 class _Wires:
-    """The tensors between each two ranks, in the order in which either side lists them."""
+    """Tensors between each two ranks, in the order in which either side lists them."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
@@ -92,7 +92,7 @@ class _Wires:
         self.listed: defaultdict[tuple[int, int, bool], deque[Made]] = defaultdict(deque)
 
     def meet(self, rank: int, exchange: Exchange) -> bool:
-        """Whether all operations of this rank's exchange have met their other sides by now."""
+        """Return whether all operations of this rank's exchange have met their other side."""
         if rank not in self.meeting:
             self.meeting[rank] = len(exchange.ops)
             for op in exchange.ops:
@@ -122,7 +122,7 @@ class _Wires:
 
 
 class _Rank:
-    """What one rank has done so far, and what it must not do now."""
+    """Actions that one rank has run, and the faults of the next one."""
 
     def __init__(
         self, rank: int, pipeline: Pipeline, schedule: Sequence[Compute], sides: set[P2POp]
@@ -144,7 +144,7 @@ class _Rank:
         }
 
     def run(self, action: Action) -> Iterator[str]:
-        """What is wrong with running `action` now; if nothing is, it has run."""
+        """Yield the faults of running `action` now; it has run if there are none."""
         match action:
             case Compute():
                 yield from self._compute_faults(action)
@@ -215,9 +215,9 @@ class _Rank:
             yield "its gradients are not complete"
 
     def left(self) -> Iterator[str]:
-        """What is missing at the end of the list."""
+        """Yield what is missing at the end of the list."""
         if len(self.made) < len(self.schedule):
-            yield f"the schedule goes on with {self.schedule[len(self.made)]}"
+            yield f"the schedule continues with {self.schedule[len(self.made)]}"
         yield from (f"{op} is never waited for" for op in self.started - self.waited)
         yield from (f"output F{mb}.{chunk} is never freed" for mb, chunk in self.sent - self.freed)
         yield from (

@@ -1,8 +1,7 @@
-"""What actions make and need, and all ranks' lists side by side on that, taking turns.
+"""Inputs and outputs of actions, and the replay of all ranks' lists in turns.
 
-What an action makes is named by letter, microbatch and stage: ("F", mb, s) is what stage s puts
-out, ("B", mb, s) the gradient of what went into it, ("W", mb, s) the gradients of its weights where
-backward is split.
+An output is named by letter, microbatch and stage: ("F", mb, s) is the output of stage s, ("B", mb,
+s) the gradient of its input, ("W", mb, s) the gradients of its weights if backward is split.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """How stages lie on ranks.
+    """Placement of stages on ranks.
 
     Chunk c of rank r is stage c·pp + r: every chunk goes up the ranks. In a V every other chunk
     goes down them, and chunk 1 of rank r is stage 2·pp − 1 − r. Rank 0 then has the first and the
@@ -45,11 +44,11 @@ class Pipeline:
         return self.pp * self.num_chunks - 1
 
     def stage(self, rank: int, chunk: int) -> int:
-        """Global number of a rank's chunk."""
+        """Return the global number of a rank's chunk."""
         return chunk * self.pp + self._mirrored(rank, chunk)
 
     def rank(self, stage: int) -> int:
-        """The rank that holds a stage, as its chunk stage // pp."""
+        """Return the rank that holds a stage, as its chunk stage // pp."""
         chunk, place = divmod(stage, self.pp)
         return self._mirrored(place, chunk)
 
@@ -57,12 +56,17 @@ class Pipeline:
         return self.pp - 1 - rank if self.v_shape and chunk % 2 else rank
 
     def makes(self, rank: int, action: Compute) -> Made:
-        """What this action of `rank` makes; a whole backward counts as its input's gradient."""
+        """Return the output of an action of `rank`.
+
+        A full backward counts as the gradient of its input.
+        """
         letter = "B" if isinstance(action, BackwardInput) else action.letter
         return letter, action.mb, self.stage(rank, action.chunk)
 
     def needs(self, rank: int, action: Compute) -> list[Made]:
-        """What must exist before: from the stages beside it, and earlier actions of its own."""
+        """Return the inputs of an action: outputs of neighbouring stages, and of its own earlier
+        actions.
+        """
         mb = action.mb
         stage = self.stage(rank, action.chunk)
         match action:
@@ -73,7 +77,10 @@ class Pipeline:
         return [("F", mb, stage), *([("B", mb, stage + 1)] if stage < self.last else [])]
 
     def sides(self, made: Made) -> Iterator[tuple[int, P2POp]]:
-        """(rank, operation) of sender and receiver; nothing for what stays on its rank."""
+        """Yield (rank, operation) of sender and receiver.
+
+        Nothing for an output that stays on its rank.
+        """
         letter, mb, source = made
         target = {"F": source + 1, "B": source - 1}.get(letter, -1)
         if not 0 <= target <= self.last:
@@ -86,13 +93,13 @@ class Pipeline:
             yield receiver, P2POp(flow, mb, target // self.pp, peer=sender, send=False)
 
     def moved(self, rank: int, op: P2POp) -> Made:
-        """What an operation of `rank` moves."""
+        """Return the output that an operation of `rank` moves."""
         stage = self.stage(rank, op.chunk)
         return op.flow, op.mb, stage if op.send else stage + (-1 if op.flow == "F" else 1)
 
 
 def pipeline_of(lists: Sequence[Sequence[Action]], v_shape: bool = False) -> Pipeline:
-    """The pipeline that lists[rank] belong to."""
+    """Return the pipeline that lists[rank] belong to."""
     chunks = [
         action.chunk for actions in lists for action in actions if isinstance(action, Compute)
     ]
@@ -100,12 +107,12 @@ def pipeline_of(lists: Sequence[Sequence[Action]], v_shape: bool = False) -> Pip
 
 
 def is_backward(action: Action) -> bool:
-    """Whether the action turns the gradient of a chunk's output into that of its input."""
+    """Return whether the action turns the gradient of a chunk's output into that of its input."""
     return isinstance(action, Backward | BackwardInput)
 
 
 def take_turns(lists: Sequence[Sequence[Item]], advance: Callable[[int, Item], bool]) -> list[int]:
-    """Run every rank's list in order until none can go on; result[rank] is where it stopped.
+    """Run every rank's list in order until none can continue; result[rank] is where it stopped.
 
     `advance(rank, item)` runs the item, or returns False while it has to wait for another rank.
     """
@@ -121,7 +128,7 @@ def take_turns(lists: Sequence[Sequence[Item]], advance: Callable[[int, Item], b
 
 
 def expect_finished(lists: Sequence[Sequence[Action]], places: Sequence[int]) -> None:
-    """Raise ValueError, with the action where each rank waits, if a list has not run to its end."""
+    """Raise ValueError, naming the action at which each rank waits, for an unfinished list."""
     stops = enumerate(zip(lists, places, strict=True))
     waiting = [
         f"rank {rank} at {excerpt(actions, place)}"
@@ -133,7 +140,7 @@ def expect_finished(lists: Sequence[Sequence[Action]], places: Sequence[int]) ->
 
 
 def excerpt(actions: Sequence[Action], place: int, around: int = 6) -> str:
-    """A list with a pointer at one place: … B0.0 >>> F3.0 <<< B1.0 …"""
+    """Return a list with a pointer at one place: … B0.0 >>> F3.0 <<< B1.0 …"""
     before = actions[max(0, place - around) : place]
     after = actions[place + 1 : place + 1 + around]
     words = ["…"] * (place > around) + [

@@ -1,9 +1,9 @@
-"""Where tensors move between pipeline ranks: exchanges added to the compute lists of all ranks.
+"""Send and receive between pipeline ranks: exchanges added to the compute lists of all ranks.
 
-All ranks share one virtual clock. A tensor is moved in the moment in which it is made, on both
-sides, and on each side its exchange stands behind what has ended by then. So all lists are ordered
-by one clock and both sides of every edge agree on the order. Even if every exchange blocked until
-its other sides arrived, none could wait for one that waits for it.
+All ranks share one virtual clock. A tensor moves at the moment it is produced, on both sides, and
+on each side its exchange follows the actions that have ended by then. So all lists are ordered by
+one clock, and both sides of every edge agree on the order. Even if every exchange blocked until its
+other sides arrived, none could wait for one that waits for it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from app.plan.actions import Action, Backward, Compute, Exchange, Flow, Forward,
 from app.plan.pipeline.dependencies import Made, Pipeline, expect_finished, pipeline_of
 from app.plan.pipeline.timeline import Moments, Times, compute_moments
 
-# Times of the overlapped lists. A send must take some time: then what the receiver computes while a
-# tensor is made ends after that, its side of the exchange stands before that action, and the tensor
-# moves beside it. Otherwise both would end in the same moment, the receive would be posted behind
-# the action, and the next one would wait for the whole transfer. In a V a microbatch comes back to
-# a rank after a few actions: there, lists made for slow sends lose up to 6 % where sends are fast.
+# Times of the overlapped lists. A send must take some time: then the action that the receiver
+# computes while a tensor is produced ends after that, the receiver's side of the exchange stands
+# before the action, and the tensor moves during it. Otherwise both would end at the same moment,
+# the receive would be posted after the action, and the next one would wait for the whole transfer.
+# In a V a microbatch comes back to a rank after a few actions: lists made for slow sends lose up to
+# 6 % there if sends are fast.
 OVERLAP_TIMES = Times(forward=1.0, backward=2.0, send=0.25)
 OVERLAP_TIMES_IN_V = Times(forward=1.0, backward=2.0, send=0.0625)
 
@@ -27,11 +28,11 @@ OVERLAP_TIMES_IN_V = Times(forward=1.0, backward=2.0, send=0.0625)
 def add_exchanges(
     lists: Sequence[Sequence[Compute]], overlap: bool, v_shape: bool = False
 ) -> list[list[Action]]:
-    """Each rank's compute actions, lists[rank], with its sends and receives and the waits for them.
+    """Add sends, receives and the waits for them to each rank's compute actions, lists[rank].
 
-    overlap: an exchange is posted as soon as its tensors are ready and waited for where they are
-    needed; otherwise it is waited for at once. v_shape: see Pipeline. Raises ValueError if the
-    lists wait for each other in a circle.
+    overlap: post an exchange as soon as its tensors are ready and wait where they are needed;
+    otherwise wait at once. v_shape: see Pipeline. Raises ValueError if the lists wait for each
+    other in a circle.
     """
     pipeline = pipeline_of(lists, v_shape)
     times = OVERLAP_TIMES_IN_V if v_shape else OVERLAP_TIMES
@@ -47,12 +48,12 @@ def add_exchanges(
 
 
 def tick_moments(lists: Sequence[Sequence[Compute]], pipeline: Pipeline) -> dict[Made, float]:
-    """The tick in which everything is made if every rank runs at most one action per tick.
+    """Return the tick of every output if each rank runs at most one action per tick.
 
-    With several chunks a forward and the whole backward behind it share a tick if both are ready.
-    All ranks then meet once per pair. They would meet a forward on one rank with a backward on the
-    other if each had its own tick, and the longer one would decide: 16 to 22 % of the step, where a
-    backward takes twice the time of a forward.
+    With several chunks, a forward and the full backward after it share a tick if both are ready, so
+    that all ranks meet once per pair. With a tick each, a forward on one rank would meet a backward
+    on the other, and the longer one would decide: 16 to 22 % of the step if a backward takes twice
+    the time of a forward.
     """
     places = [0] * pipeline.pp
     moments = dict[Made, float]()
@@ -75,7 +76,7 @@ def tick_moments(lists: Sequence[Sequence[Compute]], pipeline: Pipeline) -> dict
 def _ready(
     rank: int, actions: Sequence[Compute], moments: Moments, pipeline: Pipeline
 ) -> list[Made]:
-    """A rank's tick: its next action if that can run, and a whole backward behind a forward."""
+    """Return a rank's tick: its next action if it can run, and a full backward after a forward."""
     made: list[Made] = []
     for action in actions:
         paired = (
@@ -92,7 +93,10 @@ def _ready(
 
 
 def _exchanges(moments: Moments, pipeline: Pipeline) -> list[list[tuple[float, Exchange]]]:
-    """Per rank and moment what it sends and receives; hidden states first, then by microbatch."""
+    """Return, per rank and moment, its sends and receives.
+
+    Hidden states first, then by microbatch.
+    """
     ops: list[defaultdict[float, list[P2POp]]] = [defaultdict(list) for _ in range(pipeline.pp)]
     for made in sorted(moments, key=lambda made: (made[0] != "F", made)):
         for rank, op in pipeline.sides(made):
@@ -106,7 +110,7 @@ def _exchanges(moments: Moments, pipeline: Pipeline) -> list[list[tuple[float, E
 def _merge(
     actions: Sequence[Compute], exchanges: Sequence[tuple[float, Exchange]], ends: Sequence[float]
 ) -> list[Action]:
-    """Every exchange behind the actions that have ended by its moment."""
+    """Insert every exchange after the actions that have ended by its moment."""
     timed: list[tuple[float, int, Action]] = [
         (end, 0, action) for end, action in zip(ends, actions, strict=True)
     ]
@@ -115,7 +119,7 @@ def _merge(
 
 
 def add_waits(actions: Sequence[Action]) -> list[Action]:
-    """A Wait right behind every Exchange."""
+    """Insert a Wait right after every Exchange."""
     lowered: list[Action] = []
     for action in actions:
         lowered += [action, Wait(action.ops)] if isinstance(action, Exchange) else [action]
@@ -123,16 +127,15 @@ def add_waits(actions: Sequence[Action]) -> list[Action]:
 
 
 def add_late_waits(actions: Sequence[Action]) -> list[Action]:
-    """Waits as late as they may stand.
+    """Insert waits as late as they may stand.
 
-    For what is received: before the action that needs it. For what is sent: before the next compute
-    action but one after it was posted (its memory is written again no earlier than that), before
-    the backward of the same microbatch, which ends the life of the forward's output, and at the end
-    of the list.
+    Receives: before the action that needs the tensor. Sends: before the second compute action after
+    the post (the tensor's memory is written again no earlier), before the backward of the same
+    microbatch, which ends the life of the forward's output, and at the end of the list.
     """
     lowered: list[Action] = []
-    sends: dict[P2POp, int] = {}  # under way -> compute actions before them
-    # receives under way, by what needs them: flow, microbatch, chunk
+    sends: dict[P2POp, int] = {}  # in flight -> compute actions before them
+    # receives in flight, by what needs them: flow, microbatch, chunk
     receives: dict[tuple[Flow, int, int], P2POp] = {}
     computed = 0
     for action in actions:
@@ -158,7 +161,7 @@ def add_late_waits(actions: Sequence[Action]) -> list[Action]:
 
 
 def add_frees(actions: Sequence[Action]) -> list[Action]:
-    """Free every forward's output right behind the Wait for its sending."""
+    """Free every forward's output right after the Wait for its send."""
     lowered: list[Action] = []
     for action in actions:
         lowered.append(action)

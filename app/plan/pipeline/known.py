@@ -1,4 +1,4 @@
-"""Lists of actions that several plans have in common, each made once."""
+"""Cache of action lists that several plans share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from app.plan.schedule import build_schedule, v_shaped
 
 @dataclass(frozen=True, slots=True)
 class ScheduleKey:
-    """All that the lists of a training step follow from."""
+    """Values that determine the lists of a training step."""
 
     name: str  # of app.plan.schedule
     pp: int
@@ -24,14 +24,14 @@ class ScheduleKey:
 
 @dataclass(frozen=True, slots=True)
 class KnownSchedules:
-    """Compute lists, their order, and what they are lowered to; nobody changes them."""
+    """Compute lists, their order and their lowered lists; treated as immutable."""
 
     computes: dict[ScheduleKey, list[list[Compute]]] = field(default_factory=dict)
     orders: dict[ScheduleKey, ComputeOrder] = field(default_factory=dict)
     lowered: dict[tuple[ScheduleKey, bool], Walks] = field(default_factory=dict)
 
     def compute(self, key: ScheduleKey) -> list[list[Compute]]:
-        """What each pipeline rank computes. ValueError as in `build_schedule`."""
+        """Return the compute actions of each pipeline rank. ValueError as in `build_schedule`."""
         if key not in self.computes:
             self.computes[key] = build_schedule(
                 key.name,
@@ -43,13 +43,13 @@ class KnownSchedules:
         return self.computes[key]
 
     def order(self, key: ScheduleKey) -> ComputeOrder:
-        """The same in one order, to be timed."""
+        """Return these actions in one order, to be timed."""
         if key not in self.orders:
             self.orders[key] = ComputeOrder.of(self.compute(key), v_shaped(key.name))
         return self.orders[key]
 
     def walks(self, key: ScheduleKey, overlap: bool) -> Walks:
-        """Everything that each pipeline rank does (`lower_all`), and what it holds meanwhile."""
+        """Return all actions of each pipeline rank (`lower_all`), with the memory they hold."""
         if (key, overlap) not in self.lowered:
             lists = lower_all(self.compute(key), overlap, v_shape=v_shaped(key.name))
             self.lowered[key, overlap] = Walks(lists)

@@ -1,8 +1,8 @@
-"""From what every rank computes to everything it does: passes over the lists, each list -> list.
+"""Lowering of compute lists to full action lists: passes over the lists, each list -> list.
 
 A pass only inserts, so the compute order of `schedule` survives and `signed_order` of both lists is
-equal. Another way of moving tensors is another lowering of the same lists, never a branch in what
-runs them.
+equal. Another way of moving tensors is another lowering of the same lists, never a branch in the
+executor.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from app.plan.pipeline.exchanges import add_exchanges, add_frees
 
 
 def add_reductions(actions: Sequence[Action], delay: int = 0) -> list[Action]:
-    """ReduceGrads of a chunk right after the action that completes its gradients of the step.
+    """Insert ReduceGrads of a chunk right after the action that completes its gradients.
 
-    That is the chunk's last Backward, or its last BackwardWeight where backward is split, or the
-    `delay`-th of them after it, whatever its chunk, at most the last one. An exchange that stands
-    there goes first: another rank waits.
+    That is the chunk's last Backward (BackwardWeight if split), or the `delay`-th backward after
+    it, whatever its chunk, at most the last one. An exchange at that place goes first: another rank
+    waits.
     """
     places = [
         place
@@ -57,7 +57,7 @@ def add_reductions(actions: Sequence[Action], delay: int = 0) -> list[Action]:
 
 
 def add_gathers(actions: Sequence[Action]) -> list[Action]:
-    """GatherParams of a chunk before its first Forward, and before the waits that stand there."""
+    """Insert GatherParams of a chunk before its first Forward and the waits that precede it."""
     gathered: set[int] = set()
     lowered: list[Action] = []
     for action in actions:
@@ -72,7 +72,7 @@ def add_gathers(actions: Sequence[Action]) -> list[Action]:
 
 
 def lower(actions: Sequence[Action], delay: int = 0) -> list[Action]:
-    """One rank's actions with what it does besides: freeing, reducing, gathering."""
+    """Add freeing, reducing and gathering to one rank's actions."""
     return add_gathers(add_reductions(add_frees(actions), delay))
 
 
@@ -82,12 +82,12 @@ def lower_all(
     align_reductions: bool = False,
     v_shape: bool = False,
 ) -> list[list[Action]]:
-    """Everything that every pipeline rank does in a step; schedule[rank] is from build_schedule.
+    """Return all actions of every pipeline rank in a step; schedule[rank] is from build_schedule.
 
-    overlap: exchanges run beside compute; otherwise each is waited for where it stands.
-    align_reductions: pipeline rank r starts a chunk's reduction r backwards later, when rank 0,
-    which gets there last, starts its own: data-parallel traffic of all stages then falls into the
-    same time. v_shape: how stages lie on ranks, see Pipeline.
+    overlap: exchanges run beside compute; otherwise each is waited for at once. align_reductions:
+    pipeline rank r starts a chunk's reduction r backwards later, when rank 0, which gets there
+    last, starts its own: data-parallel traffic of all stages then falls into the same time.
+    v_shape: placement of stages on ranks, see Pipeline.
 
     Raises ValueError if the lists wait for each other in a circle. `check` proves the result.
     """

@@ -1,11 +1,11 @@
-"""How many microbatches and buffers a pipeline rank holds at each of its actions: a walk along its
-list, in counts, which are the same whatever the microbatches weigh.
+"""Numbers of microbatches and buffers that a pipeline rank holds during each of its actions.
 
-A forward leaves what autograd keeps, and an output that stays until it is freed, or until its
-backward where nothing sends it. Memory of a receive is there from the exchange that starts it:
-hidden states become kept input in their forward, a gradient is gone after its backward. A gradient
-to be sent stays until its send has been waited for. Between the two parts of a split backward only
-what gradients of weights need stays.
+A walk along its list, in counts, which do not depend on the sizes of microbatches. A forward leaves
+saved activations, and an output that stays until it is freed, or until its backward if nothing
+sends it. The memory of a receive exists from the exchange that starts it: hidden states become a
+saved input in their forward; a gradient is dead after its backward. A gradient to be sent stays
+until its send has been waited for. Between the two parts of a split backward only what weight
+gradients need stays.
 """
 
 from __future__ import annotations
@@ -28,31 +28,32 @@ from app.plan.actions import (
 )
 from app.plan.recompute import spared_microbatches
 
-Counts = tuple[int, ...]  # of microbatches: of each chunk those recomputed as usual, those spared
-# of each chunk: whether hidden states come in, otherwise tokens; whether they go on, otherwise the
-# loss ends here
+# microbatches per chunk: [recomputed as usual, spared] of chunk 0, then of chunk 1, …
+Counts = tuple[int, ...]
+# per chunk: whether hidden states (not tokens) come in, and whether they go out (not into the loss)
 Borders = tuple[tuple[bool, bool], ...]
 
 
 class Moment(NamedTuple):
-    """What is there while an action runs."""
+    """Memory in use while an action runs, in counts."""
 
     letter: str  # of the action
-    place: int  # its microbatch's in counts
-    live: Counts  # from forward to backward, that of the action itself among them
+    place: int  # index of its microbatch's entry in the counts
+    live: Counts  # from forward to backward, the action's own microbatch included
     waiting: Counts  # for the second part of a split backward
-    buffers: int  # between stages
+    buffers: int  # sent or received tensors between stages
 
 
 @dataclass(frozen=True, slots=True)
 class Walks:
-    """Moments of the lists of all pipeline ranks, walked along when they are first asked for."""
+    """Moments of the lists of all pipeline ranks, computed on first use."""
 
     actions: Sequence[Sequence[Action]]  # [pp_rank]
     found: dict[tuple[int, int, Borders], dict[Moment, str]] = field(default_factory=dict)
 
     def moments(self, pp_rank: int, partial: int, borders: Borders) -> dict[Moment, str]:
-        """All different ones of a rank -> the first action that has it, in the list's order;
+        """Return the distinct moments of a rank -> first action of each, in the list's order.
+
         `partial` as in `RecomputePolicy`.
         """
         key = pp_rank, partial, borders
@@ -66,7 +67,7 @@ class Walks:
 def moments_of(
     actions: Sequence[Action], spared: frozenset[MicrobatchChunk], borders: Borders
 ) -> dict[Moment, str]:
-    """Those of one list; `spared`: microbatches in chunks that are recomputed less than usual."""
+    """Return the moments of one list; `spared`: microbatches in chunks that are recomputed less."""
     walk = _Walk(spared, borders, [0] * 2 * len(borders), [0] * 2 * len(borders))
     for action in actions:
         walk.take(action)
@@ -79,12 +80,12 @@ class _Walk:
     borders: Borders
     live: list[int]
     waiting: list[int]
-    # buffers: what it is, microbatch, chunk
+    # buffers: name, microbatch, chunk
     buffers: set[tuple[str, int, int]] = field(default_factory=set)
     seen: dict[Moment, str] = field(default_factory=dict)
 
     def take(self, action: Any) -> None:
-        """Add and free what one action does; actions that hold no memory change nothing."""
+        """Apply what one action allocates and frees."""
         kind = type(action)  # a match takes three times as long
         if kind is Forward:
             self._forward(action, action.mb, action.chunk)
@@ -101,7 +102,7 @@ class _Walk:
         return 2 * chunk + ((mb, chunk) in self.spared)
 
     def _move(self, action: Any, waits: bool) -> None:
-        """A receive takes memory when it starts; a gradient's send frees it when it is over."""
+        """Allocate for a receive when it starts; free a sent gradient when its send is complete."""
         for op in action.ops:
             if waits and op.send and op.flow == "B":
                 self._drop("gradient", op.mb, op.chunk)
@@ -111,7 +112,7 @@ class _Walk:
     def _forward(self, action: OnMicrobatch, mb: int, chunk: int) -> None:
         takes, gives = self.borders[chunk]
         if not self._drop("in F", mb, chunk) and takes:
-            self._drop("output", mb, chunk - 1)  # of the stage before, which is on this rank too
+            self._drop("output", mb, chunk - 1)  # of the previous stage, on this rank too
         self.live[self._place(mb, chunk)] += 1
         self._see(action)
         if gives:
@@ -124,7 +125,7 @@ class _Walk:
         self.live[place] -= 1
         self.waiting[place] += isinstance(action, BackwardInput)
         if not self._drop("in B", mb, chunk) and gives:
-            self._drop("gradient", mb, chunk + 1)  # of the stage behind, which is on this rank too
+            self._drop("gradient", mb, chunk + 1)  # of the next stage, on this rank too
         self._drop("output", mb, chunk)
         if takes:
             self.buffers.add(("gradient", mb, chunk))
@@ -134,7 +135,7 @@ class _Walk:
         self.waiting[self._place(action.mb, action.chunk)] -= 1
 
     def _see(self, action: OnMicrobatch) -> None:
-        """Remember what is there, unless it has been like that before."""
+        """Record the moment, unless an equal one was seen before."""
         moment = Moment(
             action.letter,
             self._place(action.mb, action.chunk),
@@ -145,7 +146,7 @@ class _Walk:
         self.seen.setdefault(moment, str(action))
 
     def _drop(self, what: str, mb: int, chunk: int) -> bool:
-        """Let go of a buffer; False where there is none."""
+        """Drop a buffer; return whether it was there."""
         there = (what, mb, chunk) in self.buffers
         self.buffers.discard((what, mb, chunk))
         return there

@@ -1,5 +1,6 @@
-"""All pipeline ranks' compute in one order, each action behind what it needs: worked out once for a
-schedule, then timed as often as there are times.
+"""Compute actions of all pipeline ranks in one dependency order.
+
+It is computed once per schedule, then timed for any times.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ Span = tuple[float, float]  # start, end
 
 @dataclass(frozen=True, slots=True)
 class ComputeOrder:
-    """Compute lists of all ranks, which each run from front to back as early as they can."""
+    """Compute lists of all ranks, each run from front to back as early as it can."""
 
     pipeline: Pipeline
-    made: tuple[Made, ...]  # by each action, in an order in which all can run
-    # of each: its rank, its place in a table of times of letters × stages, and the place here of
-    # what it gets from another rank. What its own rank makes it has anyway: that stands before it.
+    made: tuple[Made, ...]  # output of each action, in an order in which all can run
+    # of each: its rank, its index in a table of times of letters × stages, and the index here of
+    # its input from another rank; inputs from its own rank precede it anyway
     steps: tuple[tuple[int, int, int], ...]
 
     @classmethod
     def of(cls, lists: Sequence[Sequence[Compute]], v_shape: bool = False) -> ComputeOrder:
-        """Of lists[rank]. Raises ValueError if they wait for each other in a circle."""
+        """Build the order of lists[rank].
+
+        Raises ValueError if they wait for each other in a circle.
+        """
         pipeline = pipeline_of(lists, v_shape)
         places: dict[Made, int] = {}
         steps: list[tuple[int, int, int]] = []
@@ -48,8 +52,9 @@ class ComputeOrder:
         return cls(pipeline, tuple(places), tuple(steps))
 
     def spans(self, seconds: Sequence[float], send: float) -> Iterator[tuple[int, Span]]:
-        """(rank, when) of each action: `seconds` are times by letter and stage, and what another
-        rank makes arrives `send` later.
+        """Yield (rank, (start, end)) of each action.
+
+        seconds: times by letter and stage. send: delay of an output of another rank.
         """
         now = [0.0] * self.pipeline.pp
         ends: list[float] = []
@@ -62,5 +67,5 @@ class ComputeOrder:
             yield rank, (start, now[rank])
 
     def makespan(self, seconds: Sequence[float], send: float) -> float:
-        """From the start of the first action to the end of the last."""
+        """Return the time from the start of the first action to the end of the last."""
         return max((end for _, (_, end) in self.spans(seconds, send)), default=0.0)

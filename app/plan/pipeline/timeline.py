@@ -11,29 +11,33 @@ from app.plan.pipeline.dependencies import Made, Pipeline, expect_finished, pipe
 from app.plan.pipeline.order import LETTERS, ComputeOrder, Span
 from app.plan.schedule import peak_in_flight
 
-# the same for every stage, or one for each, in the order in which a microbatch passes
+# one number for every stage, or one for each, in the order in which a microbatch passes
 PerStage = float | tuple[float, ...]
-Moments = Mapping[Made, float]  # when
+Moments = Mapping[Made, float]  # output -> time at which it is computed
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """How long one action takes on one microbatch and stage, in any unit, the same for all."""
+    """Times of one action on one microbatch and stage, in any common unit."""
 
     forward: PerStage = 1.0
-    backward: PerStage = 2.0  # both parts
-    # the part of backward that yields the gradients of weights; None: half
+    backward: PerStage = 2.0  # full backward, both parts
+    # weight gradients' part of backward; None: half
     weight: PerStage | None = None
     send: float = 0.0  # moving one tensor to another rank
 
     def in_order(self, num_stages: int) -> list[float]:
-        """By letter and stage, as a `ComputeOrder` has them. ValueError as in `by_letter`."""
+        """Return times by letter and stage, as `ComputeOrder` takes them.
+
+        ValueError as in `by_letter`.
+        """
         found = self.by_letter(num_stages)
         return [seconds for letter in LETTERS for seconds in found[letter]]
 
     def by_letter(self, num_stages: int) -> dict[str, tuple[float, ...]]:
-        """Times of every stage, under the letter of the action. ValueError for tuples that do
-        not have num_stages entries.
+        """Return times of every stage by letter of the action.
+
+        Raises ValueError for tuples that do not have num_stages entries.
         """
         forward = _each(self.forward, num_stages)
         whole = _each(self.backward, num_stages)
@@ -53,7 +57,7 @@ def _each(time: PerStage, num_stages: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An action and when it ran; an exchange runs beside the compute that follows it."""
+    """An action with its start and end; an exchange runs beside the compute that follows it."""
 
     action: Action
     start: float
@@ -62,20 +66,20 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A whole step."""
+    """Timeline of a step on all pipeline ranks."""
 
     events: tuple[tuple[Event, ...], ...]  # [pipeline rank], in the order of its list
-    # per rank: most microbatches, counted per chunk, that wait for their backward
+    # per rank: most microbatches in flight, counted per chunk
     peak_in_flight: tuple[int, ...]
 
     @property
     def makespan(self) -> float:
-        """From the start of the step to the end of the last action."""
+        """Time from the start of the step to the end of the last action."""
         return max((event.end for events in self.events for event in events), default=0.0)
 
     @property
     def bubble_fraction(self) -> float:
-        """Part of all ranks' time in which they do not compute."""
+        """Share of all ranks' time in which they do not compute."""
         busy = sum(
             event.end - event.start
             for events in self.events
@@ -88,13 +92,13 @@ class Timeline:
 def simulate(
     lists: Sequence[Sequence[Action]], times: Times | None = None, v_shape: bool = False
 ) -> Timeline:
-    """The step that results when every rank runs its list, lists[rank], as early as it can.
+    """Return the timeline of a step in which every rank runs lists[rank] as early as it can.
 
-    Compute waits for what it needs, and takes `times`. In lists with exchanges, those of a rank run
-    one after the other, beside its compute; each starts when it stands in the list and ends when
-    all its tensors have moved, which each does from when both sides have started; such lists must
-    pass `check`. In lists without, what another rank makes arrives `send` after it is made.
-    v_shape: see Pipeline.
+    Compute waits for its inputs and takes `times`. With exchanges in the lists, those of a rank run
+    one after the other, beside its compute; each starts at its place in the list and ends when all
+    its tensors have moved, each of which starts moving when both sides have started; such lists
+    must pass `check`. Without exchanges, an output of another rank arrives `send` after it is
+    computed. v_shape: see Pipeline.
 
     Raises ValueError if the lists wait for each other in a circle, or `times` are for another
     number of stages.
@@ -109,8 +113,9 @@ def simulate(
 def ordered_timeline(
     lists: Sequence[Sequence[Compute]], order: ComputeOrder, times: Times
 ) -> Timeline:
-    """The step of compute lists whose order is known already. ValueError for `times` of another
-    number of stages.
+    """Return the timeline of compute lists whose order is known.
+
+    Raises ValueError for `times` of another number of stages.
     """
     spans: list[list[Span]] = [[] for _ in lists]
     for rank, span in order.spans(times.in_order(order.pipeline.last + 1), times.send):
@@ -127,7 +132,10 @@ def _timeline(lists: Sequence[Sequence[Action]], spans: Sequence[Sequence[Span]]
 
 
 def compute_moments(lists: Sequence[Sequence[Compute]], v_shape: bool, times: Times) -> Moments:
-    """When everything is made if each rank runs as early as it can. ValueError as in `simulate`."""
+    """Return when every output is computed if each rank runs as early as it can.
+
+    ValueError as in `simulate`.
+    """
     order = ComputeOrder.of(lists, v_shape)
     spans = order.spans(times.in_order(order.pipeline.last + 1), times.send)
     return {made: end for made, (_, (_, end)) in zip(order.made, spans, strict=True)}
@@ -148,35 +156,35 @@ def _run(lists: Sequence[Sequence[Action]], pipeline: Pipeline, times: Times) ->
 
 @dataclass(slots=True)
 class _Posted:
-    """An exchange that its rank has come to and that has not ended."""
+    """An exchange that its rank has posted and that has not ended."""
 
     rank: int
     place: int  # in the rank's list
     ops: tuple[P2POp, ...]
-    start: float  # when it was posted; once it has started, when that was
+    start: float  # when it was posted, then when it started
     ready: float  # latest start of the other sides that it has met
     missing: int  # operations that have not met their other side
 
 
 class _Run:
-    """A step under way."""
+    """State of a simulated step."""
 
     def __init__(self, lists: Sequence[Sequence[Action]], pipeline: Pipeline, times: Times) -> None:
         self.pipeline = pipeline
         self.send = times.send
         self.times = times.by_letter(pipeline.last + 1)
-        self.now = [0.0] * pipeline.pp  # per rank: when it is done with what it has run so far
+        self.now = [0.0] * pipeline.pp  # per rank: end of its last action
         self.made: dict[Made, float] = {}  # when
         # [rank][position in its list]: start and end
         self.spans = [[(0.0, 0.0)] * len(actions) for actions in lists]
         self.queues: list[deque[_Posted]] = [deque() for _ in lists]
         self.free = [0.0] * pipeline.pp  # per rank: end of its last finished exchange
-        # exchanges that have started, by what they wait to move
+        # started exchanges, by the output that they wait to move
         self.unmet: dict[Made, _Posted] = {}
         self.ended: list[dict[P2POp, float]] = [{} for _ in lists]  # per rank
 
     def advance(self, rank: int, item: tuple[int, Action]) -> bool:
-        """Run the action at this position; False if what it waits for has not happened yet."""
+        """Run the action at this position; return False if its inputs are not there yet."""
         place, action = item
         start = end = self.now[rank]
         match action:
@@ -206,8 +214,9 @@ class _Run:
         return self.made[need] + (self.send if self.pipeline.rank(need[2]) != rank else 0.0)
 
     def _start(self, posted: _Posted) -> None:
-        """Start the first exchange in a rank's queue; end what it was the last to hold up, and
-        start what that held up.
+        """Start the first exchange in a rank's queue.
+
+        End those that waited only for it, and start what these held up.
         """
         starting = [posted]
         while starting:
@@ -226,7 +235,7 @@ class _Run:
             starting += self._end(posted)
 
     def _end(self, posted: _Posted) -> list[_Posted]:
-        """End an exchange if nothing of it is missing; what can start then."""
+        """End an exchange if nothing of it is missing; return the exchanges that can start then."""
         if posted.missing:
             return []
         rank = posted.rank

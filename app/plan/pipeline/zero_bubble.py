@@ -1,7 +1,7 @@
-"""ZB-V: split backward, two chunks per rank in a V: no rank idles while microbatches flow.
+"""ZB-V: split backward, two chunks per rank in a V, no idle rank while microbatches flow.
 
 A microbatch goes down the ranks through their chunks 0 and back up through their chunks 1, so rank
-0 holds its loss and starts its backward without a hop (Qi et al. 2023, "Zero Bubble Pipeline
+0 holds its loss and starts its backward without a send (Qi et al. 2023, "Zero Bubble Pipeline
 Parallelism"; the V and its constant memory: Qi et al. 2024, "Pipeline Parallelism with Controllable
 Memory"). Orders are (letter, microbatch, chunk), as actions print: F forward, I gradient of the
 input, W gradients of the weights.
@@ -15,26 +15,26 @@ Step = tuple[str, int, int]  # letter, microbatch, chunk
 
 
 def zero_bubble_v(pp: int, num_microbatches: int) -> list[list[Step]]:
-    """What every rank computes, in order; result[rank].
+    """Return the compute actions of every rank, in order; result[rank].
 
-    Found by running all ranks on one clock, on which F, I and W each take a tick. A rank takes what
-    it can run: an F before an I before a W, and each of either chunk in turn. At most 2·pp of its
-    chunk-microbatches are in flight, from F to W: the memory of pp whole microbatches, 1F1B's peak.
-    So every rank comes to run F F I I W W over and over, one of each chunk, and with other ratios
-    of their times the bubble grows, but not with the number of microbatches.
+    All ranks are simulated on one clock, on which F, I and W each take a tick. A rank runs the
+    first action that is ready: an F before an I before a W, and each alternating between the
+    chunks. At most 2·pp of its chunk-microbatches are in flight, from F to W: the memory of pp full
+    microbatches, 1F1B's peak. So every rank settles into F F I I W W, one of each chunk. With other
+    ratios of their times the bubble grows, but not with the number of microbatches.
 
-    The last of the 2·pp places is left to chunk 1, or forwards of chunk 0 could fill them all with
-    microbatches whose backward cannot start. So the oldest microbatch can always go on, and no
-    order is stuck.
+    The last of the 2·pp places is reserved for chunk 1. Otherwise forwards of chunk 0 could fill
+    them all with microbatches whose backward cannot start. So the oldest microbatch can always
+    continue, and no order gets stuck.
 
     On that clock a step of at least 2·pp microbatches on up to 16 ranks takes 6·num_microbatches +
-    pp − 1 ticks, as few as any can: the last rank starts after pp − 1. In the same ticks ZB-H1's
+    pp − 1 ticks, the least possible: the last rank starts after pp − 1. In the same ticks ZB-H1's
     bubble is 2·(pp − 1) and 1F1B's 6·(pp − 1).
     """
     clock = _Clock(pp, num_microbatches)
     orders: list[list[Step]] = [[] for _ in range(pp)]
     while any(len(order) < 6 * num_microbatches for order in orders):
-        # what all ranks can run, before any of them does
+        # what all ranks can run, before any of them runs it
         ready = [list(clock.ready(rank)) for rank in range(pp)]
         assert any(ready), "stuck"
         for rank, steps in enumerate(ready):
@@ -45,18 +45,18 @@ def zero_bubble_v(pp: int, num_microbatches: int) -> list[list[Step]]:
 
 
 class _Clock:
-    """How far every stage is: microbatches pass each stage in order, so that counts say it all."""
+    """Progress of every stage in microbatches, which pass each stage in order."""
 
     def __init__(self, pp: int, num_microbatches: int) -> None:
         self.stages = [(rank, 2 * pp - 1 - rank) for rank in range(pp)]  # [rank][chunk]
         self.last = 2 * pp - 1
         self.total = num_microbatches
         self.done = {letter: [0] * 2 * pp for letter in "FIW"}  # [stage]: microbatches
-        # [rank]: the chunk that comes first
+        # [rank]: chunk that is tried first
         self.turns = [dict.fromkeys("FIW", 1) for _ in range(pp)]
 
     def ready(self, rank: int) -> Iterator[Step]:
-        """What the rank can run now, in the order in which it should."""
+        """Yield the actions that the rank can run now, in order of preference."""
         for letter, turn in self.turns[rank].items():
             for chunk in (turn, 1 - turn):
                 mb = self.done[letter][self.stages[rank][chunk]]
@@ -64,7 +64,7 @@ class _Clock:
                     yield letter, mb, chunk
 
     def _arrived(self, letter: str, rank: int, chunk: int) -> int:
-        """How many microbatches the rank could have run by now."""
+        """Return how many microbatches the rank could have run by now."""
         forwards, inputs, weights = self.done.values()
         stage = self.stages[rank][chunk]
         if letter == "W":
@@ -77,7 +77,7 @@ class _Clock:
         return forwards[stage - 1] if stage else self.total
 
     def run(self, rank: int, step: Step) -> None:
-        """Count what the rank has run."""
+        """Record that the rank has run a step."""
         letter, _, chunk = step
         self.done[letter][self.stages[rank][chunk]] += 1
         self.turns[rank][letter] = 1 - chunk

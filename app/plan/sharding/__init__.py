@@ -1,1 +1,1 @@
-"""Which part of every parameter a rank holds, and how one layout's parts fill another's."""
+"""Shards of every parameter on a rank, and the mapping of one layout's shards to another's."""

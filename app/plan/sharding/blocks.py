@@ -1,7 +1,7 @@
-"""Which part of a weight a rank holds: for modules, the plan, checkpoints and initial weights.
+"""Block of a weight that a rank holds: for modules, the plan, checkpoints and initial weights.
 
-A cut is one range of rows or columns, where need be in a global shape with one dimension more (see
-`app.plan.sharding.reshard`). Which dimension each axis cuts is the weight's own record's business
+A block is one range of rows or columns, if necessary of a global shape with one dimension more (see
+`app.plan.sharding.reshard`). The weight's own record says which dimension each axis divides
 (`app.plan.model`).
 """
 
@@ -17,7 +17,7 @@ from app.plan.sharding.reshard import Block
 
 @dataclass(frozen=True, slots=True)
 class ShardCoords:
-    """Where a rank is on the axes that cut weights, as (index, ranks)."""
+    """Coordinates of a rank on the axes that divide weights, as (index, ranks)."""
 
     tp: tuple[int, int] = (0, 1)
     ep: tuple[int, int] = (0, 1)
@@ -25,7 +25,7 @@ class ShardCoords:
 
     @classmethod
     def of(cls, layout: ParallelLayout, rank: int) -> ShardCoords:
-        """Those of global rank `rank`."""
+        """Return the coordinates of global rank `rank`."""
         dense = layout.coords(rank)
         expert = layout.coords(rank, expert=True)
         return cls(
@@ -33,9 +33,9 @@ class ShardCoords:
         )
 
     def block(self, weight: Weight) -> Block:
-        """This rank's block; its sizes have as many elements as its tensor, in the same order.
+        """Return this rank's block; its elements are those of its tensor, in the same order.
 
-        ValueError for a dimension that does not divide.
+        Raises ValueError for a dimension that does not divide.
         """
         block = Block.whole(*weight.shape)
         for dim, index, parts in self._cuts(weight):
@@ -43,7 +43,7 @@ class ShardCoords:
         return block
 
     def shape(self, weight: Weight) -> tuple[int, ...]:
-        """Shape of this rank's tensor."""
+        """Return the shape of this rank's tensor."""
         sizes = list(weight.shape)
         for dim, _, parts in self._cuts(weight):
             sizes[dim] //= parts
@@ -53,7 +53,7 @@ class ShardCoords:
         return tuple(sizes)
 
     def _cuts(self, weight: Weight) -> Iterator[tuple[int, int, int]]:
-        """Dimension, this rank's part, parts."""
+        """Yield (dimension, this rank's index, ranks) of every axis that divides the weight."""
         for dim, axis in ((weight.tp, self.tp), (weight.ep, self.ep), (weight.etp, self.etp)):
             if dim is not None:
                 yield dim, *axis

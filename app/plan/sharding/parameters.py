@@ -1,4 +1,4 @@
-"""What a rank holds of a stage: parameters in the engine's order, and their places in buffers."""
+"""Parameters of a stage on one rank, in the engine's order, and their layout in buffers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from app.plan.sharding.blocks import ShardCoords
 from app.plan.shards import BufferLayout, buffer_layout
 from app.plan.stages import Stage
 
-ALIGN = 64  # elements: every parameter starts where vector loads and grouped products can begin
-# elements: large enough to use the links well, also with many ranks
+ALIGN = 64  # elements: parameters start at addresses that vector loads and grouped GEMMs accept
+# elements: large enough to saturate the links, also with many ranks
 BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """This rank's part of one parameter."""
+    """One rank's part of a parameter."""
 
     name: str  # global name, the same in every layout
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class ChunkBuffers:
-    """Layouts of a chunk's two buffers; None where it has no such parameter."""
+    """Layouts of a chunk's two buffers; None without such parameters."""
 
     dense: BufferLayout | None  # shared by the ranks of dp and cp
     expert: BufferLayout | None  # shared by the ranks of edp
@@ -44,8 +44,8 @@ class ChunkBuffers:
 def chunk_parameters(
     model: ModelConfig, stage: Stage, layout: ParallelLayout
 ) -> tuple[Parameter, ...]:
-    """Parameters of a stage on each of its ranks, in order of use (`stage_weights`)."""
-    coords = ShardCoords.of(layout, 0)  # shapes are those of every rank
+    """Return the parameters of a stage on each of its ranks, in order of use (`stage_weights`)."""
+    coords = ShardCoords.of(layout, 0)  # shapes are equal on every rank
     return tuple(
         Parameter(each.name, coords.shape(each.weight), expert=each.weight.expert, tied=each.tied)
         for each in stage_weights(model, stage)
@@ -55,7 +55,7 @@ def chunk_parameters(
 def chunk_buffers(
     parameters: Sequence[Parameter], layout: ParallelLayout, optim: OptimConfig
 ) -> ChunkBuffers:
-    """Where the parameters of a chunk lie, as the optimizer shards them.
+    """Return the layout of a chunk's parameters, as the optimizer shards them.
 
     A tied parameter has a bucket of its own, so that its shards are the same on both stages.
     """
@@ -71,7 +71,7 @@ def _aligned(
 ) -> BufferLayout | None:
     if not parameters:
         return None
-    # without overlap, several buckets bring nothing
+    # several buckets gain nothing without overlap
     together = world == 1 or not (optim.overlap_grads or optim.overlap_params)
     bucket = None if together else optim.bucket_numel or max(BUCKET, BUCKET_PER_RANK * world)
     numels = [parameter.numel for parameter in parameters]

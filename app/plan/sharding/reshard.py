@@ -1,13 +1,13 @@
-"""Which parts of what one layout holds fill what another one needs.
+"""Overlaps between the shards of one layout and those of another.
 
-A parameter is cut twice. Tensor and expert parallelism give a rank a *block* of the global tensor;
-data parallelism then gives it a contiguous *part* of that block, flattened row by row, for the
-optimizer's state. `overlaps` intersects two such slices of one global tensor. Everything here
-counts elements, not bytes.
+A parameter is divided twice. Tensor and expert parallelism give a rank a *block* of the global
+tensor; data parallelism then gives it a contiguous *part* of that block, flattened row by row, for
+the optimizer's state. `overlaps` intersects two such slices of one global tensor. All numbers are
+elements, not bytes.
 
-Cuts that are not one range of rows or columns become so in a global shape with one dimension more.
-A SwiGLU's first matrix of shape [2F, D] holds the gate's rows, then the up projection's, and each
-is cut for itself: (2, F, D) cut along 1. Those of stacked experts, [E, D, 2F], are cut along 0 by
+A block that is not one range of rows or columns becomes one in a global shape with one dimension
+more. A SwiGLU's first matrix of shape [2F, D] holds the gate's rows, then the up projection's, and
+each is divided for itself: (2, F, D) along 1. Stacked experts, [E, D, 2F], are divided along 0 by
 expert and along 3 by width as (E, D, 2, F).
 """
 
@@ -24,7 +24,7 @@ from app.plan.shards import Bounds
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A box of a global tensor, [start, stop) along every dimension, held contiguous."""
+    """Box of a global tensor, [start, stop) along every dimension, held contiguous."""
 
     shape: tuple[int, ...]  # of the global tensor
     start: tuple[int, ...]
@@ -32,13 +32,14 @@ class Block:
 
     @classmethod
     def whole(cls, *shape: int) -> Block:
-        """The block that is a whole tensor of this shape."""
+        """Return the block that is a whole tensor of this shape."""
         return cls(shape, (0,) * len(shape), shape)
 
     def cut(self, dim: int, parts: int, index: int) -> Block:
-        """Part `index` of `parts` equal ones along `dim`; cuts along several dimensions can follow.
+        """Return part `index` of `parts` equal ones along `dim`.
 
-        ValueError for a dimension that does not divide and for an index outside the parts.
+        Cuts along other dimensions can follow. Raises ValueError for a dimension that does not
+        divide and for an index outside the parts.
         """
         if not 0 <= index < parts:
             raise ValueError(f"part {index} is outside the {parts} parts")
@@ -63,7 +64,10 @@ class Block:
         return prod(self.sizes)
 
     def intersection(self, other: Block) -> Block:
-        """What both hold, maybe nothing; ValueError if the global tensors differ in shape."""
+        """Return the box that both hold, maybe empty.
+
+        ValueError if the global tensors differ in shape.
+        """
         if self.shape != other.shape:
             raise ValueError(
                 f"blocks of a tensor of shape {self.shape} and of one of shape {other.shape}"
@@ -79,30 +83,30 @@ def _put(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What one rank holds of a parameter: a block, or a part of it."""
+    """One rank's share of a parameter: a block, or a part of it."""
 
     block: Block
     part: Bounds | None = None  # of the flattened block; None: all of it
 
     @property
     def bounds(self) -> Bounds:
-        """The part, in the flattened block."""
+        """The part, as a range of the flattened block."""
         return (0, self.block.numel) if self.part is None else self.part
 
 
 class Overlap(NamedTuple):
-    """Elements that two slices share, counted from the start of each; ranges equally long."""
+    """Elements that two slices share, as ranges of equal length from the start of each."""
 
     have: Bounds
     want: Bounds
 
 
 def overlaps(have: Slice, want: Slice) -> Iterator[Overlap]:
-    """The runs of elements that both hold, ascending on both sides.
+    """Yield the runs of elements that both hold, ascending on both sides.
 
-    One run where both cut rows, one per row where a side cuts columns. Runs in front of the parts
-    are skipped by bisection, so that time grows with what is found. ValueError if the global
-    tensors differ in shape.
+    There is one run if both divide rows, one per row if a side divides columns. Runs before the
+    parts are skipped by bisection, so that time grows with the number of runs found. Raises
+    ValueError if the global tensors differ in shape.
     """
     runs = _shared_runs(have.block, want.block)
     (begin, end), (begin_want, end_want) = have.bounds, want.bounds
@@ -125,20 +129,20 @@ def overlaps(have: Slice, want: Slice) -> Iterator[Overlap]:
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """Where elements that two blocks share lie in each, flattened: `count` runs of `length`."""
+    """Elements that two blocks share, as `count` runs of `length` in each flattened block."""
 
     length: int
     first: tuple[int, int]  # start of the first run on both sides
-    # dimensions that the runs are stacked along: runs, stride on both sides
+    # dimensions that the runs are stacked along: size, stride on both sides
     outer: tuple[tuple[int, int, int], ...]
 
     @property
     def count(self) -> int:
-        """How many runs there are."""
+        """Number of runs."""
         return prod(size for size, _, _ in self.outer)
 
     def start(self, run: int) -> tuple[int, int]:
-        """First element of a run on both sides; ascending in `run`."""
+        """Return the first element of a run on both sides; ascending in `run`."""
         have, want = self.first
         for size, stride, stride_want in reversed(self.outer):
             run, index = divmod(run, size)
@@ -149,7 +153,7 @@ class _Runs:
 
 def _shared_runs(have: Block, want: Block) -> _Runs:
     shared = have.intersection(want)
-    # first dimension within a run: those behind it are whole on both sides
+    # first dimension within a run: later ones are whole on both sides
     inner = max(len(shared.sizes) - 1, 0)
     while inner > 0 and have.sizes[inner] == want.sizes[inner] == shared.sizes[inner]:
         inner -= 1
@@ -159,7 +163,9 @@ def _shared_runs(have: Block, want: Block) -> _Runs:
 
 
 def _place(inside: Block, block: Block) -> tuple[int, list[int]]:
-    """First element of one block within a larger one, flattened, and the larger one's strides."""
+    """Return the first element of a block within a larger one, flattened, and the latter's
+    strides.
+    """
     strides = [prod(block.sizes[dim + 1 :]) for dim in range(len(block.sizes))]
     offsets = (low - start for low, start in zip(inside.start, block.start, strict=True))
     return sum(offset * stride for offset, stride in zip(offsets, strides, strict=True)), strides

@@ -1,1 +1,1 @@
-"""The model's operations with sizes in place of tensors, from which memory is counted."""
+"""Traces: the model's operations with sizes in place of tensors, to count memory and cost."""

@@ -1,8 +1,8 @@
-"""Softmax attention as a trace: heads, rotary positions, context-parallel exchanges, the kernels.
+"""Trace of attention: heads, rotary positions, context-parallel communication, kernels.
 
-Follows `app.model.attention` and `app.model.context_parallel`. What the kernels save and need
-depends on which one computes: `attends_by_matrices` says, and `_softmax_attention`, its `_Kernel`
-and `_matrix_attention` hold all that follows. All sizes are bytes.
+Follows `app.model.attention` and `app.model.context_parallel`. The memory of a kernel depends on
+which one runs: `attends_by_matrices` decides, and `_softmax_attention`, its `_Kernel` and
+`_matrix_attention` hold everything that follows from it. All sizes are bytes.
 
 Shapes: as in `app.plan.trace.parts`, and S tokens of a whole sequence, P context-parallel ranks.
 """
@@ -25,10 +25,10 @@ RANDOM_STATE = 16  # bytes: seed and offset
 
 
 def attends_by_matrices(run: Run) -> bool:
-    """Whether no fused attention takes the run, so that all S × S probabilities are stored.
+    """Return whether no fused attention supports the run: all S × S probabilities are stored.
 
-    For fewer key/value heads than query heads there is none in fp32, and none under a document mask
-    with fixed order.
+    With fewer key/value heads than query heads there is none in fp32, and no deterministic one
+    under a document mask.
     """
     grouped = run.model.num_kv_heads < run.model.num_heads
     ordered_mask = run.data.document_mask and run.train.deterministic
@@ -37,29 +37,28 @@ def attends_by_matrices(run: Run) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Reach:
-    """Queries that attend at once, and how far."""
+    """Queries that attend together, and the keys that they see."""
 
     queries: int  # tokens of all sequences
-    keys: int  # tokens of its sequence that the last query looks at
-    heads: int  # N here
-    kv_heads: int  # G here
+    keys: int  # keys of its sequence up to the last query
+    heads: int  # N on this rank
+    kv_heads: int  # G on this rank
 
     def flops(self, s: Sizes) -> int:
-        """Of scores and weighted values: two products, each of a query with the keys before it,
-        as wide as keys and values are without padding.
+        """Return FLOPs of the two GEMMs, each query with its preceding keys, without padding.
 
-        A sequence's queries are the last ones of its keys, so that the first of n looks at all but
-        n - 1 of these. Documents packed into one sequence are counted as one.
+        A sequence's queries are the last ones of its keys, so the first of n sees all but n − 1 of
+        them. Documents packed into one sequence count as one.
         """
         own = self.queries // s.run.train.micro_batch
-        twice_seen = self.queries * (2 * self.keys - own)  # of pairs of query and key
+        twice_seen = self.queries * (2 * self.keys - own)  # twice the pairs of query and key
         return twice_seen * self.heads * (s.model.head_width + s.model.value_width)
 
 
 def attention(
     trace: Trace, s: Sizes, h: TracedTensor, weights: AttentionWeights | LatentAttentionWeights
 ) -> TracedTensor:
-    """All of a layer's attention, of the kind that has these weights, from its normed input `h`."""
+    """Trace a layer's attention from its normed input `h`, of the kind that has these weights."""
     if isinstance(weights, LatentAttentionWeights):
         return _latent_attention(trace, s, h, weights=weights)
     return _grouped_attention(trace, s, h, weights=weights)
@@ -81,8 +80,9 @@ def _grouped_attention(
 def _core(
     trace: Trace, s: Sizes, qkv: TracedTensor, weights: AttentionWeights, keep: bool
 ) -> TracedTensor:
-    """From projected queries, keys and values to what the output projection reads; `keep`:
-    backward runs it from `qkv` again.
+    """Trace attention from projected queries, keys and values up to the output projection.
+
+    keep: backward reruns it from `qkv`.
     """
     if s.model.qk_norm_whole:
         qkv = _all_normed(trace, s, qkv)
@@ -91,19 +91,21 @@ def _core(
     each_head = [] if s.model.qk_norm_whole else [weights.q_norm, weights.k_norm]
     norms = [each for each in each_head if each is not None]
     scratch = 0, sum(_head_norm_sums(s, each) for each in norms)
-    # cosines and sines are saved too, but once for all layers
+    # cosines and sines are saved once for all layers, and not counted here
     saves = [qkv] if norms or keep else []
     q, k, v = trace.op([qkv], sizes, saves, scratch=scratch, work=Work.heads)
     return _attend_all(trace, s, q, k=k, v=v)
 
 
 def _all_normed(trace: Trace, s: Sizes, qkv: TracedTensor) -> TracedTensor:
-    """Queries and keys normed over all heads: two numbers per token are kept, and summed over
-    tensor-parallel ranks in either direction.
+    """Trace RMSNorm of queries and keys over all heads.
+
+    Two numbers per token are saved, and all-reduced over tensor-parallel ranks in forward and
+    backward.
     """
     factors = 2 * 4 * s.tokens
     queries = qkv.bytes * s.heads // (s.heads + 2 * s.kv_heads)
-    wide = queries // s.size * 4  # two such are there at a time
+    wide = queries // s.size * 4  # two fp32 copies are alive at a time
     sends = tp_sends(s, factors // s.layout.tp, forward=2, backward=2)
     return trace.op(
         [qkv],
@@ -119,7 +121,7 @@ def _all_normed(trace: Trace, s: Sizes, qkv: TracedTensor) -> TracedTensor:
 def _latent_attention(
     trace: Trace, s: Sizes, h: TracedTensor, weights: LatentAttentionWeights
 ) -> TracedTensor:
-    """Multi-head latent attention: latents of a rank's own tokens, heads of all tokens."""
+    """Trace multi-head latent attention: latents of a rank's own tokens, heads of all tokens."""
     mla = s.model.mla
     assert mla is not None
     latent = h
@@ -140,7 +142,7 @@ def _latent_attention(
 
 
 def _gathered_key(trace: Trace, s: Sizes, key: TracedTensor) -> TracedTensor:
-    """The rotary key of all tokens, which all heads share; backward sums its gradients."""
+    """Trace the all-gather of the rotary key, which all heads share; backward reduce-scatters."""
     if s.layout.tp == 1:
         return key
     whole = s.layout.tp * key.bytes
@@ -158,27 +160,30 @@ def _latent_core(
     shared: TracedTensor,
     keep: bool,
 ) -> TracedTensor:
-    """Queries, keys and padded values, and what attention makes of them; `keep`: backward runs it
-    from its arguments again.
+    """Trace queries, keys and padded values, and attention over them.
+
+    keep: backward reruns it from its arguments.
     """
     per_value = s.tokens * s.heads * s.size
-    plain, turning = trace.split(
+    plain, rotary = trace.split(
         q, per_value * mla.qk_nope_head_dim, per_value * mla.qk_rope_head_dim
     )
-    turned = _turned(trace, s, turning, saves=[q, kv, shared] if keep else [])
-    (queries,) = trace.op([plain, turned], [q.bytes], passes=True)
+    rotated = _rotated(trace, s, rotary, saves=[q, kv, shared] if keep else [])
+    (queries,) = trace.op([plain, rotated], [q.bytes], passes=True)
     plain, narrow = trace.split(kv, per_value * mla.qk_nope_head_dim, per_value * mla.v_head_dim)
-    turned = _turned(trace, s, shared, saves=[])
-    (keys,) = trace.op([plain, turned], [q.bytes], passes=True)
+    rotated = _rotated(trace, s, shared, saves=[])
+    (keys,) = trace.op([plain, rotated], [q.bytes], passes=True)
     (values,) = trace.op([narrow], [q.bytes], passes=True)
     out = _attend_all(trace, s, queries, k=keys, v=values)
     if narrow.bytes == out.bytes:
-        return out  # nothing to cut off
-    return trace.op([out], [narrow.bytes], holds=[turned])[0]
+        return out  # no padding to cut off
+    return trace.op([out], [narrow.bytes], holds=[rotated])[0]
 
 
-def _turned(trace: Trace, s: Sizes, x: TracedTensor, saves: Sequence[TracedTensor]) -> TracedTensor:
-    """Rotary positions in plain torch: two orders of `x`, each times a table in fp32, their sum."""
+def _rotated(
+    trace: Trace, s: Sizes, x: TracedTensor, saves: Sequence[TracedTensor]
+) -> TracedTensor:
+    """Trace rotary embedding in plain torch: two permutations of `x` times fp32 tables, added."""
     wide = x.bytes // s.size * 4
     scratch = x.bytes + 3 * wide, 2 * wide
     return trace.op([x], [x.bytes], saves, scratch=scratch, kernels=8)[0]
@@ -187,7 +192,7 @@ def _turned(trace: Trace, s: Sizes, x: TracedTensor, saves: Sequence[TracedTenso
 def _attend_all(
     trace: Trace, s: Sizes, q: TracedTensor, k: TracedTensor, v: TracedTensor
 ) -> TracedTensor:
-    """Over all context-parallel ranks."""
+    """Trace attention over all context-parallel ranks."""
     if s.layout.cp == 1:
         return _attend(
             trace,
@@ -203,7 +208,7 @@ def _attend_all(
 
 
 def _head_norm_sums(s: Sizes, weights: NormWeights) -> int:
-    """fp32 sums of a weight's gradient, one per program of backward (`heads_backward`)."""
+    """Return bytes of a head norm's fp32 partial gradients, one per program of `heads_backward`."""
     (width,) = s.shape(weights.weight)
     tiling = head_tiling(s.kv_heads, s.heads // s.kv_heads, width)
     return 4 * width * tiling.grid(s.tokens, s.kv_heads)
@@ -212,18 +217,18 @@ def _head_norm_sums(s: Sizes, weights: NormWeights) -> int:
 def _attend_gathered_keys(
     trace: Trace, s: Sizes, q: TracedTensor, k: TracedTensor, v: TracedTensor
 ) -> TracedTensor:
-    """Both pieces of the queries, each against the keys up to its own end: on the first rank, one
-    piece and all 2P.
+    """Trace attention with all-gathered keys and values, one call per chunk of queries.
 
-    On rank r these are r + 1 and 2P - r pieces, so that masks, probabilities and time are alike on
-    all ranks.
+    Rank r has chunks r and 2P − 1 − r of the 2P that a sequence is divided into; each attends to
+    the keys up to its own end, that is to r + 1 and 2P − r chunks. So masks, probabilities and time
+    are equal on all ranks. The trace is the first rank's.
     """
     ranks = s.layout.cp
     seq_len = s.run.train.seq_len
     (both,) = trace.op([k, v], [k.bytes + v.bytes])
     # arrives in the order of ranks, and is copied into that of the sequence
     whole = ranks * both.bytes
-    ring = (ranks - 1) * both.bytes  # backward scatters the sum of the gradients
+    ring = (ranks - 1) * both.bytes  # backward reduce-scatters the gradients
     (gathered,) = trace.op(
         [both],
         [whole],
@@ -232,12 +237,12 @@ def _attend_gathered_keys(
         sends=Sends(CP, Way.ring, forward=ring, backward=ring),
     )
     keys, values = trace.split(gathered, whole // 2, whole // 2)
-    pieces = trace.split(q, q.bytes // 2, q.bytes // 2)
+    chunks = trace.split(q, q.bytes // 2, q.bytes // 2)
     ends = seq_len // (2 * ranks), seq_len
     reaches = [_Reach(s.tokens // 2, end, s.heads, kv_heads=s.kv_heads) for end in ends]
     outs = [
-        _attend(trace, s, piece, k=keys, v=values, reach=reach)
-        for piece, reach in zip(pieces, reaches, strict=True)
+        _attend(trace, s, chunk, k=keys, v=values, reach=reach)
+        for chunk, reach in zip(chunks, reaches, strict=True)
     ]
     return trace.op(outs, [q.bytes], holds=[k, v], passes=True)[0]
 
@@ -245,8 +250,9 @@ def _attend_gathered_keys(
 def _attend_by_heads(
     trace: Trace, s: Sizes, q: TracedTensor, k: TracedTensor, v: TracedTensor
 ) -> TracedTensor:
-    """Whole sequences of 1/P of the heads: as many bytes. Each trade puts its tokens into order
-    before it or behind it.
+    """Trace attention over whole sequences of 1/P of the heads, between two all-to-alls.
+
+    The bytes stay the same. Each all-to-all also reorders the tokens.
     """
     ranks = s.layout.cp
     seq_len = s.run.train.seq_len
@@ -257,7 +263,7 @@ def _attend_by_heads(
         [packed.bytes],
         scratch=(packed.bytes, 0),
         kernels=3,
-        sends=_traded(packed, ranks),
+        sends=_all_to_all(packed, ranks),
     )
     q, k, v = trace.split(whole, q.bytes, k.bytes, v.bytes)
     reach = _Reach(ranks * s.tokens, seq_len, s.heads // ranks, kv_heads=s.kv_heads // ranks)
@@ -268,12 +274,12 @@ def _attend_by_heads(
         holds=own,
         scratch=(out.bytes, out.bytes),
         kernels=2 + ranks,
-        sends=_traded(out, ranks),
+        sends=_all_to_all(out, ranks),
     )[0]
 
 
-def _traded(x: TracedTensor, ranks: int) -> Sends:
-    """All of it but this rank's own part, and of its gradient."""
+def _all_to_all(x: TracedTensor, ranks: int) -> Sends:
+    """Return sends of an all-to-all: all but this rank's own part, in both directions."""
     leaves = x.bytes * (ranks - 1) // ranks
     return Sends(CP, Way.all_to_all, forward=leaves, backward=leaves)
 
@@ -287,23 +293,23 @@ def _attend(
 
 @dataclass(frozen=True, slots=True)
 class _Kernel:
-    """What a fused kernel does in its own way."""
+    """Memory of a fused kernel beyond arguments, result and a number per row."""
 
     work: Work
-    sums: int  # bytes that backward adds up in, besides a number per row
-    keeps: int  # bytes kept for backward, besides a number per row
+    sums: int  # bytes of backward's accumulators
+    keeps: int  # bytes saved for backward
     copied: tuple[int, int] = (0, 0)  # bytes that forward and backward copy
 
 
 def _softmax_attention(
     trace: Trace, s: Sizes, q: TracedTensor, k: TracedTensor, v: TracedTensor, reach: _Reach
 ) -> TracedTensor:
-    """A fused kernel: saves arguments, result, a number per row."""
+    """Trace a fused kernel: it saves arguments, result and a number per row."""
     row = 4 * reach.queries * reach.heads
-    # keys and values of a head; their gradients are made per query head
+    # bytes of keys and values per head; their gradients are computed per query head
     seen = 2 * s.run.train.micro_batch * reach.keys * s.model.head_width * s.size
     gradients = seen * reach.heads - k.bytes - v.bytes
-    # gradients of the keys seen, before they are put among those of the other keys
+    # gradients of the visible keys, before they are added to those of all keys
     cut = seen * reach.kv_heads // 2 if reach.queries < s.tokens else 0
     if s.run.train.attention_backend is AttentionBackendKind.transformer_engine:
         kernel = _library_kernel(s, q, seen * reach.kv_heads, reach=reach)
@@ -322,24 +328,26 @@ def _softmax_attention(
 
 
 def _torch_kernel(s: Sizes, reach: _Reach) -> _Kernel:
-    """The one that torch takes: sums the queries' gradient in fp32."""
+    """Return torch's kernel, which accumulates the queries' gradient in fp32."""
     batch, in_order = s.run.train.micro_batch, s.run.train.deterministic
-    # the mask as numbers to add to scores, which every layer makes anew
+    # torch adds the mask as numbers to the scores; every layer converts it anew
     mask = reach.queries * reach.keys * s.size if s.run.data.document_mask else 0
-    # of the queries' gradient, where torch's kernel sums in a fixed order
+    # partial gradients of the queries, in torch's deterministic kernel
     parts = -(-MULTIPROCESSORS // (batch * reach.heads)) if in_order else 1
     if in_order:
         work = Work.ordered_attention
     elif reach.queries < batch * reach.keys:
-        work = Work.gathered_attention  # the fastest kernel takes no queries behind the first key
+        work = Work.gathered_attention  # the fastest kernel needs as many queries as keys
     else:
         work = Work.attention
     return _Kernel(work, parts * _fp32_gradient(s, reach), mask)
 
 
 def _library_kernel(s: Sizes, q: TracedTensor, seen: int, reach: _Reach) -> _Kernel:
-    """cuDNN's by Transformer Engine: with a fixed order backward has a matrix of all scores in
-    place of a sum in fp32. Keeps a state of random numbers; `seen`: bytes of keys and values.
+    """Return cuDNN's kernel, by Transformer Engine.
+
+    Its deterministic backward stores a matrix of all scores instead of an fp32 accumulator. It
+    saves a random-number state. `seen`: bytes of keys and values.
     """
     copied = _copied(s, q, seen)
     if s.run.train.deterministic:
@@ -349,19 +357,21 @@ def _library_kernel(s: Sizes, q: TracedTensor, seen: int, reach: _Reach) -> _Ker
 
 
 def _fp32_gradient(s: Sizes, reach: _Reach) -> int:
-    """Bytes of the queries' gradient in fp32."""
+    """Return bytes of the queries' gradient in fp32."""
     return 4 * reach.queries * reach.heads * s.model.head_width
 
 
 def _copied(s: Sizes, q: TracedTensor, seen: int) -> tuple[int, int]:
-    """Bytes that forward and backward copy, as the library takes no strides: parts of what
-    context-parallel ranks have gathered or traded; `seen`: of keys and values.
+    """Return bytes that forward and backward copy, as the library takes no strides.
+
+    These are parts of what context-parallel ranks have gathered or exchanged. `seen`: bytes of keys
+    and values.
     """
     if s.layout.cp == 1:
         return 0, 0
     if s.run.parallel.cp_comm_type is CpComm.all_to_all:
         return q.bytes + seen, q.bytes + seen
-    if s.run.train.micro_batch == 1:  # both pieces of the queries lie as one
+    if s.run.train.micro_batch == 1:  # both chunks of the queries are contiguous
         return seen, seen
     return q.bytes + seen, 2 * q.bytes + seen
 
@@ -369,13 +379,16 @@ def _copied(s: Sizes, q: TracedTensor, seen: int) -> tuple[int, int]:
 def _matrix_attention(
     trace: Trace, s: Sizes, q: TracedTensor, k: TracedTensor, v: TracedTensor, reach: _Reach
 ) -> TracedTensor:
-    """Products and a softmax in fp32: saves q, k, v per query head and all probabilities."""
+    """Trace attention by GEMMs and an fp32 softmax, which saves all probabilities.
+
+    It also saves q, k and v per query head.
+    """
     wide = q.bytes // s.size * 4
     scores = 4 * reach.queries * reach.heads * reach.keys
     keys = 4 * s.run.train.micro_batch * reach.keys * reach.heads * s.model.head_width
     saved = wide + 2 * keys
-    # When the gradient of scores stands beside that of probabilities, what came in is gone, values
-    # have left their place to their gradient, and queries and keys have none yet.
+    # At the peak of backward the gradients of scores and of probabilities coexist: the incoming
+    # gradient is freed, values have given way to their gradient, queries and keys have none yet.
     working = max(0, 2 * scores - wide - q.bytes - k.bytes - v.bytes)
     (out,) = trace.op(
         [q, k, v],

@@ -1,4 +1,4 @@
-"""Mixture-of-experts bodies as traces: what `app.moe` does on a GPU, phase by phase, in bytes.
+"""Trace of mixture-of-experts bodies: the operations of `app.moe` on a GPU, in bytes.
 
 Shapes: as in `app.plan.trace.parts`, and E experts, K per token.
 """
@@ -17,16 +17,16 @@ from app.plan.dispatchers.record import PlannedDispatcher, Tokens
 from app.plan.model.experts import ExpertWeights, MoEBodyWeights, RouterWeights
 from app.plan.model.phases import PhaseName
 from app.plan.model.weight import Weight
-from app.plan.trace.fp8 import Fp8Work, rows_in_8
+from app.plan.trace.fp8 import Fp8Work, rows_in_fp8
 from app.plan.trace.parts import Gemm, Sizes, activation, cast, norm_beside, swiglu
 from app.plan.trace.trace import Trace, TracedTensor, Work
 
-# bytes of an expert's load in its loss
+# bytes of an expert's load in the load-balancing loss
 LOAD = {Balance.microbatch: 8, Balance.sequence: 8, Balance.global_batch: 4}
 
 
 def moe_body(trace: Trace, s: Sizes, x: TracedTensor, weights: MoEBodyWeights) -> TracedTensor:
-    """Everything in an MoE layer behind attention (`MoEBody`)."""
+    """Trace an MoE layer after attention (`MoEBody`)."""
     moe = s.model.moe
     assert moe is not None
     with trace.recomputed(Recompute.moe):
@@ -45,7 +45,7 @@ def moe_body(trace: Trace, s: Sizes, x: TracedTensor, weights: MoEBodyWeights) -
 def _shared(
     trace: Trace, s: Sizes, h: TracedTensor, weights: MoEBodyWeights
 ) -> TracedTensor | None:
-    """None: there is no shared expert."""
+    """Trace the shared expert; None if there is none."""
     if weights.shared is None:
         return None
     trace.phase = PhaseName.shared
@@ -69,7 +69,7 @@ def _shared(
 def _route(
     trace: Trace, s: Sizes, moe: MoEConfig, h: TracedTensor, weights: RouterWeights
 ) -> tuple[TracedTensor, TracedTensor]:
-    """Probabilities and the experts they belong to: 4 and 8 bytes per token and expert of it."""
+    """Trace the router; return probabilities and expert ids, 4 and 8 bytes per choice."""
     trace.phase = PhaseName.route
     gemm = Gemm.of(s, weights.weight, h.bytes)
     picked = 4 * s.local * moe.top_k
@@ -85,7 +85,7 @@ def _route(
     if moe.routed_scale is not None:
         (probs,) = trace.op([probs], [picked])
     if moe.capacity_factor is not None:
-        # zero for what is dropped
+        # probability 0 for dropped choices
         (probs,) = trace.op([probs], [picked], keeps=picked // 4, kernels=12)
         (chosen,) = trace.op([], [2 * picked], holds=[chosen], kernels=0)
     _router_losses(trace, s, moe, logits=logits)
@@ -95,10 +95,10 @@ def _route(
 def _router_matmul(
     trace: Trace, s: Sizes, moe: MoEConfig, h: TracedTensor, gemm: Gemm
 ) -> TracedTensor:
-    """Scores in fp32, as `app.moe.router_matmul` computes them."""
+    """Trace the fp32 scores as `app.moe.router_matmul` computes them."""
     scores = gemm.made // s.size * 4
     if s.run.precision.params is Dtype.bfloat16 and not moe.jitter_eps:
-        # gradients of scores in three parts, those of weights in fp32 before parts are summed
+        # the fp32 gradient is split into three bf16 parts; the weight's gradients are fp32
         backward = PARTS * (2 * (scores // 4 + gemm.weight // s.size) + 2 * gemm.weight)
         (logits,) = trace.op(
             [h],
@@ -149,16 +149,16 @@ def _routed(
     probs: TracedTensor,
     chosen: TracedTensor,
 ) -> TracedTensor:
-    """What the experts make of the tokens, by way of the run's dispatcher."""
+    """Trace dispatch, experts and combine with the run's dispatcher."""
     width = s.model.hidden_size
-    in_8 = rows_in_8(1, width) if s.experts_in_8 and dispatcher.quantises else 0
-    tokens = Tokens(s.local, width, s.size, in_8=in_8)
+    in_fp8 = rows_in_fp8(1, width) if s.experts_in_fp8 and dispatcher.quantises else 0
+    tokens = Tokens(s.local, width, s.size, in_fp8=in_fp8)
     trace.phase = PhaseName.preprocess
     rows = dispatcher.trace_preprocess(trace, tokens, chosen)
     trace.phase = PhaseName.dispatch
     x = dispatcher.trace_dispatch(trace, tokens, h, rows=rows)
     trace.phase = PhaseName.experts
-    # fewer than come where a capacity leaves some empty and nobody waits to learn how many
+    # below the capacity if that leaves rows empty, without telling the host how many
     filled = round(dispatcher.mean_rows(s.local) * s.load)
     expert_out = _experts(trace, s, dispatcher, x=x, weights=weights, ends=rows.ends, filled=filled)
     trace.phase = PhaseName.combine
@@ -174,16 +174,17 @@ def _experts(
     ends: TracedTensor,
     filled: int,
 ) -> TracedTensor:
-    """Grouped products; `filled`: rows that are somebody's."""
+    """Trace the experts' grouped GEMMs; `filled`: rows with a token."""
     gemm = partial(_grouped, trace, s, dispatcher, ends=ends, filled=filled)
     up = gemm(x, weights.w_up, ready=dispatcher.quantises)
     used = filled * s.model.hidden_size * s.size / x.bytes
-    in_8 = (0, 0)
-    if s.experts_in_8:  # its result, and the gradient of what it reads: for the products behind it
+    in_fp8 = (0, 0)
+    # FP8 copies of the activation, and of its gradient, for the GEMMs that follow
+    if s.experts_in_fp8:
         _, width, _ = s.shape(weights.w_down)
         rows = up.bytes // (2 * width * s.size)
-        in_8 = rows_in_8(rows, width), rows_in_8(rows, 2 * width)
-    inner = activation(trace, up, Recompute.experts_act, used=min(1.0, used), scratch=in_8)
+        in_fp8 = rows_in_fp8(rows, width), rows_in_fp8(rows, 2 * width)
+    inner = activation(trace, up, Recompute.experts_act, used=min(1.0, used), scratch=in_fp8)
     out = gemm(inner, weights.w_down, holds=[x, up], ready=True)
     if dispatcher.paged_buffers and trace.segment is None:
         act = () if Recompute.experts_act in trace.recompute.parts else (inner,)
@@ -206,25 +207,24 @@ def _grouped(
     holds: Sequence[TracedTensor] = (),
     ready: bool = False,
 ) -> TracedTensor:
-    """Rows times the weight of their expert, of which a rank has a part in each of its experts.
+    """Trace the grouped GEMM of rows with their expert's weight, or this rank's etp part of it.
 
-    `ready`: what has made the rows has written them in FP8 too, if they are to be.
+    `ready`: the kernel that produced the rows has also written their FP8 copies, if any.
     """
     _, taken, made = s.shape(weight)
     size = s.weight(weight)
     out = x.bytes // taken * made
-    paged_buffers = (
-        dispatcher.paged_buffers
-    )  # what a gradient that waits is made of, is copied back for it
-    lent = dispatcher.lent(taken * made, s.size)
+    # inputs of a deferred weight gradient are copied back from pages first
+    paged_buffers = dispatcher.paged_buffers
+    transfer = dispatcher.clone_transfer(taken * made, s.size)
     scratch, launches, fp8 = (0, 0), 1, None
-    if s.experts_in_8:  # which does not go with what is lent
+    if s.experts_in_fp8:  # not together with clones
         rows = x.bytes // (taken * s.size)
         fp8 = Fp8Work(None, rows * taken, rows * made)
-        scratch = rows_in_8(rows, taken), rows_in_8(rows, made)
+        scratch = rows_in_fp8(rows, taken), rows_in_fp8(rows, made)
         launches += 0 if ready else 1
-    if lent is not None:
-        scratch, launches = lent.scratch, launches + lent.kernels
+    if transfer is not None:
+        scratch, launches = transfer.scratch, launches + transfer.kernels
     return trace.op(
         [x],
         [out],
@@ -238,7 +238,7 @@ def _grouped(
         kernels=launches,
         flops=2 * filled * taken * made,
         fp8=fp8,
-        sends=None if lent is None else lent.sends,
+        sends=None if transfer is None else transfer.sends,
         work=Work.grouped,
         used=min(1.0, filled * taken * s.size / x.bytes),
     )[0]

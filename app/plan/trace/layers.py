@@ -1,7 +1,7 @@
-"""The transformer with sizes in place of tensors: what `app.model` does on a GPU, as traces.
+"""Traces of the transformer: the operations of `app.model` on a GPU.
 
-Each function follows the code of the same name there. What an operation saves is what its CUDA
-kernel saves: torch's own, or those of `app.kernels`. All sizes are bytes.
+Each function follows the code of the same name there. An operation saves what its CUDA kernel
+saves: torch's own, or those of `app.kernels`. All sizes are bytes.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from app.plan.trace.fp8 import GemmOperands
 from app.plan.trace.parts import Gemm, Sizes, norm, norm_beside, scattered, swiglu, tp_sends
 from app.plan.trace.trace import ForwardTrace, GradAddition, Sends, Trace, TracedTensor, Work
 
-# bytes that the loss keeps per token: row of its label, log-sum-exp, whether it counts
+# bytes that the loss saves per token: index of its label, log-sum-exp, validity
 PER_LABEL = 8 + 4 + 1
-LOSS_KERNELS = 9  # behind the logits
-# bytes per token, while the three fp32 numbers of all chunks are put together
+LOSS_KERNELS = 9  # kernel launches after the logits
+# bytes per token of the three fp32 numbers of all vocabulary shards, while these are merged
 STATISTICS = 2 * 3 * 4
 
 
 def layer_trace(s: Sizes, weights: LayerWeights, recompute: RecomputeChoice) -> ForwardTrace:
-    """A dense or an MoE layer, of which backward computes some again."""
+    """Trace a dense or MoE layer under a choice of recomputation."""
     trace = Trace(recompute)
     given = trace.value(s.stream)
     with trace.whole_layer():
@@ -40,7 +40,7 @@ def layer_trace(s: Sizes, weights: LayerWeights, recompute: RecomputeChoice) -> 
 
 
 def embedding_trace(s: Sizes, table: Weight) -> ForwardTrace:
-    """The lookup; tokens are the step's input, and with tp > 1 ranks have rows of their own."""
+    """Trace the lookup; with tp > 1 each rank has a part of the vocabulary."""
     trace = Trace(phase="embedding")
     _, width = s.shape(table)
     whole = s.tokens * width * s.size
@@ -49,14 +49,12 @@ def embedding_trace(s: Sizes, table: Weight) -> ForwardTrace:
     if s.layout.tp == 1:
         return ForwardTrace(trace, given, trace.op([], [whole], weight=weight)[0])
     (rows,) = trace.op([], [whole], weight=weight, keeps=8 * s.tokens, kernels=4)
-    (own,) = trace.op([rows], [whole], keeps=s.tokens)  # zero for the tokens of other ranks
+    (own,) = trace.op([rows], [whole], keeps=s.tokens)  # zero for tokens of other ranks
     return ForwardTrace(trace, given, scattered(trace, s, own))
 
 
 def head_trace(s: Sizes, norm_weights: NormWeights, table: Weight, tied: bool) -> ForwardTrace:
-    """The last norm, and the loss straight from what it makes (`app.model.loss`); `tied` to an
-    embedding on this rank.
-    """
+    """Trace the final norm and the loss (`app.model.loss`); `tied` to an embedding on this rank."""
     trace = Trace(phase="head")
     given = trace.value(s.stream)
     h = norm(trace, s, given, weights=norm_weights)
@@ -68,8 +66,9 @@ def head_trace(s: Sizes, norm_weights: NormWeights, table: Weight, tied: bool) -
 def _loss_of_kept_logits(
     trace: Trace, s: Sizes, h: TracedTensor, table: Weight, added: GradAddition
 ) -> None:
-    """Logits that backward turns into their gradient where they are; what it gathers waits for
-    the weight's gradient.
+    """Trace the loss with all logits at once, which backward overwrites with their gradient.
+
+    Gathered hidden states stay for the weight gradient.
     """
     parts = s.layout.tp
     gemm = Gemm.of(s, table, parts * h.bytes)
@@ -78,7 +77,7 @@ def _loss_of_kept_logits(
     there = gemm.weight if added is GradAddition.after else 0
     gathered = parts * h.bytes if parts > 1 else 0
     ordered = s.copies * gathered
-    # backward: beside the weight's gradient, where that is stored
+    # backward, beside the weight gradient if that is stored
     put = 2 * gathered + max(0, ordered - gathered - there) + given + back
     read = max(gathered, ordered - gemm.made) + given
     carries = gathered - h.bytes if parts > 1 else 0
@@ -116,22 +115,26 @@ def _loss_of_kept_logits(
 def _loss_by_chunks(
     trace: Trace, s: Sizes, h: TracedTensor, table: Weight, added: GradAddition
 ) -> None:
-    """Logits of some tokens at a time, remade in backward; the weight's gradient sums in fp32."""
+    """Trace the loss over chunks of tokens.
+
+    Logits are recomputed in backward, the weight gradient accumulates in fp32.
+    """
     chunk = min(s.run.loss.chunk_tokens or s.tokens, s.tokens)
     parts = s.layout.tp
     gemm = Gemm.of(s, table, parts * h.bytes)
     logits = gemm.made // s.tokens * chunk
     gathered = parts * h.bytes if parts > 1 else 0
-    following = logits if chunk < s.tokens else 0  # the next chunk's, before this one's are gone
+    # the next chunk's logits, before this one's are freed
+    following = logits if chunk < s.tokens else 0
     ordered = s.copies * gathered
     gradient = parts * h.bytes
     table_sum = gemm.weight // s.size * 4
     made, taken = gemm.widths
-    operands = GemmOperands.of(s.in_8, gemm.rows * chunk // s.tokens, made=made, taken=taken)
+    operands = GemmOperands.of(s.in_fp8, gemm.rows * chunk // s.tokens, made=made, taken=taken)
     given, back = operands.given.both, operands.back.both
     loop = logits + max(following, gemm.weight) + given + back
     read = logits + following + given
-    # the weight's gradient, where it is stored beside that of the hidden states
+    # the weight gradient, if it is stored beside that of the hidden states
     there = gemm.weight if added is GradAddition.after else 0
     end = (h.bytes if parts > 1 else 0) + max(ordered - gathered, 0 if s.size == 4 else there)
     most = gathered + gradient + table_sum + max(loop, end)
@@ -157,7 +160,9 @@ def _loss_by_chunks(
 
 
 def _gathers_twice(s: Sizes, h: TracedTensor) -> Sends:
-    """The head's input, forward and for its weight's gradient; backward scatters its own."""
+    """Return sends of the head: all-gather in forward; all-gather and reduce-scatter in
+    backward.
+    """
     return tp_sends(s, h.bytes, forward=1, backward=2)
 
 

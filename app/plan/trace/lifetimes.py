@@ -1,8 +1,8 @@
-"""Memory of a trace: what autograd keeps, and what is alive at every operation, either direction.
+"""Memory of a trace: what autograd saves, and what is alive at every operation.
 
-A tensor's memory is free when nobody reads it any more and no operation has saved it; who saves a
-view saves all that it is a view of; a gradient that meets another of the same tensor is added to it
-in place. All numbers are bytes.
+A tensor's memory is freed after its last reader unless an operation has saved it. Saving a view
+saves its whole storage. A second gradient of a tensor is added to the first in place. All numbers
+are bytes.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from app.plan.trace.trace import (
 
 @dataclass(frozen=True, slots=True)
 class TraceMemory:
-    """Memory of a trace; what is alive includes the trace's input and kept tensors."""
+    """Memory of a trace; what is alive includes the trace's input and saved tensors."""
 
-    kept: Mapping[str, int]  # phase -> what autograd keeps of it from forward to backward
-    forward: Mapping[str, int]  # phase -> most that is alive while it runs
-    backward: Mapping[str, int]  # phase -> the same in its backward
-    waiting: int  # what gradients of weights need between the two parts of a split backward
-    deferred: int  # most that one of them takes in the second part
-    grouped: int  # what gradients of experts' weights are made of
+    kept: Mapping[str, int]  # phase -> what autograd saves of it from forward to backward
+    forward: Mapping[str, int]  # phase -> most that is alive in its forward
+    backward: Mapping[str, int]  # phase -> most that is alive in its backward
+    waiting: int  # inputs of weight gradients between the two parts of a split backward
+    deferred: int  # most memory of one of them in the second part
+    grouped: int  # inputs of the experts' weight gradients
 
     @property
     def total(self) -> int:
-        """All that is kept."""
+        """All that is saved."""
         return sum(self.kept.values())
 
 
 def trace_memory(traced: ForwardTrace) -> TraceMemory:
-    """What `traced` keeps, and bytes alive in its forward and backward, by phase."""
+    """Return what `traced` saves, and bytes alive in its forward and backward, by phase."""
     trace = traced.trace
     saved_by = _saved_by(traced.trace)
     dropped = _dropped(trace, saved_by)
@@ -63,21 +63,21 @@ def trace_memory(traced: ForwardTrace) -> TraceMemory:
 
 @dataclass(frozen=True, slots=True)
 class CapturedMemory:
-    """What some phases of a trace, captured as one graph, leave behind."""
+    """Memory that some phases of a trace, captured as one graph, leave behind."""
 
-    kept: Mapping[str, int]  # phase -> what autograd keeps of what these phases make or are given
-    own: int  # of that, what only they read
-    cut: int  # what they make and other phases read, kept or not
-    gradients: int  # of what is `cut`
+    kept: Mapping[str, int]  # phase -> what autograd saves of inputs and outputs of these phases
+    own: int  # of that, what only these phases read
+    cut: int  # outputs of these phases that others read, saved or not
+    gradients: int  # gradients of these outputs
 
     @property
     def total(self) -> int:
-        """All that is kept."""
+        """All that is saved."""
         return sum(self.kept.values())
 
 
 def captured_memory(traced: ForwardTrace, phases: Collection[str]) -> CapturedMemory:
-    """The memory of the phases of a trace that one graph holds; all 0 without phases."""
+    """Return the memory of the phases of a trace that one graph holds; all 0 without phases."""
     if not phases:
         return CapturedMemory({}, 0, 0, gradients=0)
     trace = traced.trace
@@ -108,7 +108,7 @@ def captured_memory(traced: ForwardTrace, phases: Collection[str]) -> CapturedMe
 
 
 def _saved_by(trace: Trace) -> dict[int, list[int]]:
-    """Storage -> places of the operations that save it, in order."""
+    """Return storage -> indices of the operations that save it, in order."""
     found: dict[int, list[int]] = {}
     for place, op in enumerate(trace.ops):
         for value in op.saves:
@@ -117,8 +117,9 @@ def _saved_by(trace: Trace) -> dict[int, list[int]]:
 
 
 def _dropped(trace: Trace, saved_by: Mapping[int, Sequence[int]]) -> dict[int, Segment]:
-    """Saved storages that are made again instead of kept -> the segment that makes them; those that
-    are stashed are copied back, each by itself.
+    """Return saved storages that are recomputed or paged -> the segment that restores them.
+
+    A paged tensor is a segment of its own: it is copied back by itself.
     """
     found = {
         storage: Segment(-1 - storage, discards=True)
@@ -142,7 +143,10 @@ def _kept(
     dropped: Mapping[int, Segment],
     phases: Collection[str] | None = None,
 ) -> dict[str, int]:
-    """Phase -> bytes of these storages, by first saver, and statistics (`phases` None: all)."""
+    """Return phase -> bytes of these storages, by first saver, and of statistics.
+
+    phases: None counts the statistics of all.
+    """
     kept: dict[str, int] = {}
     for storage, places in saved_by.items():
         if storage not in dropped:
@@ -155,7 +159,7 @@ def _kept(
 
 
 def _forward(traced: ForwardTrace, stays: set[int]) -> dict[str, int]:
-    """Phase -> most that is alive."""
+    """Return phase -> most that is alive in forward."""
     trace = traced.trace
     given = traced.given
     result = traced.result
@@ -180,6 +184,8 @@ def _forward(traced: ForwardTrace, stays: set[int]) -> dict[str, int]:
 
 @dataclass(slots=True)
 class _Gradient:
+    """Memory of a gradient, which several tensors may share."""
+
     bytes: int
     owners: int = 0  # tensors whose gradient it is
 
@@ -190,15 +196,15 @@ def _backward(
     dropped: Mapping[int, Segment],
     kept: int,
 ) -> dict[str, int]:
-    """Phase -> most that is alive."""
+    """Return phase -> most that is alive in backward."""
     trace = traced.trace
     result = traced.result
     queued = {value.storage for op in trace.ops if op.waits for value in op.saves}
-    last_use: dict[int, int] = {}  # place -> bytes that nobody needs after it
+    last_use: dict[int, int] = {}  # operation -> bytes that are dead after it
     for storage, places in saved_by.items():
         if storage not in queued:
             last_use[places[0]] = last_use.get(places[0], 0) + trace.storages[storage]
-    remade = _made_again(trace, saved_by, dropped)
+    remade = _restored(trace, saved_by, dropped)
     gradients = _Gradients()
     if result is not None:
         gradients.give(result, _Gradient(result.bytes))
@@ -219,10 +225,10 @@ def _backward(
     return peaks
 
 
-def _made_again(
+def _restored(
     trace: Trace, saved_by: Mapping[int, Sequence[int]], dropped: Mapping[int, Segment]
 ) -> dict[int, int]:
-    """Place of the first backward that needs a segment -> bytes that the segment remakes."""
+    """Return the operation whose backward first needs a segment -> bytes that it restores."""
     first: dict[Segment, int] = {}
     sizes: dict[Segment, int] = {}
     for place, op in enumerate(trace.ops):
@@ -232,7 +238,7 @@ def _made_again(
     for storage, segment in dropped.items():
         first[segment] = max(first.get(segment, -1), saved_by[storage][-1])
         sizes[segment] = sizes.get(segment, 0) + trace.storages[storage]
-    for op in trace.ops:  # what is made again of a stashed tensor needs that first
+    for op in trace.ops:  # recomputing an output of a paged tensor needs the paged tensor first
         for value in op.saves:
             if op.segment and value.storage in trace.paged:
                 paged = dropped[value.storage]
@@ -251,7 +257,10 @@ class _Gradients:
     live: int = 0  # bytes
 
     def give(self, value: TracedTensor, gradient: _Gradient) -> int:
-        """Add to the gradient of a tensor; returns bytes needed only until that is done."""
+        """Add a gradient to that of a tensor.
+
+        Return bytes that are needed only for the addition.
+        """
         if gradient.owners == 0:
             self.live += gradient.bytes
         have = self.of.get(value)
@@ -265,7 +274,10 @@ class _Gradients:
         return 0
 
     def spread(self, op: Operation, incoming: Sequence[_Gradient]) -> int:
-        """Gradients of an operation's reads; returns bytes needed only until they are added."""
+        """Create gradients of an operation's inputs.
+
+        Return bytes that are needed only for additions.
+        """
         if not incoming:
             incoming = [_Gradient(0)]
         return sum(
@@ -274,7 +286,7 @@ class _Gradients:
         )
 
     def release(self, incoming: Sequence[_Gradient]) -> None:
-        """Let go of the gradients of what an operation has made."""
+        """Free the gradients of an operation's outputs."""
         for gradient in incoming:
             gradient.owners -= 1
             if gradient.owners == 0:
@@ -282,8 +294,9 @@ class _Gradients:
 
 
 def _waiting(trace: Trace) -> int:
-    """What gradients that wait keep: what came in, and the gradient of what went out, or a copy of
-    it; in its place where that is saved too.
+    """Return bytes that deferred weight gradients hold: inputs and output gradients, or FP8 copies.
+
+    If the output is also saved, its gradient is written over it.
     """
     gemms = [op for op in trace.ops if op.waits]
     came = {value.storage for op in gemms for value in op.saves}

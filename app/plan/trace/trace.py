@@ -1,8 +1,8 @@
-"""A forward as a list of operations on sizes: what each reads, makes, saves for backward, computes.
+"""Trace of a forward: a list of operations on sizes: reads, outputs, saved tensors, FLOPs.
 
-`app.plan.trace.lifetimes` finds out what autograd keeps of it and what else is alive while it runs;
-floating-point operations (`app.plan.cost.flops`), bytes sent to other ranks for it
-(`app.plan.cost.volumes`) and launches are sums over it. All sizes are bytes.
+`app.plan.trace.lifetimes` derives what autograd saves and what is alive. Floating-point operations
+(`app.plan.cost.flops`), bytes sent to other ranks (`app.plan.cost.volumes`) and launches are sums
+over it. All sizes are bytes.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ class TracedTensor:
     """A tensor, equal only to itself."""
 
     bytes: int  # of its elements
-    storage: int  # number of the memory it lies in, which views share
+    storage: int  # number of its storage, which views share
 
 
 class GradAddition(Enum):
-    """How a backward adds the gradient of a weight to its sum."""
+    """Accumulation of a weight gradient into the main gradient."""
 
-    after = "after"  # the gradients of what it reads have been made: they are there together
-    inside = "inside"  # of the product that makes it: it is never there
+    after = "after"  # in a kernel of its own: the gradient coexists with those of the inputs
+    inside = "inside"  # inside the GEMM: the gradient is never stored
 
 
 class Work(Enum):
-    """What an operation's kernels spend their time on: each kind has speeds of its own."""
+    """Kind of work of an operation's kernels; each kind has speeds of its own."""
 
     gemm = "products"
-    router_matmul = "router's products"  # summed in float32
+    router_matmul = "router's products"  # accumulated in float32
     grouped = "experts' products"
     attention = "attention"
-    ordered_attention = "ordered attention"  # by the slower kernel that sums in a fixed order
-    gathered_attention = "attention to gathered keys"  # by the same kernel, in no fixed order
-    cudnn_ordered_attention = "ordered attention of cuDNN"  # gradients in a fixed order
+    ordered_attention = "ordered attention"  # torch's slower, deterministic kernel
+    gathered_attention = "attention to gathered keys"  # the same kernel, not deterministic
+    cudnn_ordered_attention = "ordered attention of cuDNN"  # deterministic gradients
     activation = "activation"
     heads = "heads"
     norm = "norms"
@@ -53,10 +53,10 @@ class Work(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Operations that backward runs again, so that what they make need not be kept."""
+    """Operations that backward reruns, so that their outputs need not be saved."""
 
     number: int
-    discards: bool  # also what operations behind it have saved of it
+    discards: bool  # also outputs that operations after the segment have saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,48 +75,48 @@ class Operation:
 
     phase: str
     segment: Segment | None
-    reads: tuple[TracedTensor, ...]  # that have a gradient
-    makes: tuple[TracedTensor, ...]
-    new: tuple[int, ...]  # storages that it makes: its values that are no views
+    reads: tuple[TracedTensor, ...]  # inputs that have a gradient
+    makes: tuple[TracedTensor, ...]  # outputs
+    new: tuple[int, ...]  # storages that it allocates: those of its outputs that are no views
     saves: tuple[TracedTensor, ...]  # for its backward
-    holds: tuple[TracedTensor, ...]  # alive until here for other reasons
-    keeps: int  # saved besides: statistics that only its backward reads
-    weight: int  # gradient of its parameter
-    added: GradAddition  # that gradient to its sum
-    # what that gradient takes in the second part of a split backward; None: it does not wait
+    holds: tuple[TracedTensor, ...]  # kept alive until here for other reasons
+    keeps: int  # bytes of statistics saved for its backward alone
+    weight: int  # bytes of its parameter's gradient
+    added: GradAddition  # how that gradient is accumulated
+    # memory of that gradient in the second part of a split backward; None: it is not deferred
     deferred: int | None
-    waits: bool  # whether what it is made of is there until then, and not kept elsewhere
-    # a copy of the gradient of what it makes, which waits in place of that; None: itself does
+    waits: bool  # the inputs of a deferred gradient are alive until then, and not kept elsewhere
+    # bytes of an FP8 copy of the output gradient that waits in its place; None: no copy
     waiting: int | None
-    carries: int  # what a split backward holds of it besides until its second part
+    carries: int  # bytes that a split backward holds besides until its second part
     scratch: tuple[int, int]  # alive only while it runs, forward and backward
-    passes: bool  # the gradient of what it reads is that of what it makes, not a new tensor
-    kernels: int  # launches of its forward
-    # floating-point operations of its forward's products, 2·m·n·k each; its backward has twice as
-    # many, half of them for the gradient of its weight if it has one
+    passes: bool  # the input's gradient is the output's gradient, not a new tensor
+    kernels: int  # kernel launches of its forward
+    # FLOPs of its forward, 2·m·n·k per GEMM; its backward has twice as many, half of them for its
+    # weight gradient if it has one
     flops: int
-    flops_recomputed: int  # of these, what its own backward computes again
-    fp8: Fp8Work | None  # None: its products are in the type of parameters
+    flops_recomputed: int  # FLOPs that its own backward recomputes
+    fp8: Fp8Work | None  # None: its GEMMs are in the type of parameters
     sends: Sends | None  # None: nothing
     work: Work
-    used: float  # share of its rows that are somebody's: kernels leave out the others
+    used: float  # share of its rows that hold a token; kernels skip the others
 
 
 @dataclass(slots=True)
 class Trace:
-    """The trace of a forward while it is being recorded."""
+    """The trace of a forward while it is recorded."""
 
-    recompute: RecomputeChoice = NOTHING  # what backward runs again
+    recompute: RecomputeChoice = NOTHING  # what backward recomputes
     ops: list[Operation] = field(default_factory=list)
     storages: list[int] = field(default_factory=list)  # bytes of each
-    # those that are kept elsewhere, in fewer bytes, and copied back for backward
+    # storages that are saved elsewhere, in fewer bytes, and copied back for backward
     paged: set[int] = field(default_factory=set)
     phase: str = ""  # of the next operations
     segment: Segment | None = None  # of the next operations
-    segments: int = 0  # begun so far
+    segments: int = 0  # segments begun so far
 
     def value(self, size: int) -> TracedTensor:
-        """A tensor with memory of its own."""
+        """Allocate a tensor with a storage of its own."""
         self.storages.append(size)
         return TracedTensor(size, len(self.storages) - 1)
 
@@ -144,7 +144,7 @@ class Trace:
         work: Work = Work.other,
         used: float = 1.0,
     ) -> tuple[TracedTensor, ...]:
-        """Write down an operation; returns what it makes.
+        """Record an operation; return its outputs.
 
         `makes`: the size of each new tensor, or a view of another one. `saves`: tensors, or indices
         into `makes`. The rest is as in `Operation`.
@@ -181,25 +181,28 @@ class Trace:
         return made
 
     def split(self, of: TracedTensor, *sizes: int) -> tuple[TracedTensor, ...]:
-        """Parts of a tensor as views; backward puts their gradients together in a new tensor."""
+        """Record views of parts of a tensor.
+
+        Backward concatenates their gradients in a new tensor.
+        """
         return self.op([of], [TracedTensor(size, of.storage) for size in sizes], kernels=0)
 
     def add(
         self, left: TracedTensor, right: TracedTensor, holds: Sequence[TracedTensor] = ()
     ) -> TracedTensor:
-        """Their sum, of the size of the left one."""
+        """Record a sum, of the size of the left tensor."""
         return self.op([left, right], [left.bytes], holds=holds, passes=True)[0]
 
     def whole_layer(self) -> AbstractContextManager[bool]:
-        """A block with all of a layer, which backward runs again where it recomputes whole ones."""
+        """Begin a block with a whole layer, which backward reruns under full recomputation."""
         return self._segment(self.recompute.whole_layers, discards=False)
 
     def recomputed(
         self, part: Recompute | None, discards: bool = False
     ) -> AbstractContextManager[bool]:
-        """A block that backward runs again where it recomputes `part` of a layer; None: never.
+        """Begin a block that backward reruns if it recomputes `part` of a layer; None: never.
 
-        Yields whether it does so for this block: not inside of a larger one that it runs again.
+        Yields whether it is rerun by itself: False inside a larger block that is rerun.
         """
         return self._segment(part in self.recompute.parts, discards)
 
@@ -216,20 +219,20 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class ForwardTrace:
-    """A finished trace, with what comes in and what goes on."""
+    """A finished trace, with its input and its output."""
 
     trace: Trace
-    given: TracedTensor  # what comes in
-    result: TracedTensor | None  # what goes on; None: a loss, which is summed up
+    given: TracedTensor  # input
+    result: TracedTensor | None  # output; None: a loss
 
     def kernels(self) -> dict[str, int]:
-        """Phase -> launches of its forward."""
+        """Return phase -> kernel launches of its forward."""
         found: dict[str, int] = {}
         for op in self.trace.ops:
             found[op.phase] = found.get(op.phase, 0) + op.kernels
         return found
 
     def cublas(self) -> set[str]:
-        """Phases with products by cuBLAS: not of experts, and not in FP8."""
+        """Return the phases with GEMMs by cuBLAS: not of experts, and not in FP8."""
         by_it = (Work.gemm, Work.router_matmul)
         return {op.phase for op in self.trace.ops if op.work in by_it and op.fp8 is None}
