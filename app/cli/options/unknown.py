@@ -9,6 +9,7 @@ from app.cli.options.arguments import Typed, foreign_flags, hydra_flags, key_of
 from app.cli.options.keys import all_keys, is_section
 from app.cli.options.other_names import OtherName, exact_row, row_of
 from app.cli.processes.home import CONF
+from app.config.renamed import new_key
 from app.errors import ConfigError, Instead, letters, near_names
 
 MOST_GUESSED = 3  # keys that a name may equally well be a slip of
@@ -40,10 +41,11 @@ def no_such_flag(arguments: Sequence[str], known: Sequence[str] = ()) -> ConfigE
     """
     for _, override, typed in foreign_flags(arguments, known or hydra_flags()):
         key, _, value = override.partition("=")
+        key = new_key(key)
         meant = None if (row := exact_row(key)) is None else row.choice(value)
         if is_known(key) and not meant:
             rule = "keys are typed without dashes, as key=value"
-            near = Instead(override) if value else None
+            near = Instead(f"{key}={value}") if value else None
             return ConfigError("option", typed, rule, nearest=near)
         if meant:
             rule = f"is {' '.join(meant)} here"

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from app.config import ModelConfig, MoEConfig, Run
+from app.config.renamed import with_new_names
 from app.data.sources import (
     TOKENIZER_KEY,
     Record,
@@ -332,6 +333,7 @@ def _config_of(run_dir: Path) -> Any | None:
         return None
     if not isinstance(config, dict):
         return None
+    config, _ = with_new_names(config, saved=True)
     return config if all(isinstance(config.get(name), dict) for name in SECTIONS) else None
 
 
