@@ -28,7 +28,7 @@ from app.rules import check
 SAVED = "saved_run"  # in conf/train.yaml's list: settings of a run that is continued
 BYTES = "bytes"  # the tokenizer that is no file
 # hydra_plugins/
-PLUGINS = {
+OUR_PLUGINS = {
     "hydra/launcher": ("torchrun", "TorchrunLauncher"),
     "hydra/sweeper": ("grid", "GridSweeper"),
 }
@@ -45,7 +45,7 @@ def register_schema() -> None:
     ConfigStore.instance().store(name="run_schema", node=run_schema())
     ConfigStore.instance().store(name=SAVED, node={})
     OmegaConf.register_new_resolver("config_json", of_config_json, replace=True)
-    for group, (option, plugin) in PLUGINS.items():
+    for group, (option, plugin) in OUR_PLUGINS.items():
         ConfigStore.instance().store(
             group=group, name=option, node={"_target_": f"hydra_plugins.graphfold.{plugin}"}
         )

@@ -268,7 +268,7 @@ def checkpoint_at(path: Path, key: str) -> Path:
         return path
     newest = newest_checkpoint(path.parent if path.name == CHECKPOINTS else path)
     if newest is None:
-        known = [str(folder) for folder in RUNS.glob("*") if newest_checkpoint(folder)]
+        known = sorted(str(folder) for folder in RUNS.glob("*") if newest_checkpoint(folder))
         beside = [str(each) for each in path.parent.glob("*") if holds_weights(each)]
         rule = "holds no complete checkpoint" if exists else "does not exist"
         if (path / CONFIG_JSON).is_file():
@@ -276,8 +276,9 @@ def checkpoint_at(path: Path, key: str) -> Path:
         elif path.is_file():
             rule = "is a file, and a checkpoint is a folder"
             known = [str(path.parent)] if (path.parent / MANIFEST).exists() else known
-        guess = nearest(str(path), [*beside, *known]) or (known[-1] if known else None)
-        raise ConfigError(key, path, rule, guess=guess)
+        guess = nearest(str(path), [*beside, *known])
+        last = f"the last run with a checkpoint is {known[-1]}" if known and not guess else None
+        raise ConfigError(key, path, rule, guess=guess, advice=last)
     return newest
 
 

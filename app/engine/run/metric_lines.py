@@ -33,7 +33,8 @@ def line_of(metrics: dict[str, Any]) -> str:
 def row_of(line: str | bytes) -> dict[str, Any]:
     """Return the report of a line, with the numbers that are not finite in their places.
 
-    Lines of earlier versions, which spell these as bare words, are read too. Raises BadLineError.
+    Lines of earlier versions, which spell these as bare words, are read too. A row with neither a
+    loss nor a val_loss is one: its readers pass over it. Raises BadLineError.
     """
     try:
         row = json.loads(line)
