@@ -27,6 +27,7 @@ import yaml
 
 from app.cli.options.compose import load_overrides
 from app.config import HardwareProfile, Run
+from app.config.renamed import with_new_names
 from app.plan.cost.flops import flops_per_token
 from app.plan.cost.times import stage_times
 from app.plan.plan import Plan
@@ -270,7 +271,10 @@ def main() -> None:
     args = parser.parse_args()
     given = None
     if args.profile is not None:
-        given = HardwareProfile(**yaml.safe_load(args.profile.read_text())["profile"])
+        option, _ = with_new_names(
+            yaml.safe_load(args.profile.read_text()), "hardware", saved=False
+        )
+        given = HardwareProfile(**option["profile"])
     wanted = {"fitted": (False,), "aside": (True,), "all": (False, True)}[args.half]
     compared = (row for row in rows() if given is None or row.is_of(given.gpu))
     found = [(row, planned(row, given)) for row in compared if row.aside in wanted]

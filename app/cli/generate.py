@@ -100,7 +100,7 @@ class Request:
     def parse(cls, arguments: Sequence[str]) -> Request:
         """Raises ConfigError for what cannot be meant, and files that cannot be read."""
         words = Words.parse(arguments, OWN)
-        prompts = [*words.all("prompt")]
+        prompts = [*words.texts("prompt")]
         for name in words.all("file"):
             prompts += read_prompts(Path(name))
         if not prompts:
@@ -108,7 +108,7 @@ class Request:
             raise ConfigError("prompt", "", "there is nothing to continue", advice=advice)
         if "" in prompts:
             raise ConfigError("prompt", "", "is empty: there is nothing to continue")
-        for prompt in words.all("prompt"):
+        for prompt in words.texts("prompt"):
             check_characters("prompt", prompt.encode(errors="replace").decode(), prompt)
         if "" in words.all("stop"):
             raise ConfigError("stop", "", "is empty: every text would end where it begins")
@@ -123,7 +123,7 @@ class Request:
             count=words.whole("max_new_tokens", 200),
             sampling=sampling,
             seed=words.whole("seed", 1, least=0),
-            stop=words.all("stop"),
+            stop=words.texts("stop"),
             batch=words.whole("batch", 16),
             graphs=words.choice("graph", ("auto", "none")) == "auto",
         )

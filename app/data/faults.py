@@ -27,7 +27,13 @@ _FORMATS = (
     (b"\x04\x22\x4d\x18", "lz4"),
     (b"PK\x03\x04", "zip"),
 )
+MOST_TEXT = 300  # characters of what a library says
 STREAMS = ("gzip", "bz2", "xz", "zstd", "lz4")  # compressed, of one file each
+
+
+def in_one_line(text: str) -> str:
+    """Return what a library says as one line of at most MOST_TEXT characters."""
+    return " ".join(text.split())[:MOST_TEXT]
 
 
 class Fault(ValueError):

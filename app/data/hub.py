@@ -24,21 +24,22 @@ import datasets
 import pyarrow as pa
 from datasets.builder import Key
 from datasets.packaged_modules.json.json import Json
+from datasets.packaged_modules.parquet.parquet import Parquet
 from datasets.utils.file_utils import xopen
 from huggingface_hub import constants
 from huggingface_hub.utils.tqdm import disable_progress_bars as disable_hub_bars
+from pyarrow.parquet import read_schema
 
 from app.choices import Source
 from app.config import DataConfig
 from app.data.documents import bounded, checked_text, documents, rows_at_once, texts_of
-from app.data.faults import Fault
+from app.data.faults import Fault, in_one_line
 from app.data.json_lines import BUFFER, json_texts
 from app.data.paths import most_like, no_column, source_option
 from app.errors import ConfigError
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})  # what a disk says
 REACH_S = 4.0  # seconds for a connection to the hub
-MOST_TEXT = 300  # characters of what the library says
 TABLE = 2**22  # characters of texts that the library gets at once
 
 Loaded = TypeVar("Loaded")
@@ -125,11 +126,13 @@ def _dataset(config: DataConfig, cache: str | None) -> Any:
     with the text only.
     """
     builder = _builder(config, cache)
+    # With types of its own it has an entry of its own in the library's cache.
+    only = datasets.Features({config.text_field: datasets.Value("string")})
     if isinstance(builder, Json):
-        # With types of its own it has an entry of its own in the library's cache.
-        only = datasets.Features({config.text_field: datasets.Value("string")})
         builder = _builder(config, cache, features=only)
         builder._generate_tables = partial(_exact_tables, config, builder.token)
+    elif isinstance(builder, Parquet) and _begins_with_nulls(builder, config):
+        builder = _builder(config, cache, features=only, columns=[config.text_field])
     if config.streaming:
         return explained(config, lambda: builder.as_streaming_dataset(split=config.split))
 
@@ -138,6 +141,22 @@ def _dataset(config: DataConfig, cache: str | None) -> Any:
         return builder.as_dataset(split=config.split)
 
     return explained(config, prepared)
+
+
+def _begins_with_nulls(builder: Parquet, config: DataConfig) -> bool:
+    """Return whether the first file of a local folder has no text at all: its column is of type
+    null, which the library would expect of every file.
+    """
+    splits = builder.config.data_files or {}
+    first = str(next((path for paths in splits.values() for path in paths), ""))
+    if not os.path.isfile(first):
+        return False
+    try:
+        schema = read_schema(first)
+    except (OSError, pa.ArrowException):
+        return False  # the library says what is wrong with it
+    field = config.text_field
+    return field in schema.names and pa.types.is_null(schema.field(field).type)
 
 
 def _exact_tables(
@@ -244,10 +263,8 @@ def explained(config: DataConfig, load: Callable[[], Loaded]) -> Loaded:
         if isinstance(reason, ConnectionError) and constants.HF_HUB_OFFLINE:
             rule = f"is not in the cache, and {constants.ENDPOINT} cannot be reached"
             raise ConfigError(*source_option(config), rule) from error
-        text = re.sub(r"\s+", " ", f"{type(reason).__name__}: {reason}")
-        raise ConfigError(
-            *source_option(config), f"cannot be loaded: {text[:MOST_TEXT]}"
-        ) from error
+        text = in_one_line(f"{type(reason).__name__}: {reason}")
+        raise ConfigError(*source_option(config), f"cannot be loaded: {text}") from error
 
 
 def silence() -> None:

@@ -31,6 +31,7 @@ from app.errors import ConfigError
 
 FORMAT = 1  # of a folder, and of how documents become tokens
 CONTENTS = "contents.json"
+MOST_NAMED = 3  # files in a line about those that were left out
 
 
 def prepare_tokens(
@@ -74,10 +75,10 @@ def left_out(folder: Path, sources: Sources) -> str | None:
     found = [*sources.unreadable, *contents.get("left_out", ())]
     if not found:
         return None
-    path, fault = found[0]
-    more = f"; and {len(found) - 1} more" if len(found) > 1 else ""
+    named = "; ".join(f"{path}: {fault}" for path, fault in found[:MOST_NAMED])
+    more = f"; and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
     total = len(sources.files) + len(sources.unreadable)
-    return f"data.on_bad_file=skip: {len(found)} of {total} files left out: {path}: {fault}{more}"
+    return f"data.on_bad_file=skip: {len(found)} of {total} files left out: {named}{more}"
 
 
 def _cache(config: DataConfig) -> Path:

@@ -13,6 +13,8 @@ import huggingface_hub
 from huggingface_hub import constants, errors
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
+from app.data.faults import in_one_line
+from app.data.special_tokens import SPECIAL_TOKENS_MAP
 from app.errors import ConfigError, nearest_model
 from app.hf.file_names import CONFIG_JSON, INDEX, ONE_FILE
 
@@ -22,7 +24,7 @@ TEXTS = (
     "config.json",
     "generation_config.json",
     "tokenizer*",
-    "special_tokens_map.json",
+    SPECIAL_TOKENS_MAP,
     "vocab*",
     "merges.txt",
     "added_tokens.json",
@@ -31,7 +33,6 @@ TEXTS = (
 )
 PRETRAINED = "pretrained"  # in a run folder: what came with the model that it started from
 NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")  # of a model on the hub
-MOST_TEXT = 300  # characters of what the library says
 SNAPSHOTS = "snapshots"  # in the library's cache: folders that are called after commits
 WAIT_S = 60.0  # that one process waits for a small file that another one brings
 POLL_S = 0.05
@@ -177,4 +178,4 @@ def _explained(name: str, key: str, bring: Callable[[], Found]) -> Found:
 
 
 def _short(error: Exception) -> str:
-    return re.sub(r"\s+", " ", str(error)).strip()[:MOST_TEXT]
+    return in_one_line(str(error))

@@ -13,7 +13,7 @@ from app.hf.file_names import TOKENIZER
 
 # What says how texts become tokens, in whatever format, besides TOKENIZER and SETTINGS.
 VOCABULARIES = ("tokenizer*", "vocab*", "merges.txt", "added_tokens.json")
-ABOUT_TOKENS = ("special_tokens_map.json", "chat_template*")
+ABOUT_TOKENS = (SPECIAL_TOKENS_MAP, "chat_template*")
 # The class of `transformers` that takes TOKENIZER as it is. Those of models build another one from
 # its vocabulary, in version 5, and leave out tokens that were added to it.
 AS_IT_IS = "PreTrainedTokenizerFast"

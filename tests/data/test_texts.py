@@ -236,6 +236,21 @@ def test_small_files_and_long_ones_are_checked_alike(monkeypatch: pytest.MonkeyP
         file_text("a".encode("utf-32"))
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_hub_reads_parquet_that_begins_with_nulls(streaming: bool, tmp_path: Path):
+    """A first file without any text has a column of type null, whatever the others have."""
+    tables = [pa.table({"id": [1, 2][: len(texts)], "text": texts})
+              for texts in (pa.nulls(2), pa.array(["rain", None]), pa.array(["snow"]))]  # fmt: skip
+    put(tmp_path, *tables, name="part.parquet")
+    config = corpus(tmp_path, "hub", streaming=streaming)
+    if not streaming:
+        assert read(config) == read(corpus(tmp_path, "parquet")) == ["rain", "snow"]
+        return
+    from app.data import hub
+
+    assert [row["text"] for row in hub.streamed(config)] == [None, None, "rain", None, "snow"]
+
+
 SKIP = {"on_bad_file": BadFile.skip}
 BAD: dict[str, tuple[str, list[bytes | pa.Array], str]] = {
     "text": ("text", [b"rain", b"\xe9", b"snow"], "is not UTF-8: byte 0xe9 at offset 0"),
@@ -257,6 +272,16 @@ def test_bad_files_are_left_out_whole_and_told(name: str, tmp_path: Path):
         assert f"/d/1part.jsonl: {told}" in line
     (tmp_path / "d/1part.jsonl").unlink()
     assert left_out(prepare(config, TOKENIZER), find_sources(config)) is None
+
+
+@pytest.mark.parametrize(("bad", "more"), [(1, ""), (3, ""), (5, "; and 2 more")])
+def test_left_out_files_are_named_up_to_three(tmp_path: Path, bad: int, more: str):
+    put(tmp_path, "rain", *[b"\xe9"] * bad)
+    config = corpus(tmp_path, "text", **SKIP)
+    line = left_out(prepare(config, TOKENIZER), find_sources(config))
+    assert line is not None and line.count(": is not UTF-8") == min(bad, 3)
+    assert line.startswith(f"data.on_bad_file=skip: {bad} of {bad + 1} files left out: ")
+    assert line.endswith(f"at offset 0{more}")
 
 
 def test_nothing_is_left_where_every_file_is_bad(tmp_path: Path):

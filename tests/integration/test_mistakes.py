@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from app.cli.options.request import Words
+from app.engine.checkpoint.resume import checkpoint_at
+from app.errors import ConfigError
 from tests.cases import sampled
 from tests.programs import run_forked
 
@@ -74,3 +77,41 @@ def test_ranks_that_a_launcher_has_started_tell_a_mistake_once(tmp_path: Path):
 
 def test_the_table_has_what_people_do():
     assert len(CASES) >= 80 and len(dict(CASES)) == len(CASES)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("runs/x max_tokens=8", r"arguments=max_tokens=8: .*; did you mean max_new_tokens=\?"),
+        ("runs/x promt=a", r"arguments=promt=a: .*; did you mean prompt\?"),
+        ("max_tokens=8", "arguments=max_tokens=8: the first argument is the folder of a run"),
+        ("", "arguments=: the first argument is the folder of a run"),
+    ],
+)
+def test_mistake_in_an_option_of_generate(typed: str, said: str):
+    with pytest.raises(ConfigError, match=said):
+        Words.parse(typed.split(), ("prompt", "max_new_tokens", "top_k"))
+
+
+def test_source_may_have_an_equals_sign(tmp_path: Path):
+    (tmp_path / "a=b").mkdir()
+    assert Words.parse([f"{tmp_path}/a=b"], ()).source == tmp_path / "a=b"
+
+
+def test_texts_of_a_locale_without_utf_8(monkeypatch: pytest.MonkeyPatch):
+    words = Words.parse(
+        ["run", "prompt=\udcc3\udcbc", "prompt=\udcfc", "stop=\u00fc"], ("prompt", "stop")
+    )
+    monkeypatch.setattr(os, "fsencode", lambda text: text.encode("ascii", "surrogateescape"))
+    assert words.texts("prompt") == ("\u00fc", "\udcfc"), "the second is no UTF-8"
+    assert words.texts("stop") == ("\u00fc",)
+
+
+def test_missing_run_is_not_taken_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    prepared(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "old").rename(tmp_path / "runs/2026-11-25_10-00-00-moe")
+    said = "does not exist; the last run with a checkpoint is runs/2026-11-25_10-00-00-moe"
+    with pytest.raises(ConfigError, match=said):
+        checkpoint_at(Path("runs/nope"), "x")

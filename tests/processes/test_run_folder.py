@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from app.cli.run_report.facts import run_facts
 from app.config import CheckpointConfig
 from app.engine.checkpoint import save as checkpoint_save
 from app.engine.checkpoint.folder import (
@@ -351,6 +352,17 @@ def test_odd_last_line_with_newline_is_named(tmp_path: Path, capfd: pytest.Captu
     assert path.read_text() == text_of(rows_of(1))
     said = "2 lines left out, the first is line 1 (step is no whole number)"
     assert capfd.readouterr().err == f"train.py: {path}: {said}\n"
+
+
+def test_row_without_a_loss_is_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """A report of something else: tables and plots pass over it."""
+    path = tmp_path / METRICS
+    path.write_text(text_of([*rows_of(1), {"step": 2}]))
+    begin_metrics(tmp_path, 4)
+    assert read_metrics(tmp_path) == [*rows_of(1), {"step": 2}]
+    facts = run_facts(tmp_path)
+    assert (facts.step, facts.loss, facts.curve) == (1, 1.5, ((1, 1.5),))
+    assert capfd.readouterr().err == ""
 
 
 NOT_FINITE = {"loss": math.nan, "grad_norm": math.inf, "val_loss": -math.inf}

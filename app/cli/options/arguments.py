@@ -19,6 +19,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
 from app.cli.options.hydra_words import check_config_flag
+from app.cli.options.old_names import with_present_names
 from app.cli.processes.home import BASE, CONF
 from app.errors import ConfigError, nearest
 from app.version import Version
@@ -47,10 +48,11 @@ class Typed:
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> Typed:
-        """Read the arguments as `hydra.main` does. Raises ConfigError for unknown flags."""
+        """Read the arguments as `hydra.main` does, old names of keys as the present ones. Raises
+        ConfigError for unknown flags and removed keys.
+        """
         check_config_flag(arguments)
         parser = get_args_parser()
-        parser.exit_on_error = False
         for action in parser._actions:
             asked = any(word.startswith("--v") for word in arguments)  # git takes some milliseconds
             if asked and "--version" in action.option_strings:
@@ -60,7 +62,8 @@ class Typed:
             known = [name for action in parser._actions for name in action.option_strings]
             rule = "there is no such option; python train.py --help"
             raise ConfigError("option", unknown[0], rule, guess=nearest(unknown[0], known))
-        return cls(tuple(args.overrides), args.config_dir, args.config_path, args.config_name)
+        overrides = with_present_names(args.overrides)
+        return cls(overrides, args.config_dir, args.config_path, args.config_name)
 
     @classmethod
     def of_config(cls, hydra: DictConfig) -> Typed:
@@ -124,6 +127,7 @@ class Typed:
 
 
 def _parsed(parser: ArgumentParser, arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
+    parser.exit_on_error = False
     try:
         # Between flags, so that what stands behind an unknown one is not taken for its value.
         return parser.parse_known_intermixed_args(list(arguments))
@@ -137,7 +141,7 @@ def flags_first(arguments: Sequence[str], typed: Typed, beside: Sequence[str] = 
     those that are given `beside` them, and no path relative to where it is called.
     """
     flags = list(arguments)
-    for override in reversed(typed.overrides):
+    for override in reversed(_parsed(get_args_parser(), arguments)[0].overrides):
         del flags[len(flags) - 1 - flags[::-1].index(override)]
     found = ["--config-path", str(typed.folder.absolute())] if typed.config_path is not None else []
     return [*flags, *found, *beside, *typed.overrides]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from app.choices import Source
 from app.cli.options.arguments import CONFIG_NAME, Typed, key_of
 from app.cli.options.continued import RunSettings
 from app.cli.options.keys import all_keys, defaults
+from app.cli.options.old_names import read_files_by_present_names, with_present_names
 from app.cli.options.pretrained import adopt, check_agreement, of_config_json
 from app.cli.options.unknown import no_such_key
 from app.config import Run
@@ -26,7 +28,7 @@ from app.rules import check
 SAVED = "saved_run"  # in conf/train.yaml's list: settings of a run that is continued
 BYTES = "bytes"  # the tokenizer that is no file
 # hydra_plugins/
-PLUGINS = {
+OUR_PLUGINS = {
     "hydra/launcher": ("torchrun", "TorchrunLauncher"),
     "hydra/sweeper": ("grid", "GridSweeper"),
 }
@@ -39,10 +41,11 @@ def register_schema() -> None:
     """Make the types of `Run` the schema that every YAML file and override is checked against,
     and name our plugins, and what presets refer to.
     """
+    read_files_by_present_names()
     ConfigStore.instance().store(name="run_schema", node=run_schema())
     ConfigStore.instance().store(name=SAVED, node={})
     OmegaConf.register_new_resolver("config_json", of_config_json, replace=True)
-    for group, (option, plugin) in PLUGINS.items():
+    for group, (option, plugin) in OUR_PLUGINS.items():
         ConfigStore.instance().store(
             group=group, name=option, node={"_target_": f"hydra_plugins.graphfold.{plugin}"}
         )
@@ -63,8 +66,9 @@ def settings_line(typed: Typed) -> str | None:
     if saved is None:
         return None
     unknown = saved.unknown(all_keys())
-    left = f"; without keys that this version lacks: {', '.join(unknown)}" if unknown else ""
-    return f"of {saved.file}; what is typed counts over them{left}"
+    left = f"without keys that this version lacks: {', '.join(unknown)}"
+    parts = (f"of {saved.file}", "what is typed counts over them", *saved.renamed)
+    return "; ".join((*parts, left) if unknown else parts)
 
 
 def run_schema() -> DictConfig:
@@ -142,6 +146,7 @@ def load_typed(typed: Typed, world_size: int | None = None) -> Run:
     Raises as `load_run`, and what composing raises.
     """
     register_schema()
+    typed = dataclasses.replace(typed, overrides=with_present_names(typed.overrides))
     refuse_deletions(typed)
     with typed.looked_up():
         settle_saved(typed, world_size)

@@ -21,6 +21,7 @@ from yaml import YAMLError
 from app.choices import Fp8Recipe
 from app.cli.options.arguments import CONFIG_NAME, Typed
 from app.config.layout import OF_DELAYED
+from app.config.renamed import with_new_names
 from app.engine.checkpoint.folder import CHECKPOINTS, MANIFEST, newest_checkpoint, parse_manifest
 from app.engine.run.run_folder import CONFIG, HEADER
 from app.engine.run.signals import ctrl_c_held_back
@@ -50,7 +51,8 @@ class RunSettings:
     """Settings that a run has saved."""
 
     file: Path  # they are read from
-    values: dict[str, Any]  # by section, as plain data
+    values: dict[str, Any]  # by section, as plain data, by present names
+    renamed: tuple[str, ...] = ()  # a line per old name in the file
 
     @classmethod
     def of(cls, typed: Typed) -> RunSettings | None:
@@ -139,7 +141,7 @@ def _read(path: Path) -> RunSettings | None:
     folder = path.parent if path.name == CHECKPOINTS else path
     values = _of_file(folder / CONFIG)
     if values is not None:
-        return RunSettings(folder / CONFIG, values)
+        return _by_present_names(folder / CONFIG, values)
     try:
         newest = newest_checkpoint(folder)
     except OSError:  # whoever looks for its checkpoint says so
@@ -149,9 +151,18 @@ def _read(path: Path) -> RunSettings | None:
 
 def _of_checkpoint(path: Path) -> RunSettings | None:
     try:
-        return RunSettings(path / MANIFEST, parse_manifest(path)["config"])
+        values = parse_manifest(path, as_saved=True)["config"]
     except ConfigError:  # whoever loads it says so
         return None
+    return _by_present_names(path / MANIFEST, values)
+
+
+def _by_present_names(file: Path, values: dict[str, Any]) -> RunSettings:
+    """Return saved settings by present names. Raises ConfigError for a removed key that the run
+    depends on.
+    """
+    present, told = with_new_names(values, saved=True)
+    return RunSettings(file, present, tuple(told))
 
 
 @ctrl_c_held_back()

@@ -27,6 +27,7 @@ from app.cli.processes.home import CONF
 from app.config.profile import PAIRS
 from app.errors import ConfigError, FirstOf, Instead, nearest, nearest_model
 from app.errors import typed as as_typed
+from app.shell import shell_word
 
 # what OmegaConf puts before what one of our resolvers raises
 IN_RESOLVER = "ConfigError raised while resolving interpolation: "
@@ -105,6 +106,8 @@ def _unreadable(override: str) -> ConfigError:
         return ConfigError(key, value, "ends with a comma", nearest=one)
     rule = "cannot be read: a bracket or quote is open, or something is typed that needs quotes"
     bare = re.sub(r"^[='\"\[({ ]+|[='\"\])} ,]+$", "", value)
+    if bare == value and (_kind(name) is str or name == "data.path"):
+        return ConfigError(key, value, rule, advice=f"type {shell_word(key, value)}")
     usual = () if is_section(name) else (_usual(name),)
     near = FirstOf(each for each in (bare, *usual) if each not in ("", None))
     return ConfigError(key, value, rule, nearest=near)

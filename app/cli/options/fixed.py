@@ -10,6 +10,7 @@ import yaml
 
 from app.cli.options.arguments import Typed, key_of
 from app.cli.processes.home import CONF
+from app.config.renamed import new_key
 
 TOYS = ("moe_tiny", "dense_tiny")  # models whose sizes nobody has published
 
@@ -37,7 +38,7 @@ class Fixed:
                     sizes |= set(_keys(set_by, "model.")) if option not in TOYS else set()
                 else:
                     names |= set(_keys(set_by, f"{name}."))
-        return cls(frozenset(names), frozenset(sizes))
+        return cls(frozenset(map(new_key, names)), frozenset(map(new_key, sizes)))
 
 
 def _folders(typed: Typed) -> Iterator[Path]:

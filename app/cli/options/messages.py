@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
@@ -134,7 +134,8 @@ def readable_errors(
         if speak:
             with _deaf_to_launchers():
                 if asked is not None and isinstance(found, ConfigError) and found.alternatives:
-                    found = asked().advised(found)
+                    with suppress(ConfigError):  # a second mistake: told when this one is mended
+                        found = asked().advised(found)
             print(f"{program}: {found}", file=sys.stderr, flush=True)
         else:
             time.sleep(silent_s)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.cli.options.unknown import like_key
+from app.cli.options.unknown import like_key, with_words
 from app.data.faults import file_text
 from app.errors import ConfigError, nearest
 
@@ -25,8 +26,8 @@ class Words:
     @classmethod
     def parse(cls, arguments: Sequence[str], own: Collection[str]) -> Words:
         """Tell a program's own options from overrides. Raises ConfigError."""
-        if not arguments or arguments[0].startswith("-") or arguments[0].partition("=")[0] in own:
-            first = arguments[0] if arguments else ""
+        first = arguments[0] if arguments else ""
+        if not first or first.startswith("-") or ("=" in first and not Path(first).exists()):
             rule = "the first argument is the folder of a run or a checkpoint"
             raise ConfigError("arguments", first, rule)
         source, *words = arguments
@@ -40,13 +41,20 @@ class Words:
             else:
                 rule = f"the options are {', '.join(f'{name}=' for name in own)}; all else is an "
                 rule += "override of a key of the configuration"
-                guess = nearest(key, list(own)) or like_key(key)
+                options_like = " or ".join(f"{name}=" for name in with_words(key, list(own)))
+                guess = nearest(key, list(own)) or options_like or like_key(key)
                 raise ConfigError("arguments", word, rule, guess=guess)
         return cls(Path(source), tuple(options), tuple(overrides))
 
     def all(self, key: str) -> tuple[str, ...]:
         """Every value that an option has been given."""
         return tuple(value for name, value in self.options if name == key)
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """Return every value of an option that is text, not a path: as UTF-8, whatever the locale
+        has made of its bytes.
+        """
+        return tuple(map(_as_utf8, self.all(key)))
 
     def text(self, key: str) -> str | None:
         """The last value of an option; None: it is not given."""
@@ -89,6 +97,16 @@ class Words:
             rule = f"must be {' or '.join(choices)}"
             raise ConfigError(key, text, rule, guess=nearest(text, choices))
         return text or choices[0]
+
+
+def _as_utf8(argument: str) -> str:
+    """Return an argument that a locale without UTF-8 has left undecoded; one that is no UTF-8 as it
+    is.
+    """
+    try:
+        return os.fsencode(argument).decode()
+    except UnicodeError:
+        return argument
 
 
 def check_characters(key: str, value: object, text: str, where: str = "") -> None:

@@ -9,6 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from app.cli.options.compose import load_run, run_schema
+from app.cli.options.old_names import with_present_names
 from app.config import ModelConfig, Run
 from app.engine.run.signals import ctrl_c_held_back
 from app.errors import ConfigError, FirstOf, typed
@@ -43,7 +44,7 @@ def saved_run(config: dict[str, Any], overrides: Sequence[str], world_size: int 
     merged = OmegaConf.merge(run_schema(), kept)
     assert isinstance(merged, DictConfig)
     shapes = _shapes(merged)
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
+    for override in OverridesParser.create().parse_overrides([*with_present_names(overrides)]):
         key, value = override.key_or_group, override.value()
         was = OmegaConf.select(merged, key)
         nearest = None if isinstance(was, DictConfig) else FirstOf([was])

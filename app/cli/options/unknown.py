@@ -9,6 +9,7 @@ from app.cli.options.arguments import Typed, foreign_flags, hydra_flags, key_of
 from app.cli.options.keys import all_keys, is_section
 from app.cli.options.other_names import OtherName, exact_row, row_of
 from app.cli.processes.home import CONF
+from app.config.renamed import new_key
 from app.errors import ConfigError, Instead, letters, near_names
 
 MOST_GUESSED = 3  # keys that a name may equally well be a slip of
@@ -24,6 +25,8 @@ def no_such_key(key: str, value: str, where: str = "") -> ConfigError:
     row = None if where else exact_row(key)
     if row is None and (same := _same_letters(key)):
         return ConfigError(key, value, rule, guess=same)
+    if row is None and (slip := _slip_of(key)):
+        return ConfigError(key, value, rule, guess=slip)
     row = row or (None if where else row_of(key))
     if row is not None:
         return _of_row(key, value, row)
@@ -40,10 +43,11 @@ def no_such_flag(arguments: Sequence[str], known: Sequence[str] = ()) -> ConfigE
     """
     for _, override, typed in foreign_flags(arguments, known or hydra_flags()):
         key, _, value = override.partition("=")
+        key = new_key(key)
         meant = None if (row := exact_row(key)) is None else row.choice(value)
         if is_known(key) and not meant:
             rule = "keys are typed without dashes, as key=value"
-            near = Instead(override) if value else None
+            near = Instead(f"{key}={value}") if value else None
             return ConfigError("option", typed, rule, nearest=near)
         if meant:
             rule = f"is {' '.join(meant)} here"
@@ -73,7 +77,7 @@ def like_key(word: str) -> str | None:
     inside = [key for key in keys if key.rpartition(".")[0] == section]
     for found in (
         [f"{section}.{name}" if section else name for name in near_names(leaf, _leaves(inside))],
-        list(_with_words(leaf, [key for key in inside if not section or not is_section(key)])),
+        list(with_words(leaf, [key for key in inside if not section or not is_section(key)])),
         [key for key in keys if key.rpartition(".")[2] == leaf],
         [key for key in keys if _near_parts(word, key)],
         [key for key in keys if key.rpartition(".")[2] in near_names(leaf, _leaves(keys))],
@@ -102,9 +106,10 @@ def translated(word: str) -> tuple[str, ...]:
     key, value = key_of(word), word.partition("=")[2]
     if is_known(key):
         return found if (row := exact_row(key)) and (found := row.choice(value)) else (word,)
-    if row := row_of(key):
+    slip = None if exact_row(key) else _same_letters(key) or _slip_of(key)
+    if slip is None and (row := row_of(key)):
         return row.overrides(value)
-    alone = _same_letters(key) or _same_leaf(key)
+    alone = slip or _same_leaf(key)
     return (f"{alone}={value}",) if alone and value else ()
 
 
@@ -151,7 +156,7 @@ def _leaves(keys: Sequence[str]) -> list[str]:
     return [key.rpartition(".")[2] for key in keys]
 
 
-def _with_words(leaf: str, keys: Sequence[str]) -> Iterator[str]:
+def with_words(leaf: str, keys: Sequence[str]) -> Iterator[str]:
     """The keys that have all words of a name, and fewest besides."""
     words = set(re.split("[-_]", leaf))
     having = {key: set(key.rpartition(".")[2].split("_")) for key in keys}
@@ -161,8 +166,15 @@ def _with_words(leaf: str, keys: Sequence[str]) -> Iterator[str]:
 
 
 def _near_parts(word: str, key: str) -> bool:
-    """Whether every part of a dotted name is near that of a key."""
+    """Return whether every part of a dotted name is near that of a key, or has its letters."""
     ours, theirs = key.split("."), word.split(".")
     return len(ours) == len(theirs) and all(
-        one == other or near_names(other, [one]) for one, other in zip(ours, theirs, strict=True)
+        sorted(one) == sorted(other) or near_names(other, [one])
+        for one, other in zip(ours, theirs, strict=True)
     )
+
+
+def _slip_of(word: str) -> str | None:
+    """Return the one dotted key that a dotted name misspells, None where there is none."""
+    found = [key for key in all_keys() if "." in word and _near_parts(word, key)]
+    return found[0] if len(found) == 1 and found[0] != word else None

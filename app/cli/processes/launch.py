@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -61,6 +60,7 @@ from app.engine.run.signals import STOPPED, hand_on, stop_signals
 from app.errors import ConfigError, FirstOf, OwnError, warn
 from app.plan.formatting import gib
 from app.plan.plan import Plan
+from app.shell import shell_line
 
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # where none is, torch need not be asked
 
@@ -145,7 +145,7 @@ def _when_stopped(launch: Launch, arguments: Sequence[str]) -> str:
     if it has saved anything.
     """
     resume = [] if any(word.startswith("resume=") for word in arguments) else ["resume=auto"]
-    command = f"{launch.command} {shlex.join([*arguments, *resume])}"
+    command = f"{launch.command} {shell_line([*arguments, *resume])}"
     return f"stopped; to continue from the newest checkpoint, or begin without one: {command}"
 
 

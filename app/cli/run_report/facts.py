@@ -14,6 +14,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from app.config.renamed import with_new_names
 from app.engine.checkpoint.folder import newest_checkpoint
 from app.engine.run.run_folder import CONFIG, PLAN, read_metrics
 from app.plan.plan import GIB
@@ -102,7 +103,11 @@ def clock(seconds: float) -> str:
 def settings(run_dir: Path) -> dict[str, Any]:
     """Dotted key -> value of a run's configuration; empty where none has been written."""
     path = run_dir / CONFIG
-    return dict(flat(OmegaConf.to_container(OmegaConf.load(path)))) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    values = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(values, dict), f"{path} is no configuration"
+    return dict(flat(with_new_names(values, saved=True)[0]))
 
 
 def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

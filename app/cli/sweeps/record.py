@@ -19,6 +19,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from app.cli.options.old_names import with_present_names
 from app.config import LogConfig
 from app.errors import ConfigError
 
@@ -61,7 +62,7 @@ class Job:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Job:
         """Back from what `Sweep.save` wrote."""
-        lists = {"overrides": tuple(values["overrides"]), "swept": tuple(values["swept"])}
+        lists = {name: with_present_names(values[name]) for name in ("overrides", "swept")}
         return cls(**values | lists | {"state": JobState(values["state"])})
 
 

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from app.config.renamed import with_new_names
 from app.errors import ConfigError
 
 CHECKPOINTS = "checkpoints"
@@ -157,8 +158,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def parse_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest of a checkpoint without checking its files. Raises ConfigError."""
+def parse_manifest(path: Path, as_saved: bool = False) -> dict[str, Any]:
+    """Read the manifest of a checkpoint without checking its files. Keys of its configuration get
+    their present names, unless `as_saved`. Raises ConfigError.
+    """
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -168,6 +171,8 @@ def parse_manifest(path: Path) -> dict[str, Any]:
         raise _broken(path, f"{MANIFEST} has format {found}, this version reads format {FORMAT}")
     if manifest.get("sha256") != manifest_digest(manifest):
         raise _broken(path, f"{MANIFEST} was changed after it was saved (sha256 differs)")
+    if not as_saved and isinstance(config := manifest.get("config"), dict):
+        manifest["config"], _ = with_new_names(config, saved=True)
     return manifest
 
 

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from app.config import ModelConfig, MoEConfig, Run
+from app.config.renamed import with_new_names
 from app.data.sources import (
     TOKENIZER_KEY,
     Record,
@@ -264,7 +265,7 @@ def checkpoint_at(path: Path, key: str) -> Path:
         return path
     newest = newest_checkpoint(path.parent if path.name == CHECKPOINTS else path)
     if newest is None:
-        known = [str(folder) for folder in RUNS.glob("*") if newest_checkpoint(folder)]
+        known = sorted(str(folder) for folder in RUNS.glob("*") if newest_checkpoint(folder))
         beside = [str(each) for each in path.parent.glob("*") if holds_weights(each)]
         rule = "holds no complete checkpoint" if exists else "does not exist"
         if (path / CONFIG_JSON).is_file():
@@ -272,8 +273,9 @@ def checkpoint_at(path: Path, key: str) -> Path:
         elif path.is_file():
             rule = "is a file, and a checkpoint is a folder"
             known = [str(path.parent)] if (path.parent / MANIFEST).exists() else known
-        guess = nearest(str(path), [*beside, *known]) or (known[-1] if known else None)
-        raise ConfigError(key, path, rule, guess=guess)
+        guess = nearest(str(path), [*beside, *known])
+        last = f"the last run with a checkpoint is {known[-1]}" if known and not guess else None
+        raise ConfigError(key, path, rule, guess=guess, advice=last)
     return newest
 
 
@@ -330,6 +332,7 @@ def _config_of(run_dir: Path) -> Any | None:
         return None
     if not isinstance(config, dict):
         return None
+    config, _ = with_new_names(config, saved=True)
     return config if all(isinstance(config.get(name), dict) for name in SECTIONS) else None
 
 

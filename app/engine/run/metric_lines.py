@@ -33,7 +33,8 @@ def line_of(metrics: dict[str, Any]) -> str:
 def row_of(line: str | bytes) -> dict[str, Any]:
     """Return the report of a line, with non-finite numbers restored.
 
-    Also reads lines of earlier versions, which have bare NaN and Infinity. Raises BadLineError.
+    Also reads lines of earlier versions, which have bare NaN and Infinity, and rows with neither a
+    loss nor a val_loss, which readers skip. Raises BadLineError.
     """
     try:
         row = json.loads(line)

@@ -1,0 +1,171 @@
+"""Names of earlier versions in typed overrides and in YAML files: read by their present names, each
+told once (app.config.renamed is the record).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+from hydra._internal.core_plugins import file_config_source
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override, ParsedElementType
+from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import DictConfig, OmegaConf
+
+from app.cli.processes.environment import environment
+from app.cli.processes.launcher import STARTED_AS
+from app.config.renamed import (
+    CHANGED,
+    RenamedValue,
+    both_names,
+    changes_inside,
+    new_key,
+    new_references,
+    removed,
+    with_new_names,
+)
+from app.engine.run.run_folder import HEADER
+from app.errors import ConfigError, say
+from app.errors import typed as as_typed
+
+# prefix, key or group with its package, and the value where there is one
+OVERRIDE = re.compile(r"(\+\+|\+|~|)([^=+~]+)(?:=(.*))?", re.DOTALL)
+
+
+def tell(lines: Iterable[str], where: str = "") -> None:
+    """Print lines on old names to stderr, each once in a process, and by one rank alone."""
+    env = environment()
+    if env.get("RANK", env.get("SLURM_PROCID", "0")) == "0" and STARTED_AS not in env:
+        for line in lines:
+            _say(f"old name: {line}{where}")
+
+
+@cache
+def _say(line: str) -> None:
+    say(line, sys.stderr)
+
+
+def with_present_names(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return overrides by their present names, which it tells; those that do nothing any more are
+    left out. Raises ConfigError for removed keys, and for two names of one key.
+    """
+    found = list[str]()
+    given = {match[2] for word in overrides if (match := OVERRIDE.fullmatch(word))}
+    for word in overrides:
+        match = OVERRIDE.fullmatch(word)
+        found += [word] if match is None else _present(word, match, given)
+    return tuple(found)
+
+
+def _present(word: str, match: re.Match[str], given: set[str]) -> Iterator[str]:
+    """Yield an override by its present name; nothing where it does nothing any more."""
+    prefix, old, value = match[1], match[2], match[3]
+    key = new_key(old)
+    if (gone := removed(key)) is not None:
+        if value is not None and value.strip("'\"") != as_typed(gone.idle):
+            raise ConfigError(old, value, "was removed", advice=gone.advice)
+        tell([f"{old} was removed, and {word} does nothing"])
+        return
+    if key != old:
+        if key in given:
+            raise both_names(old, value or "", key)
+        tell([f"{old} is now {key}"])
+    if value is None:
+        yield f"{prefix}{key}"
+        return
+    yield f"{prefix}{key}={_present_value(key, value)}"
+
+
+def _present_value(key: str, value: str) -> str:
+    """Return the text of a value of a key, or of a sweep over values, by present names."""
+    for change in CHANGED:
+        if isinstance(change, RenamedValue) and change.key == key:
+            old = rf"(?<![\w.-]){re.escape(change.old)}(?![\w.-])"
+            value, count = re.subn(old, change.new.replace("\\", r"\\"), value)
+            tell([f"{key}={change.old} is now {key}={change.new}"] * bool(count))
+    if "{" in value and changes_inside(key):
+        value = _present_dict(key, value)
+    return new_references(value)
+
+
+def _present_dict(key: str, value: str) -> str:
+    """Return the text of a dictionary, or of a sweep over several, by present names; any other
+    value, and one that Hydra's grammar does not know, as it is.
+    """
+    try:
+        parsed = OverridesParser.create().parse_override(f"{key}={value}")._value
+    except HydraException:
+        return value
+    if isinstance(parsed, dict):
+        return _as_text(key, value, [parsed])
+    if not isinstance(parsed, ChoiceSweep):
+        return value
+    texts = _as_text(key, value, parsed.list)
+    simple = parsed.simple_form or texts == value
+    return texts if simple else f"choice({texts})"
+
+
+def _as_text(key: str, value: str, elements: Sequence[ParsedElementType]) -> str:
+    """Return the elements of a value by present names, joined by commas; where none of them has an
+    old name, the value as it was typed.
+    """
+    found, told = list[ParsedElementType](), list[str]()
+    for each in elements:
+        inner = with_new_names(each, key, saved=False) if isinstance(each, dict) else (each, [])
+        found.append(inner[0])
+        told += inner[1]
+    tell(told)
+    return ",".join(map(Override._get_value_element_as_str, found)) if told else value
+
+
+class FileConfigSource(file_config_source.FileConfigSource):
+    """Hydra's folders of YAML files, read by present names.
+
+    It has the name of Hydra's class, in whose place Hydra takes no class of another name.
+    """
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """See Hydra's class. Raises ConfigError for removed keys, and two names of one key."""
+        found = super().load_config(config_path)
+        values = OmegaConf.to_container(found.config, resolve=False)
+        if not isinstance(found.config, DictConfig) or not isinstance(values, dict):
+            return found
+        file = Path(self.path) / f"{config_path.removesuffix('.yaml')}.yaml"
+        try:
+            present, told = with_new_names(
+                values, _package(config_path, found.header), saved=_is_saved(file)
+            )
+        except ConfigError as error:
+            rule = f"{error.rule}, in {file}"
+            raise ConfigError(error.key, error.value, rule, advice=error.advice) from None
+        tell(told, f" (in {file})")
+        if present != values:
+            found.config = OmegaConf.create(present)
+        return found
+
+
+def _package(config_path: str, header: dict[str, str | None]) -> str:
+    """Return the dotted section that a YAML file has the keys of, empty for a whole
+    configuration.
+    """
+    package = header.get("package")
+    if package is None or package == "_group_":
+        return config_path.rpartition("/")[0].replace("/", ".")
+    return "" if package == "_global_" else package
+
+
+def _is_saved(file: Path) -> bool:
+    """Return whether a run has written a file."""
+    with file.open(encoding="utf-8", errors="replace") as opened:
+        return opened.readline().startswith(HEADER)
+
+
+def read_files_by_present_names() -> None:
+    """From here on let Hydra read YAML files by present names."""
+    SourcesRegistry.instance().types["file"] = FileConfigSource

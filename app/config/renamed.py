@@ -1,0 +1,211 @@
+"""Keys and values of earlier versions: CHANGED is the record, one line per change.
+
+Whatever reads a configuration by name applies it: typed overrides and YAML files
+(`app.cli.options.old_names`), saved settings of runs and manifests of checkpoints
+(`with_new_names`). So configurations, checkpoints and scripts of earlier versions keep working.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from app.errors import ConfigError, typed
+
+ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Renamed:
+    """A key, or a section with all its keys, that has another name now."""
+
+    old: str  # dotted
+    new: str
+
+
+@dataclass(frozen=True, slots=True)
+class RenamedValue:
+    """A value of a key, by its present name, that is spelt otherwise now."""
+
+    key: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A key that is gone. Typed or in a file of the user's it is an error, unless it has the value
+    with which it did nothing.
+    """
+
+    key: str  # by its last name
+    advice: str  # what to do instead, as an imperative
+    idle: Any = None  # value with which it did nothing
+    # Saved with another value: True refuses to continue the run, False leaves the key out.
+    fixed: bool = False
+
+
+Change = Renamed | RenamedValue | Removed
+
+# Oldest first: a later line sees the names that the earlier ones have given.
+CHANGED: tuple[Change, ...] = (
+    Renamed("model.moe.static.stash", "model.moe.static.paged_buffer"),
+    Renamed("hardware.profile.product_tflops", "hardware.profile.gemm_tflops"),
+    Renamed("hardware.profile.product_memory", "hardware.profile.gemm_memory"),
+)
+
+
+def new_key(key: str) -> str:
+    """Return the present name of a dotted key, which is the key itself unless it was renamed."""
+    for change in CHANGED:
+        if isinstance(change, Renamed) and f"{key}.".startswith(f"{change.old}."):
+            key = change.new + key[len(change.old) :]
+    return key
+
+
+def removed(key: str) -> Removed | None:
+    """Return the record of a removed key, None for any other one."""
+    return next((each for each in CHANGED if isinstance(each, Removed) and each.key == key), None)
+
+
+def new_references(text: str) -> str:
+    """Return a text whose references, as `${model.moe.top_k}`, have present names."""
+    if "${" not in text:
+        return text
+    for change in CHANGED:
+        if isinstance(change, Renamed):
+            old = rf"(?<=\$\{{){re.escape(change.old)}(?=[.}}])"
+            text = re.sub(old, change.new, text)
+    return text
+
+
+def changes_inside(section: str) -> bool:
+    """Return whether keys below a dotted name (empty: any) were renamed or removed."""
+    return any(_path(_key_of(change), section) for change in CHANGED)
+
+
+def with_new_names(
+    values: Mapping[Any, Any], section: str = "", *, saved: bool
+) -> tuple[dict[Any, Any], list[str]]:
+    """Return nested settings by their present names, and a line per change.
+
+    `section` is the dotted name of what they are settings of, empty for a whole configuration.
+    `saved`: a run has written them, so that removed keys are left out, and texts are no references.
+    Raises ConfigError for an old and a new name of one key, and for removed keys.
+    """
+    found: dict[Any, Any] = copy.deepcopy(dict(values))
+    told = list[str]()
+    for change in CHANGED:
+        if path := _path(_key_of(change), section):
+            told += _APPLIED[type(change)](found, path, change, section, saved)
+    return found if saved else _referring(found), told
+
+
+def _key_of(change: Change) -> str:
+    return change.old if isinstance(change, Renamed) else change.key
+
+
+def _path(key: str, section: str) -> list[str]:
+    """Return the names that lead from a section to a key, none where it lies elsewhere."""
+    if not section:
+        return key.split(".")
+    return key[len(section) + 1 :].split(".") if key.startswith(f"{section}.") else []
+
+
+def _rename(
+    values: dict[Any, Any], path: list[str], change: Renamed, section: str, saved: bool
+) -> Iterator[str]:
+    value = _take(values, path)
+    if value is ABSENT:
+        return
+    if not (target := _path(change.new, section)):
+        raise ConfigError(change.old, value, f"is {change.new} now", advice="give it there")
+    _put(values, target, value, change)
+    yield f"{change.old} is now {change.new}"
+
+
+def _replace(
+    values: dict[Any, Any], path: list[str], change: RenamedValue, section: str, saved: bool
+) -> Iterator[str]:
+    above = _section(values, path[:-1])
+    value = ABSENT if above is None else above.get(path[-1], ABSENT)
+    listed = value if isinstance(value, list) else [value]
+    if above is None or change.old not in map(_text, listed):
+        return
+    replaced = [change.new if _text(each) == change.old else each for each in listed]
+    above[path[-1]] = replaced if isinstance(value, list) else replaced[0]
+    yield f"{change.key}={change.old} is now {change.key}={change.new}"
+
+
+def _remove(
+    values: dict[Any, Any], path: list[str], change: Removed, section: str, saved: bool
+) -> Iterator[str]:
+    value = _take(values, path)
+    if value is ABSENT or _text(value) == _text(change.idle):
+        return
+    if not saved or change.fixed:
+        raise ConfigError(change.key, value, "was removed", advice=change.advice)
+    yield f"{change.key}={_text(value)} is left out, as the key was removed; {change.advice}"
+
+
+_APPLIED: dict[type, Callable[..., Iterator[str]]] = {
+    Renamed: _rename,
+    RenamedValue: _replace,
+    Removed: _remove,
+}
+
+
+def _text(value: Any) -> str:
+    """Return a value as one types it; texts that Hydra's grammar has quoted without quotes."""
+    return typed(getattr(value, "text", value))
+
+
+def _section(values: dict[Any, Any], path: list[str]) -> dict[Any, Any] | None:
+    """Return the dictionary at a path, None where there is none."""
+    for name in path:
+        inner = values.get(name)
+        if not isinstance(inner, dict):
+            return None
+        values = inner
+    return values
+
+
+def _take(values: dict[Any, Any], path: list[str]) -> Any:
+    """Remove and return the value at a path; ABSENT where there is none."""
+    above = _section(values, path[:-1])
+    return ABSENT if above is None else above.pop(path[-1], ABSENT)
+
+
+def _put(values: dict[Any, Any], path: list[str], value: Any, change: Renamed) -> None:
+    """Set the value at a path; sections are merged. Raises ConfigError where it has one."""
+    for name in path[:-1]:
+        if not isinstance(inner := values.setdefault(name, {}), dict):
+            raise both_names(change.old, value, change.new)
+        values = inner
+    there = values.setdefault(path[-1], value)
+    if there is value:
+        return
+    if not (isinstance(there, dict) and isinstance(value, dict)) or there.keys() & value.keys():
+        raise both_names(change.old, value, change.new)
+    there.update(value)
+
+
+def both_names(old: str, value: Any, new: str) -> ConfigError:
+    """Return the error for the old and the new name of a key side by side."""
+    rule = f"is {new} now, and that is given too"
+    return ConfigError(old, value, rule, advice=f"give {new} alone")
+
+
+def _referring(value: Any) -> Any:
+    """Return plain values whose references have present names."""
+    match value:
+        case dict():
+            return {key: _referring(each) for key, each in value.items()}
+        case list():
+            return [_referring(each) for each in value]
+        case str():
+            return new_references(value)
+    return value
