@@ -104,7 +104,7 @@ class TheirConfig:
         return cls(values, path, key)
 
     def completed(self, defaults: Mapping[str, Any]) -> TheirConfig:
-        """Fill in defaults of missing keys; null stays null, except the base of rotary positions."""
+        """Fill in missing keys by defaults; null stays, except as the base of rotary positions."""
         said = {k: v for k, v in self.values.items() if v is not None or k != "rope_theta"}
         return replace(self, values={**defaults, **said})
 

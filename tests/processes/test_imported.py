@@ -92,7 +92,7 @@ def test_nothing_is_left_of_what_fails(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "run").mkdir()
     with pytest.raises(SystemExit):
         convert.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "run")])
-    assert "run: already exists; name a new folder" in capsys.readouterr().err
+    assert "run: is there already; name a new folder" in capsys.readouterr().err
 
 
 def stopped(rank: int, arguments: list[str]) -> int:
