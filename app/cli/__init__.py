@@ -1,1 +1,1 @@
-"""Commands and the bridge from YAML to typed configuration."""
+"""The command-line programs, and the bridge from Hydra's YAML to the typed configuration."""

@@ -1,4 +1,6 @@
-"""The installed commands: graphfold-<name> is <name> here, and app/cli/<name>.py its program."""
+"""Entry points of the installed commands: graphfold-<name> calls <name>, which runs
+app/cli/<name>.py.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from app.cli.processes.ctrl_c import stop_quietly
 
 def train() -> None:
     """Train (`python train.py`)."""
-    parent = os.getppid()  # before the imports: a launcher may have died when they are done
+    parent = os.getppid()  # before the slow imports: a launcher may die during them
     _loaded("train", "train.py").command(parent)
 
 
@@ -26,28 +28,28 @@ def report() -> None:
 
 
 def convert() -> None:
-    """Convert models from and to Hugging Face's files (`python -m app.cli.convert`)."""
+    """Convert models from and to Hugging Face format (`python -m app.cli.convert`)."""
     _loaded("convert", "convert").command()
 
 
 def generate() -> None:
-    """Have a trained model write (`python -m app.cli.generate`)."""
+    """Generate text with a trained model (`python -m app.cli.generate`)."""
     parent = os.getppid()  # as above
     _loaded("generate", "generate").command(parent)
 
 
 def evaluate() -> None:
-    """Score texts by a trained model (`python -m app.cli.evaluate`)."""
+    """Score texts with a trained model (`python -m app.cli.evaluate`)."""
     parent = os.getppid()  # as above
     _loaded("evaluate", "evaluate").command(parent)
 
 
 def calibrate() -> None:
-    """Measure what GPUs reach (`python -m app.cli.calibrate`)."""
+    """Measure the speeds of GPUs (`python -m app.cli.calibrate`)."""
     parent = os.getppid()  # as above
     _loaded("calibrate", "calibrate").command(parent)
 
 
 def _loaded(module: str, called: str) -> ModuleType:
-    stop_quietly(called)  # the imports take seconds
+    stop_quietly(called)  # before the imports, which take seconds
     return import_module(f"app.cli.{module}")

@@ -1,6 +1,6 @@
-"""Hugging Face models to checkpoints of ours and back: `python -m app.cli.convert`.
+"""Convert Hugging Face models to checkpoints and back: `python -m app.cli.convert`.
 
-Needs no GPU, no network, and no memory for the whole model.
+Needs no GPU and no network, and never holds the whole model in memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from app.cli.processes.ctrl_c import interrupt_again, stop_quietly
 
 if __name__ == "__main__":
-    stop_quietly("convert")  # the imports take seconds
+    stop_quietly("convert")  # before the imports, which take seconds
 
 from app.cli.options.messages import readable_errors
 from app.cli.processes.reader import ends_with_its_reader
@@ -25,18 +25,18 @@ from app.hf.hub import model_folder
 
 FROM, TO = WAYS = ("from-hf", "to-hf")
 HELP = """\
-== Graphfold: models from and to Hugging Face's files ==
+== Graphfold: convert models from and to Hugging Face format ==
 Usage:  python -m app.cli.convert from-hf MODEL RUN_FOLDER
         python -m app.cli.convert to-hf RUN_OR_CHECKPOINT FOLDER
 
-  from-hf a model, a folder or a name on the hub, as the checkpoint of step 0 of a new run folder,
-          from which a run goes on at any layout:
+  from-hf write MODEL (a folder, or a name on the hub) as the checkpoint of step 0 of a new run
+          folder. A run continues from it at any layout:
           python train.py model=pretrained model.init_from=RUN_FOLDER resume=RUN_FOLDER
-          and, where the model has a tokenizer, data.tokenizer=RUN_FOLDER/pretrained/tokenizer.json
-  to-hf   the model of a checkpoint, or of a run's newest one, saved at any layout, as a new folder
-          that transformers, vLLM and SGLang load: safetensors, config.json, tokenizer
+          If the model has a tokenizer, add data.tokenizer=RUN_FOLDER/pretrained/tokenizer.json
+  to-hf   write a checkpoint, or a run's newest one, saved at any layout, as a new folder that
+          transformers, vLLM and SGLang load: safetensors, config.json, tokenizer
 
-Without conversion, a run starts from model=pretrained model.init_from=MODEL."""
+To start a run without conversion: model=pretrained model.init_from=MODEL."""
 
 
 def from_hf(name: str, run_dir: Path) -> None:
@@ -62,12 +62,12 @@ def _warn(text: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Convert what the arguments say; returns the exit code."""
+    """Run the conversion that the arguments ask for; return the exit code."""
     if not arguments or {"--help", "-h"} & set(arguments):
         print(HELP)
         return 0
     with readable_errors("convert", speak=True):
-        interrupt_again()  # what is written so far has to go
+        interrupt_again()  # Ctrl-C raises from here on, so that partly written files are removed
         way, *paths = arguments
         if way not in WAYS:
             rule = f"must be {' or '.join(WAYS)}"

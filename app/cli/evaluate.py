@@ -1,6 +1,8 @@
-"""How well a trained model knows texts: `python -m app.cli.evaluate RUN_OR_CHECKPOINT data.path=…`.
+"""Perplexity and multiple-choice accuracy of a trained model:
+`python -m app.cli.evaluate RUN_OR_CHECKPOINT data.path=…`.
 
-Results go to stdout, all else to stderr. Exit codes: 0, 2 for a mistake, which costs one line.
+Results go to stdout, everything else to stderr. Exit codes: 0; 2 for a mistake of the user,
+reported in one line.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from app.cli.processes.ctrl_c import stop_quietly
 from app.cli.processes.environment import environment
 
 if __name__ == "__main__":
-    # the imports take seconds
+    # before the imports, which take seconds: Ctrl-C meanwhile prints one line
     stop_quietly("evaluate", speak=environment().get("RANK", "0") == "0")
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -47,7 +49,7 @@ from app.errors import ConfigError, say
 from app.plan.formatting import count_of
 
 OWN = ("choices", "stride", "batch")
-# Names of files that are no plain texts, and how these are read.
+# suffixes of files that are not plain text, and how they are read
 KINDS = {
     ".jsonl": Source.jsonl,
     ".ndjson": Source.jsonl,
@@ -57,21 +59,21 @@ KINDS = {
 }
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
 HELP = """\
-== Graphfold: how well a trained model knows texts ==
+== Graphfold: score texts with a trained model ==
 Usage:  python -m app.cli.evaluate RUN_OR_CHECKPOINT data.path=PATH [option …] [override …]
         python -m app.cli.evaluate RUN_OR_CHECKPOINT choices=PATH [option …] [override …]
 
-  RUN_OR_CHECKPOINT  a run folder, of which the newest checkpoint is taken, or a checkpoint,
-                     saved at any layout; or a folder of a Hugging Face model
-  data.path=PATH     perplexity of documents; a list and globs as in training. They are read as the
-                     run's were (data.source, data.text_field), after a run on the standard library
-                     or the hub by their names: .jsonl, .json, .parquet, else as texts
-  data.source=KIND   text, jsonl or parquet, whatever the run's were
+  RUN_OR_CHECKPOINT  a run folder (its newest checkpoint is used), a checkpoint saved at any
+                     layout, or the folder of a Hugging Face model
+  data.path=PATH     perplexity of documents; a list or globs, as in training. Read with the run's
+                     data.source and data.text_field; if the run was trained on the standard
+                     library or the hub, by suffix: .jsonl, .json, .parquet, otherwise as text
+  data.source=KIND   text, jsonl or parquet, instead of the run's
   stride=N           documents longer than the context (train.seq_len) are cut into windows that
-                     begin so many tokens apart, and every token counts once; default: half of it
-  choices=PATH       multiple choice: a JSON object per line, with "prompt", "choices" (texts that
-                     may follow it) and "answer" (place of the right one, from 0)
-  batch=8            windows that are computed together
+                     start N tokens apart; every token counts once; default: half the context
+  choices=PATH       multiple choice: one JSON object per line, with "prompt", "choices" (possible
+                     continuations) and "answer" (index of the right one, from 0)
+  batch=8            windows per forward pass
   override           any key of the configuration: train.device=cpu, parallel.tp=2,
                      precision.params=bfloat16, train.seq_len=N
 
@@ -80,22 +82,22 @@ One process by default; parallel.tp=2 and the like start as many as they need.""
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is asked, checked as far as it can be before the model is loaded."""
+    """The checked request: run, tokenizer and texts or questions to score. Loads no model."""
 
     run: Run
     tokenizer: Tokenizer
     stride: int
     batch: int
-    questions: tuple[Question, ...] | None  # None: perplexity of the run's documents
-    prefix: int  # token that choices without a prompt follow
+    questions: tuple[Question, ...] | None  # None asks for the perplexity of documents
+    prefix: int  # token in front of choices that have no prompt
 
     @classmethod
     def of(cls, words: Words, source: WeightSource, world_size: int | None) -> Task:
-        """Raises ConfigError."""
+        """Check the command line against the run at `source`. Raises ConfigError."""
         named = any(word.startswith("data.path=") for word in words.overrides)
         path = words.text("choices")
         if named == bool(path):
-            rule = "either texts are scored or questions"
+            rule = "a call scores either documents or questions"
             raise ConfigError("data.path", "", rule, advice="give data.path=PATH or choices=PATH")
         read = read_as(words, Source(source.config["data"].get("source", "stdlib")))
         run = saved_run(source.config, [*read, *words.overrides], world_size)
@@ -111,24 +113,28 @@ class Task:
         return cls(run, tokenizer, stride, batch, questions=questions, prefix=prefix)
 
     def prepared(self) -> Path:
-        """Where all documents lie tokenized, now or since an earlier call. Raises ConfigError."""
+        """Return the folder of the tokenized documents, tokenizing them unless an earlier call has.
+        Raises ConfigError.
+        """
         folder = prepare(self.run.data, self.tokenizer, say=_note)
         assert folder is not None, "files are prepared, not streamed"
         return folder
 
     def left_out(self) -> str | None:
-        """Which files are not scored, in a line. Raises ConfigError."""
+        """Return a line that names files left out; None if all are scored. Raises ConfigError."""
         return left_out(self.prepared(), find_sources(self.run.data))
 
     def counted(self) -> int:
-        """Tokens of all documents that count: but for the first and the marker of each. Raises
-        ConfigError.
+        """Return the number of scored tokens: all but each document's first token and its
+        end-of-document token. Raises ConfigError.
         """
         lengths_D = map_tokens(self.prepared()).lengths_D
         return sum(max(0, int(length) - 2) for length in lengths_D)
 
     def documents(self) -> Iterator[ScoredWindow]:
-        """Windows of all documents, without the markers at their ends. Raises ConfigError."""
+        """Yield the windows of all documents, without their end-of-document tokens. Raises
+        ConfigError.
+        """
         found = map_tokens(self.prepared())
         for number, length in enumerate(found.lengths_D):
             tokens = found.read(number, 0, int(length) - 1).tolist()
@@ -136,8 +142,8 @@ class Task:
 
 
 def read_as(words: Words, own: Source) -> list[str]:
-    """How the documents are read, as overrides: as those of the run, unless that is typed too.
-    Raises ConfigError where their names say that they are something else.
+    """Return the overrides that say how documents are read: as in the run, whose source is `own`,
+    unless data.source is typed. Raises ConfigError if the suffixes of the files contradict it.
     """
     keys = [word.partition("=")[0] for word in words.overrides]
     if "data.path" not in keys:
@@ -148,19 +154,19 @@ def read_as(words: Words, own: Source) -> list[str]:
     named = {_kind(path) for path in _paths(words.overrides)}
     kinds = named - {None}
     if len(named) > 1 and not of_files:
-        rule = "has files of several kinds, and a call reads one"
-        raise ConfigError("data.path", _typed(words), rule, advice="give those of one kind")
+        rule = "has files of several kinds (text, jsonl, parquet), and a call reads one kind"
+        raise ConfigError("data.path", _typed(words), rule, advice="give files of one kind")
     found = next((kind for kind in kinds if kind is not None), Source.text)
     if own is Source.text and kinds:
-        rule = f"is {found.value} by its name, and the run was trained on data.source=text"
-        advice = f"say which it is: data.source={found.value} or data.source=text"
+        rule = f"is {found.value} by its name, but the run was trained on data.source=text"
+        advice = f"type data.source={found.value} or data.source=text"
         raise ConfigError("data.path", _typed(words), rule, advice=advice)
     kind = own if of_files else found
     return [f"data.source={kind.value}", "data.streaming=false"]
 
 
 def _paths(overrides: Sequence[str]) -> list[str]:
-    """The paths of the last data.path."""
+    """Return the paths of the last data.path, the one that counts."""
     given = [word for word in overrides if word.startswith("data.path=")]
     value = OverridesParser.create().parse_override(given[-1]).value()
     return list(map(str, value)) if isinstance(value, list) else [str(value)]
@@ -171,7 +177,7 @@ def _typed(words: Words) -> str:
 
 
 def _kind(path: str) -> Source | None:
-    """What a file is by its name; None: not known, as of texts."""
+    """Return the kind of a file by its suffix; None unless it is jsonl or parquet."""
     name = Path(path.lower())
     return KINDS.get((name.with_suffix("") if name.suffix in COMPRESSED else name).suffix)
 
@@ -179,8 +185,8 @@ def _kind(path: str) -> Source | None:
 def read_questions(
     path: Path, tokenizer: Tokenizer, context: int, *, prefix: int
 ) -> tuple[Question, ...]:
-    """The questions of a file; `prefix`: see `Question.windows`. Raises ConfigError for a line that
-    holds none, or one too long.
+    """Read the questions of a file; `prefix` is explained at `Question.windows`. Raises ConfigError
+    for a line without a question, and for a question longer than the context.
     """
     try:
         lines = text_lines(path)
@@ -190,7 +196,7 @@ def read_questions(
         raise ConfigError("choices", path, f"cannot be read: {error.strerror}") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
-        raise ConfigError("choices", path, "holds no question")
+        raise ConfigError("choices", path, "contains no question")
     found = []
     for number, line in numbered:
         question = _question(path, number, line)
@@ -199,7 +205,7 @@ def read_questions(
                 rule = f"line {number} has {len(window.tokens)} tokens with a choice, and the "
                 raise ConfigError("choices", path, f"{rule}context is train.seq_len={context}")
             if window.counted < 1:
-                rule = f"line {number} has a choice without a token of its own"
+                rule = f"line {number} has a choice that adds no token to the prompt"
                 raise ConfigError("choices", path, rule)
         found.append(question)
     return tuple(found)
@@ -221,8 +227,8 @@ def _question(path: Path, number: int, line: str) -> Question:
                 check_characters("choices", path, text, f"line {number} ")
             return Question(prompt, tuple(choices), answer)
     rule = (
-        f'line {number} must be an object with "prompt", a text, "choices", two or more texts that '
-        'are not empty, and "answer", the place of one of them, from 0'
+        f'line {number} must be a JSON object with "prompt" (a string), "choices" (two or more '
+        'strings that are not empty) and "answer" (index of one of them, from 0)'
     )
     raise ConfigError("choices", path, rule)
 
@@ -232,13 +238,13 @@ def _note(line: str) -> None:
 
 
 def _decoder(model: TrainedModel, task: Task, most: int) -> Decoder:
-    """For a batch of windows, of which there are at most so many."""
+    """Return a decoder for one batch of windows, of which there are at most `most` in all."""
     batch = min(task.batch, max(1, most))
     return Decoder(model, -(-batch // model.groups.layout.dp), 0)
 
 
 def score(model: TrainedModel, task: Task) -> str:
-    """What is found out, in words. All ranks call it."""
+    """Compute perplexity or accuracy and return the line to print. All ranks call it."""
     done = [0]
     aloud = model.groups.rank == 0
     if task.questions is not None:
@@ -263,7 +269,7 @@ def score(model: TrainedModel, task: Task) -> str:
     ):
         known = perplexity(decoder, task.documents(), done.append)
     if not known.tokens:
-        rule = "no document has a token behind its first"
+        rule = "no document has more than one token, so there is nothing to predict"
         raise ConfigError("data.path", " ".join(task.run.data.path), rule)
     return (
         f"perplexity {known.perplexity:.4f}, {known.per_token:.5f} nats per token, of "
@@ -273,7 +279,7 @@ def score(model: TrainedModel, task: Task) -> str:
 
 
 def evaluate(arguments: Sequence[str], launch: Launch) -> int:
-    """Score on this rank, or start the ranks that the layout asks for; returns the exit code."""
+    """Score on this rank, or start the ranks that the layout asks for; return the exit code."""
     words = Words.parse(arguments, OWN)
     source = weights_at(words.source)
     task = Task.of(words, source, launch.world_size)
@@ -282,7 +288,7 @@ def evaluate(arguments: Sequence[str], launch: Launch) -> int:
     if note is not None and launch.rank == 0 and (launch.world_size or run.world_size == 1):
         _note(note)
     if launch.world_size is None and task.questions is None:
-        task.prepared()  # what is wrong with them shall not wait for the model
+        task.prepared()  # so that a bad file is reported before the model is loaded
     if launch.world_size is None and run.world_size > 1:
         check_room(run, usable_gpus(run))
         return start_ranks(run.world_size, __file__, arguments, env=environment())
@@ -294,7 +300,7 @@ def evaluate(arguments: Sequence[str], launch: Launch) -> int:
 
 
 def main(arguments: Sequence[str], parent: int) -> int:
-    """Run the command line of a process that process `parent` has started; the exit code."""
+    """Run the command line of this process, started by process `parent`; return the exit code."""
     return run_program("evaluate", HELP, arguments, parent=parent, work=evaluate)
 
 

@@ -1,6 +1,7 @@
-"""A trained model writes: `python -m app.cli.generate RUN_OR_CHECKPOINT prompt=…`.
+"""Generate text with a trained model: `python -m app.cli.generate RUN_OR_CHECKPOINT prompt=…`.
 
-Texts go to stdout, all else to stderr. Exit codes: 0, 2 for a mistake, which costs one line.
+Texts go to stdout, everything else to stderr. Exit codes: 0; 2 for a mistake of the user, reported
+in one line.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from app.cli.processes.ctrl_c import stop_quietly
 from app.cli.processes.environment import environment
 
 if __name__ == "__main__":
-    # the imports take seconds
+    # before the imports, which take seconds: Ctrl-C meanwhile prints one line
     stop_quietly("generate", speak=environment().get("RANK", "0") == "0")
 
 from app.cli.options.request import Words, check_characters, text_lines
@@ -56,28 +57,28 @@ OWN = (
     "batch",
     "graph",
 )
-BEHIND = ("a", "the", "A", "The", "1")  # what may follow a prompt
+BEHIND = ("a", "the", "A", "The", "1")  # sample continuations, to see how a prompt's end tokenizes
 HELP = """\
-== Graphfold: text from a trained model ==
+== Graphfold: generate text with a trained model ==
 Usage:  python -m app.cli.generate RUN_OR_CHECKPOINT prompt=TEXT [option …] [override …]
 
-  RUN_OR_CHECKPOINT     a run folder, of which the newest checkpoint is taken, or a checkpoint,
-                        saved at any layout; or a folder of a Hugging Face model
-  prompt=TEXT           what the text begins with; may be given several times
-  file=PATH             prompts: one per line, or of .jsonl the field "prompt" of every line
-  max_new_tokens=200    tokens that follow at most; less where the model's context ends before
-  temperature=0.7       0: always the likeliest token
-  top_k=N  top_p=P      draw from the N likeliest tokens, from the fewest that have P together
-  seed=1                of what is drawn
-  stop=TEXT             where a text ends, without it; may be given several times; a text, or the
-                        name of a special token such as '<|im_end|>'
-  batch=16              prompts that are computed together
-  graph=auto            on GPUs a step is one CUDA graph, where it can be; none: it never is
+  RUN_OR_CHECKPOINT     a run folder (its newest checkpoint is used), a checkpoint saved at any
+                        layout, or the folder of a Hugging Face model
+  prompt=TEXT           text to continue; may be given several times
+  file=PATH             file of prompts: one per line; of .jsonl the field "prompt" of every line
+  max_new_tokens=200    most tokens to generate; fewer if the model's context ends before
+  temperature=0.7       0 always takes the likeliest token
+  top_k=N  top_p=P      sample from the N likeliest tokens; from the fewest with probability P
+  seed=1                seed of sampling
+  stop=TEXT             end a text before TEXT, a string or the name of a special token such as
+                        '<|im_end|>'; may be given several times
+  batch=16              prompts per forward pass
+  graph=auto            capture decoding steps in a CUDA graph if possible; none: never
   override              any key of the configuration: train.device=cpu, parallel.tp=2,
                         precision.params=bfloat16, data.tokenizer=PATH, train.seq_len=N (context)
 
-One process by default; parallel.tp=2 and the like start as many as they need, torchrun several
-hosts' (python -m app.cli.torchrun … -m app.cli.generate …). Texts go to stdout.
+One process by default; parallel.tp=2 and the like start as many as they need; for several hosts,
+python -m app.cli.torchrun … -m app.cli.generate …. Texts go to stdout.
 
 Example:
   python -m app.cli.generate runs/<time>-<model> prompt='def ' temperature=0.5 stop='def '"""
@@ -89,16 +90,16 @@ class Request:
 
     words: Words
     prompts: tuple[str, ...]
-    count: int  # new tokens per prompt
+    count: int  # most new tokens per prompt
     sampling: Sampling
     seed: int
     stop: tuple[str, ...]
     batch: int
-    graphs: bool  # whether steps are captured where they can be
+    graphs: bool  # capture decoding steps if possible
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> Request:
-        """Raises ConfigError for what cannot be meant, and files that cannot be read."""
+        """Parse the command line. Raises ConfigError for values out of range, unreadable files."""
         words = Words.parse(arguments, OWN)
         prompts = [*words.texts("prompt")]
         for name in words.all("file"):
@@ -111,7 +112,7 @@ class Request:
         for prompt in words.texts("prompt"):
             check_characters("prompt", prompt.encode(errors="replace").decode(), prompt)
         if "" in words.all("stop"):
-            raise ConfigError("stop", "", "is empty: every text would end where it begins")
+            raise ConfigError("stop", "", "is empty: every text would end at once")
         sampling = Sampling(
             words.number("temperature", 0.7),
             words.whole("top_k", 1) if words.text("top_k") else None,
@@ -130,7 +131,7 @@ class Request:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file. Raises ConfigError."""
+    """Read the prompts of a file. Raises ConfigError."""
     try:
         lines = text_lines(path)
     except Fault as fault:
@@ -139,7 +140,7 @@ def read_prompts(path: Path) -> list[str]:
         raise ConfigError("file", path, f"cannot be read: {error.strerror}") from error
     found = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
-        raise ConfigError("file", path, "holds no prompt")
+        raise ConfigError("file", path, "contains no prompt")
     if path.suffix != ".jsonl":
         return [line for _, line in found]
     return [_field(path, number, line) for number, line in found]
@@ -152,14 +153,14 @@ def _field(path: Path, number: int, line: str) -> str:
         row = None
     prompt = row.get("prompt") if isinstance(row, dict) else None
     if not isinstance(prompt, str):
-        rule = f'line {number} is no JSON object with a text as its field "prompt"'
+        rule = f'line {number} must be a JSON object whose field "prompt" is a string'
         raise ConfigError("file", path, rule)
     check_characters("file", path, prompt, f"line {number} ")
     return prompt
 
 
 def encoded(request: Request, run: Run, tokenizer: Tokenizer) -> list[list[int]]:
-    """The prompts' tokens. Raises ConfigError for a prompt that leaves no room for a token."""
+    """Return the prompts' tokens. Raises ConfigError for a prompt that fills the whole context."""
     context = run.train.seq_len
     found = [list(map(int, ids)) for ids in tokenizer.encode_batch(request.prompts)]
     for text, ids in zip(request.prompts, found, strict=True):
@@ -175,9 +176,9 @@ def encoded(request: Request, run: Run, tokenizer: Tokenizer) -> list[list[int]]
 def ends_of(
     request: Request, texts: Path, tokenizer: Tokenizer
 ) -> tuple[list[str], frozenset[int]]:
-    """The texts, and the tokens, that end a text: of the model, whose files are in the folder
-    `texts`, and those asked for. Raises ConfigError for a special token that is a part of a text:
-    a model's text is without special tokens.
+    """Return the strings and the tokens that end a text: those of the model, whose files are in the
+    folder `texts`, and those given as stop=. Raises ConfigError for a special token inside a longer
+    string, which could never match: generated text contains no special tokens.
     """
     special = tokenizer.special
     ends = set(generation_ends(texts, tokenizer))
@@ -188,16 +189,16 @@ def ends_of(
             continue
         for token in special:
             if token in text:
-                rule = f"holds the special token {token!r} and other text: texts have none"
-                advice = "a special token ends a text by itself"
+                rule = f"mixes the special token {token!r} with text, which can never match"
+                advice = "give the special token alone"
                 raise ConfigError("stop", text, rule, nearest=token, advice=advice)
         stop.append(text)
     return stop, frozenset(ends)
 
 
 def joined_blank(prompts: Sequence[str], tokenizer: Tokenizer) -> str | None:
-    """What to say where prompts end with a blank that the tokenizer joins to the word behind: the
-    model has seen few words without it there. None: no prompt does.
+    """Return a warning if prompts end with a blank that the tokenizer joins to the next word, since
+    the model has rarely seen a word follow such a lone blank. None if no prompt does.
     """
     found = []
     for number, text in enumerate(prompts, 1):
@@ -220,8 +221,8 @@ def joined_blank(prompts: Sequence[str], tokenizer: Tokenizer) -> str | None:
 
 
 def sizes_of(request: Request, prompts: Sequence[list[int]], run: Run) -> DecodingSizes:
-    """A replica's share of a batch, as long as the longest prompt and what may follow within the
-    context.
+    """Return the size of a replica's share of a batch: its sequences, the longest prompt, and the
+    new tokens that still fit into the context.
     """
     longest = max(map(len, prompts))
     count = min(request.count, run.train.seq_len - longest)
@@ -241,11 +242,11 @@ class Writer:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank prints."""
+        """Return whether this rank prints."""
         return self.model.groups.rank == 0
 
     def write(self, prompts: Sequence[list[int]], sizes: DecodingSizes) -> None:
-        """All of them, batch by batch. All ranks call it."""
+        """Continue all prompts, batch by batch. All ranks call it."""
         captures = self.request.graphs and self.model.device.type == "cuda"
         recorder = CudaRecorder() if captures else None
         decoder = Decoder(self.model, sizes.sequences, sizes.tokens, recorder)
@@ -258,13 +259,13 @@ class Writer:
                 batch = prompts[first : first + together]
                 drawn += self._batch(decoder, first, batch, count=sizes.new)
         finally:
-            if recorder is not None:  # before the process groups, whose communicators graphs hold
+            if recorder is not None:  # before the process groups: graphs hold their communicators
                 recorder.release()
         seconds = time.perf_counter() - since
         self._tell(f"{drawn} tokens in {seconds:.1f} s: {drawn / seconds:,.0f} tokens/s")
 
     def _outlook(self, decoder: Decoder, prompts: int, sizes: DecodingSizes) -> str:
-        """What is going to be done, and the memory for it."""
+        """Return the opening line: prompts, new tokens, memory of keys and values."""
         replicas = Replicas(self.model.groups, sizes.sequences)
         several = self.model.groups.layout.dp
         on = f" on {several} replicas" if several > 1 else ""
@@ -285,14 +286,14 @@ class Writer:
     def _batch(
         self, decoder: Decoder, first: int, prompts: Sequence[list[int]], *, count: int
     ) -> int:
-        """Continue the prompts from number `first` on; the number of new tokens."""
+        """Continue the batch that begins with prompt `first`; return the number of new tokens."""
         request = self.request
         texts = [
             Continuation(self.tokenizer, self.stop, prompt, ends=self.ends) for prompt in prompts
         ]
         page = _Page(request.prompts, first, texts) if self.speaks else None
         together = Replicas(self.model.groups, decoder.sequences).together
-        nobody = [[0]] * (together - len(prompts))  # of the last batch
+        nobody = [[0]] * (together - len(prompts))  # the last batch is padded to full size
         for tokens in drawn_tokens(
             decoder,
             [*prompts, *nobody],
@@ -316,7 +317,7 @@ class Writer:
 
 
 class _Page:
-    """Shows texts one below the other: each as it comes, once those above it are complete."""
+    """Prints the texts of a batch in order: each streams once the texts above it are complete."""
 
     def __init__(self, prompts: Sequence[str], first: int, texts: Sequence[Continuation]) -> None:
         self.prompts = prompts
@@ -332,7 +333,7 @@ class _Page:
         print(self.prompts[number], end="", flush=True)
 
     def show(self, last: bool = False) -> None:
-        """Print what is new."""
+        """Print the text that has been generated since the last call."""
         while self.at < len(self.texts):
             text = self.texts[self.at]
             print(text.fresh(last), end="", flush=True)
@@ -345,7 +346,7 @@ class _Page:
 
 
 def generate(arguments: Sequence[str], launch: Launch) -> int:
-    """Write on this rank, or start the ranks that the layout asks for; returns the exit code."""
+    """Generate on this rank, or start the ranks that the layout asks for; return the exit code."""
     request = Request.parse(arguments)
     source = weights_at(request.words.source)
     run = saved_run(source.config, request.words.overrides, launch.world_size)
@@ -371,7 +372,7 @@ def generate(arguments: Sequence[str], launch: Launch) -> int:
 
 
 def main(arguments: Sequence[str], parent: int) -> int:
-    """Run the command line of a process that process `parent` has started; the exit code."""
+    """Run the command line of this process, started by process `parent`; return the exit code."""
     return run_program("generate", HELP, arguments, parent=parent, work=generate)
 
 

@@ -1,4 +1,4 @@
-"""What `app.cli.calibrate` does once its command line is read: measure, and write the option."""
+"""Measurements of `app.cli.calibrate`, and the hardware option written from them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a process measures on."""
+    """The GPU that a process measures."""
 
     device: torch.device
-    name: str  # as its driver reports it
+    name: str  # as the driver reports it
     memory_gib: float
     libraries: str
     backend: str  # of collectives
@@ -59,7 +59,7 @@ def gpu_of(launch: Launch) -> Measured:
 
 
 def measure(launch: Launch, option_path: Callable[[str], Path]) -> None:
-    """Measure and write where the name of the GPU says. Raises ConfigError."""
+    """Measure the GPU and write the option to `option_path(GPU name)`. Raises ConfigError."""
     gpu = gpu_of(launch)
     path = option_path(gpu.name)
     began = time.monotonic()
@@ -67,7 +67,7 @@ def measure(launch: Launch, option_path: Callable[[str], Path]) -> None:
     links: dict[str, float] = {}
     if (launch.world_size or 1) > 1:
         if not launch.one_host:
-            rule = "are on several hosts, and links are those inside of one"
+            rule = "are on several hosts, but calibrate measures the links inside one host"
             advice = "torchrun --standalone --nproc-per-node N -m app.cli.calibrate"
             raise ConfigError("processes", launch.world_size, rule, advice=advice)
         links = _links(clock, launch, gpu)
@@ -79,15 +79,15 @@ def measure(launch: Launch, option_path: Callable[[str], Path]) -> None:
         profile = measured_profile(gpu.name, _source(gpu), speeds, links)
         _write(path, profile, gpu.name, gpu.memory_gib)
         for why in missing:
-            print(f"products in FP8 are not measured by the recipe {why}")
+            print(f"GEMMs in FP8 are not measured for the recipe {why}")
         for why in missing_of_experts:
-            print(f"products in FP8 are not measured {why}")
+            print(f"GEMMs in FP8 are not measured {why}")
         took = time.monotonic() - began
         print(f"written in {took:.0f} s: {path}; plan with hardware={path.stem}")
 
 
 def _links(clock: Clock, launch: Launch, gpu: Measured) -> dict[str, float]:
-    """Over all processes, which are those of one node."""
+    """Measure the links between the GPUs of this host. All processes call it."""
     attempt = Attempt(launch.requeues, launch.master, store_stays=launch.agent_store)
     assert launch.world_size is not None
     store = attempt.meeting_store(launch.rank, launch.world_size)
@@ -102,7 +102,7 @@ def _links(clock: Clock, launch: Launch, gpu: Measured) -> dict[str, float]:
 
 
 def _source(gpu: Measured) -> str:
-    """When and with what."""
+    """Return the profile's `source`: date, host and versions of libraries."""
     when = datetime.now(UTC).strftime("%Y-%m-%d")
     return f"measured {when} on {platform.node()}: {gpu.libraries}"
 

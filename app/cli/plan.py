@@ -1,7 +1,7 @@
-"""What a run will be, before a GPU is used: `python -m app.cli.plan` with overrides of train.py.
+"""Plan a run before a GPU is used: `python -m app.cli.plan` with the overrides of train.py.
 
-Exit codes: 0, 1 where the memory is shown and the run does not fit, 2 for a mistake, which costs
-one line.
+Exit codes: 0; 1 if memory is shown and the run does not fit; 2 for a mistake of the user, reported
+in one line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from app.cli.processes.ctrl_c import stop_quietly
 
 if __name__ == "__main__":
-    stop_quietly("plan")  # the imports take a second
+    stop_quietly("plan")  # before the imports, which take a second
 
 from app.advice.faster import faster
 from app.advice.layouts import compare_layouts
@@ -37,39 +37,39 @@ from app.plan.formatting import literal_text
 from app.plan.plan import Plan
 from app.version import VERSION, Version
 
-# where files go
+# folder for files
 FOLDER = "plan"
 NOWHERE = ("", "null")
-LAYOUTS = "layouts"  # compares the run with others, and is shown only where it is asked for
+LAYOUTS = "layouts"  # searches other layouts, which takes long: not a part of what=all
 ASKED = (*WHAT[:-1], LAYOUTS, WHAT[-1])
 FLAGS = ("--json", "--help", "-h")
-PLACES = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")  # as of train.py
+PLACES = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")  # Hydra's flags
 KNOWN = (*FLAGS, *PLACES)
-MOST_PLANNED = 2**10  # microbatches times stages of a run that is planned before it is advised
-NUMBERS = ("tokens=", "slower=")  # of what=layouts
+MOST_PLANNED = 2**10  # microbatches × stages up to which advice is checked by a full plan
+NUMBERS = ("tokens=", "slower=")  # options of what=layouts
 OWN = ("what=", "out=", *NUMBERS)
 HELP = """\
-== Graphfold: what a run will be, before any GPU is used ==
+== Graphfold: plan a run before any GPU is used ==
 Usage:  python -m app.cli.plan [what=…] [--json] [out=FOLDER] [gpu_memory_gib=N] [override …]
 
-  what=groups          ranks of every group, inside a node or across, bytes per step and time
+  what=groups          process groups: ranks, bytes and time per step inside and across nodes
   what=stages          layers, parameters and time of every pipeline stage
-  what=schedule        order of forwards and backwards, bubble, estimated step
+  what=schedule        order of forwards and backwards, bubble, estimated time of a step
   what=graphs          CUDA graphs and their static buffers
   what=memory          memory per rank by part, whether it fits, and what to change if not
-  what=decoding        memory of keys and values when the model continues texts, how many fit
-  what=layouts         the fastest layouts of the run on as many GPUs, with GPU hours, and what
-                       each takes on a slower network; takes half a minute or more
-  what=all             all of these but decoding and layouts, the default; written to plan/ too:
-                       plan.json, pictures of ranks and step
-  --json               the same as JSON on stdout, and no files
-  out=FOLDER           where files go; given, they are written for every what=; null: none
-  tokens=N             with what=layouts: that GPU hours are of; else those of train.steps
-  slower=N             with what=layouts: GB/s of the slower network; else half of
+  what=decoding        KV cache of text generation, and how many texts fit at a time
+  what=layouts         the fastest layouts on the same number of GPUs, with GPU hours, also on a
+                       slower network; takes half a minute or more
+  what=all             everything but decoding and layouts (the default); also writes plan/:
+                       plan.json and pictures of layout and timeline
+  --json               JSON on stdout instead of tables; writes no files
+  out=FOLDER           folder for files, written for every what= if given; null: no files
+  tokens=N             with what=layouts: tokens to train on, for GPU hours; default: train.steps
+  slower=N             with what=layouts: GB/s of the slower network; default: half of
                        hardware.network_gb_s
-  gpu_memory_gib=N     short for hardware.gpu_memory_gib=N; hardware=h200 sets the speed as well
+  gpu_memory_gib=N     short for hardware.gpu_memory_gib=N; hardware=h200 sets the speeds as well
   override             any override of train.py
-  --config-dir FOLDER  options of your own beside conf/; --config-path and --config-name too
+  --config-dir FOLDER  options of your own beside conf/; --config-path and --config-name as in Hydra
 
 Examples:
   python -m app.cli.plan +experiment=small hardware=h200
@@ -78,9 +78,9 @@ Examples:
   python -m app.cli.plan what=layouts +experiment=deepseek_v3_2048 tokens=14.8e12 slower=25
   python -m app.cli.plan what=memory --json model=dense_tiny gpu_memory_gib=1
 
-Exit code: 0; 1 when memory is shown (what=all, memory, decoding) and the run, or a single text,
+Exit code: 0; 1 if memory is shown (what=all, memory, decoding) and the run, or a single text,
 does not fit; 2 for a mistake.
-Choices and keys: python train.py --help. How to read what is shown: docs/planning.md."""
+Options and keys: python train.py --help. How to read the output: docs/planning.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,25 +89,25 @@ class PlanRequest:
 
     what: str  # one of WHAT
     as_json: bool  # JSON on stdout instead of tables
-    out: Path | None  # folder for files; None: none are written
-    typed: Typed  # what describes the run
-    tokens: float | None = None  # that GPU hours of layouts are of; None: those of the run
-    slower: float | None = None  # GB/s of a slower network; None: half
+    out: Path | None  # folder for files; None writes none
+    typed: Typed  # overrides and flags that describe the run
+    tokens: float | None = None  # tokens that GPU hours are for; None means those of train.steps
+    slower: float | None = None  # GB/s of a slower network; None means half the network's
 
     @property
     def with_memory(self) -> bool:
-        """Whether the memory is shown, and with it the verdict."""
+        """Return whether memory, and with it the verdict, is shown."""
         return self.what in ("all", "memory")
 
 
 def parse(arguments: Sequence[str]) -> PlanRequest:
-    """Tell this command's own options from overrides. Raises ConfigError."""
+    """Separate this command's own options from overrides. Raises ConfigError."""
     if error := no_such_flag(arguments, KNOWN):
         raise error
     words, places = _without_places(arguments)
     flags = [word for word in words if "=" not in word and not word.startswith("~")]
     if unknown := [flag for flag in flags if flag not in FLAGS]:
-        rule = f"the options are {', '.join((*FLAGS, *PLACES))}; all else is key=value"
+        rule = f"the options are {', '.join((*FLAGS, *PLACES))}; everything else is key=value"
         raise ConfigError("option", unknown[0], rule, guess=nearest(unknown[0], (*FLAGS, *PLACES)))
     own = dict(word.split("=", 1) for word in words if word.startswith(OWN))
     what = own.get("what", "all")
@@ -116,7 +116,7 @@ def parse(arguments: Sequence[str]) -> PlanRequest:
     numbers = {key: _positive(key, own[key]) for key in ("tokens", "slower") if key in own}
     if numbers and what != LAYOUTS:
         key = next(iter(numbers))
-        raise ConfigError(key, own[key], "is for what=layouts alone")
+        raise ConfigError(key, own[key], "only works with what=layouts")
     overrides = [
         _spelled_out(word) for word in words if word not in flags and not word.startswith(OWN)
     ]
@@ -137,13 +137,13 @@ def _positive(key: str, text: str) -> float:
 
 
 def _shown_by(word: str) -> str | None:
-    """The table that shows what a word asks for."""
+    """Return the what= value that shows `word`, as a hint; None if there is none."""
     shown = "schedule" if nearest(word, ("time", "times", "step", "bubble")) else None
     return nearest(word, ASKED) or shown
 
 
 def _without_places(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments, and apart from them the flags that say where options are found."""
+    """Split the arguments into the others and the flags of PLACES with their values."""
     words = list(arguments)
     places = list[str]()
     for place, word in enumerate(arguments):
@@ -152,7 +152,7 @@ def _without_places(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     for word in places:
         words.remove(word)
     if places and places[-1] in PLACES:
-        raise ConfigError("option", places[-1], "needs a folder or a name behind it")
+        raise ConfigError("option", places[-1], "must be followed by a folder or a name")
     return words, places
 
 
@@ -161,7 +161,7 @@ def _spelled_out(override: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Plan, show, write files; returns the exit code."""
+    """Plan, print, write files; return the exit code."""
     if {"--help", "-h"} & set(arguments):
         print(HELP)
         return 0
@@ -189,7 +189,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _layouts(plan: Plan, asked: PlanRequest) -> int:
-    """Compare, show, write files."""
+    """Search layouts, print them, write files; return the exit code."""
     network = plan.run.hardware.network_gb_s
     if asked.slower is not None and asked.slower >= network:
         rule = f"must be below hardware.network_gb_s={network:g}"
@@ -212,7 +212,7 @@ def _asked(arguments: Sequence[str]) -> Asked:
     def load(typed: Typed) -> Run:
         plan = Plan(load_typed(typed))
         if len(plan.stages.in_order) * plan.run.num_microbatches <= MOST_PLANNED:
-            plan.busiest  # noqa: B018 - planned to the end
+            plan.busiest  # noqa: B018 - computes the whole plan, whose errors advice must avoid
         return plan.run
 
     return Asked(parse(flags_to_overrides(arguments, KNOWN)).typed, load)
@@ -233,7 +233,7 @@ def _make(folder: Path) -> None:
 
 @literal_text()
 def _pictures(plan: Plan, folder: Path) -> list[Path]:
-    from app.cli.plan_views.layout_picture import save_layout  # matplotlib takes its time to load
+    from app.cli.plan_views.layout_picture import save_layout  # matplotlib is slow to load
     from app.cli.plan_views.timeline_picture import save_timeline
     from app.cli.plan_views.times_picture import save_times
 

@@ -1,8 +1,8 @@
-"""A table of runs, as text, CSV and a page: `python -m app.cli.report FOLDER`, a sweep's folder or
-any folder of runs.
+"""Write a table of runs as text, CSV and HTML: `python -m app.cli.report FOLDER`, the folder of a
+sweep or any folder of runs.
 
-What a run reached is read from its own files, so it does not matter who started it; sweep.json adds
-what never ran, and why.
+Results are read from each run's own files, however it was started; sweep.json adds the jobs that
+never ran, with the reason.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TextIO
 from app.cli.processes.ctrl_c import stop_quietly
 
 if __name__ == "__main__":
-    stop_quietly("report")  # the imports take a second
+    stop_quietly("report")  # before the imports, which take a second
 
 from rich import box
 from rich.console import Console
@@ -32,25 +32,25 @@ from app.errors import ConfigError
 TEXT, CSV, PAGE = "report.txt", "report.csv", "report.html"
 
 
-WIDTH = 160  # columns where nothing says otherwise
+WIDTH = 160  # columns unless the terminal or COLUMNS says otherwise
 
 
 HELP = """\
 == Graphfold: a table of runs ==
 Usage:  python -m app.cli.report FOLDER
 
-  FOLDER   of a sweep (sweeps/<name>), of several runs (runs), or of one run
+  FOLDER   folder of a sweep (sweeps/<name>), of several runs (runs) or of one run
 
-Prints the table and writes it into FOLDER: report.txt, report.csv, and report.html with plots, one
-file that needs no network.
-Tokens/s and TFLOP/s per rank: median over the second half of a run's steps. Loss: the last
-validation's; * of the last step. Of products in FP8: their recipe; the largest share, of
-inputs, weights or gradients at a log line, of matrices with clipped entries (overflow) and, if
-counted, of entries that became zero (underflow)."""
+Prints the table and writes it into FOLDER as report.txt, report.csv and report.html (with plots, in
+one file that needs no network).
+Tokens/s and TFLOP/s per rank: median over the second half of a run's steps. Loss: of the last
+validation; with *, of the last step. FP8: its recipe, and as the largest over inputs, weights,
+gradients and log lines: share of matrices with clipped entries (overflow) and, if counted, share of
+entries rounded to zero (underflow)."""
 
 
 def print_table(report: Report, stream: TextIO) -> None:
-    """The table as text, as wide as the terminal is or COLUMNS says."""
+    """Print the table, as wide as the terminal is or COLUMNS says."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
     heads, lines = heads_and_cells(report.rows)
     for number, name in enumerate(heads):
@@ -70,7 +70,7 @@ def print_table(report: Report, stream: TextIO) -> None:
 
 
 def as_csv(report: Report) -> str:
-    """Every figure at full precision, one line per run."""
+    """Return the table as CSV: all numbers at full precision, one line per run."""
     text = StringIO()
     measured = ("step", "steps", "tokens", "tokens_per_s", "tokens_per_s_planned", "tflops_per_gpu",
                 "memory_peak_gib", "memory_planned_gib", "loss", "val_loss", "reruns", "fp8_recipe",
@@ -87,7 +87,7 @@ def as_csv(report: Report) -> str:
 
 def report(folder: Path) -> None:
     """Print the table, and write report.txt, .csv and .html into the folder. Raises ConfigError."""
-    from app.cli.run_report.page import page  # matplotlib takes its time to load
+    from app.cli.run_report.page import page  # matplotlib is slow to load
 
     found = read_report(folder)
     text = StringIO()
@@ -103,7 +103,7 @@ def report(folder: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Report on the one folder named; returns the exit code."""
+    """Report on the folder named; return the exit code."""
     if {"--help", "-h"} & set(arguments):
         print(HELP)
         return 0
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(
                 "arguments",
                 " ".join(arguments),
-                "name one folder",
+                "must be exactly one folder",
                 advice="for example python -m app.cli.report sweeps/<name>",
             )
         report(Path(arguments[0]))

@@ -1,10 +1,11 @@
 """torchrun that keeps exit codes: `python -m app.cli.torchrun`, with torchrun's own arguments.
 
-torchrun ends with 1 whatever its ranks ended with, below a page about it. This ends with the exit
-code of the rank that failed first, and says so in a line unless the rank has said what happened
-itself. SIGTERM, SIGUSR1, SIGHUP and Ctrl-C go to the ranks, which have the time they need to save;
-a rank that they end otherwise, before its steps or after them, has been stopped too. Ctrl-C once
-more kills them. A mistake or a stop is final: `--max-restarts` is for ranks that die.
+- Exit code: that of the rank that failed first, reported in one line unless the rank has explained
+  itself; plain torchrun always ends with 1 and prints a page.
+- Signals: SIGTERM, SIGUSR1, SIGHUP and Ctrl-C are passed on to the ranks, which get the time they
+  need to save a checkpoint. A second Ctrl-C kills them. A rank that such a signal kills outside its
+  steps counts as stopped.
+- Restarts: `--max-restarts` applies to ranks that die, not to mistakes of the user or stops.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from app.cli.processes.ctrl_c import stop_quietly
 from app.cli.processes.slurm_step import end_with_daemon
 
 if __name__ == "__main__":
-    stop_quietly("torchrun")  # the imports take seconds
+    stop_quietly("torchrun")  # before the imports, which take seconds
     end_with_daemon()
 
 import errno
@@ -54,20 +55,20 @@ from app.engine.run.meeting import CONNECT_S, join_store
 from app.engine.run.signals import INTERRUPTED, PRESS_S, exit_code, stop_signals
 from app.engine.watchdog.watchdog import EXIT_STUCK
 
-# A mistake, a run that diverged, a stop, Ctrl-C: train.py has explained them.
+# exit codes that train.py explains itself: a mistake, a diverged run, a stop, Ctrl-C, a closed pipe
 SAID = (2, os.EX_DATAERR, os.EX_TEMPFAIL, INTERRUPTED, ENDED_WITH_READER)
 PASSED_ON = stop_signals()
-FOLLOW_S = 60  # seconds that ranks have to end once others have
-POLL_S = 0.05  # seconds between looks at ranks that are ending
+FOLLOW_S = 60  # seconds in which the other ranks must end once one has
+POLL_S = 0.05  # seconds between checks of ranks that are ending
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent of one host, for ranks whose exit codes mean something."""
+    """torch's elastic agent of one host, made to pass on signals and keep exit codes."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._told: int | None = None  # the signal that ends this launch
-        self._presses: list[float] = []  # of Ctrl-C, when; monotonic clock
+        self._told: int | None = None  # the signal that has asked this launch to end
+        self._presses: list[float] = []  # times of Ctrl-C; monotonic clock, seconds
         for number in PASSED_ON:
             signal.signal(number, self._pass_on)
 
@@ -76,7 +77,8 @@ class Agent(LocalElasticAgent):
             sys.exit(exit_code(number))
         if number == signal.SIGINT:
             now = time.monotonic()
-            # A terminal's Ctrl-C comes from the program that has started this one as well.
+            # One press in a terminal arrives twice: from the terminal, and from the parent
+            # program, which passes it on. Count it once.
             if self._presses and now - self._presses[-1] < PRESS_S:
                 return
             self._presses.append(now)
@@ -90,12 +92,12 @@ class Agent(LocalElasticAgent):
     def _tell_ranks(self, number: int) -> None:
         for pid in self._pids():
             with suppress(ProcessLookupError):
-                # Pressed again; a rank that waits for others would not hear of it.
+                # A second Ctrl-C kills: a rank that waits in a collective runs no handler.
                 os.kill(pid, signal.SIGKILL if len(self._presses) > 1 else number)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         super()._restart_workers(worker_group)
-        if self._told is not None:  # meanwhile, when there was nobody to hear it
+        if self._told is not None:  # the signal came while there were no ranks
             self._tell_ranks(self._told)
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -104,13 +106,13 @@ class Agent(LocalElasticAgent):
         except RendezvousError:
             if self._pcontext is None:
                 raise
-        # The node that kept the meeting point has ended. The ranks here follow, and it is their
-        # exit code that counts.
+        # The node that hosts the rendezvous has ended. The ranks here will fail too; wait for
+        # them, because their exit code says more than the lost rendezvous.
         deadline = time.monotonic() + FOLLOW_S
         while (result := self._monitor_workers(self._worker_group)).state == WorkerState.HEALTHY:
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"lost, and the ranks of this node do not end within {FOLLOW_S} s"
+                    f"connection lost, and the ranks of this node did not end within {FOLLOW_S} s"
                 )
             time.sleep(self._worker_group.spec.monitor_interval)
         return result
@@ -123,7 +125,7 @@ class Agent(LocalElasticAgent):
         if result.is_failed():
             failures = result.failures
             stuck = {rank: each for rank, each in failures.items() if each.exitcode == EXIT_STUCK}
-            result.failures = stuck or failures  # the other ranks' ends have followed from these
+            result.failures = stuck or failures  # a hang is the cause of the other ranks' ends
             error = ChildFailedError("", result.failures)
             failure = error.get_first_failure()[1]
             if self._told is not None and -failure.exitcode in PASSED_ON:
@@ -138,15 +140,15 @@ class Agent(LocalElasticAgent):
         return result
 
     def _kill_what_hangs(self) -> None:
-        # Where a rank has ended since others hang, torch would give these half a minute to end.
+        # When a rank's watchdog has ended it because others hang, torch would wait 30 s for those.
         pids = self._pids()
         if any(_code(pid) == EXIT_STUCK for pid in pids):
             for pid in filter(_runs, pids):
                 os.kill(pid, signal.SIGKILL)
 
     def _let_all_end(self) -> None:
-        # Once one has ended torch kills the others, which have stopped too, but may not have said
-        # so yet.
+        # torch kills the other ranks once one has ended. After a stop signal all are about to end
+        # by themselves: wait, so that each can still print why.
         pids = self._pids()
         deadline = time.monotonic() + FOLLOW_S
         while 0 < sum(map(_runs, pids)) < len(pids) and time.monotonic() < deadline:
@@ -154,18 +156,20 @@ class Agent(LocalElasticAgent):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run torchrun; returns the exit code."""
+    """Run torchrun; return the exit code."""
     print_every_character()
     options = parse_args(list(arguments))
-    options.signals_to_handle = "SIGQUIT"  # the others are the agent's
+    options.signals_to_handle = "SIGQUIT"  # the Agent handles the others
     _bind_ranks(options)
-    launcher.LocalElasticAgent = Agent  # type: ignore[misc]  # no other way to have it used
+    # torch offers no other way to use an agent of one's own
+    launcher.LocalElasticAgent = Agent  # type: ignore[misc]
     rendezvous_handler_registry.register(one_host.BACKEND, one_host.OneHost.create)
-    logging.disable(logging.ERROR)  # what torchrun has to say about a rank that failed is said here
+    logging.disable(logging.ERROR)  # failed ranks are reported below, in one line
     try:
         _settle_meeting_point(options)
         with scratch_folder() as scratch:
-            options.log_dir = options.log_dir or str(scratch)  # torch would leave one of its own
+            # torch would make a log folder in /tmp and leave it there
+            options.log_dir = options.log_dir or str(scratch)
             run(options)
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
@@ -183,7 +187,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _bind_ranks(options: Namespace) -> None:
-    """Have the ranks end with this process, also where it dies before they can ask for that."""
+    """Make the ranks end with this process, even if it dies while they start."""
     if options.no_python or options.module:
         return
     python = [sys.executable, "-u", options.training_script]
@@ -193,7 +197,7 @@ def _bind_ranks(options: Namespace) -> None:
 
 
 def _settle_meeting_point(options: Namespace) -> None:
-    """Choose where the launchers meet; raises OwnError where another program is there."""
+    """Choose the rendezvous of the launchers. Raises OwnError if another program has its port."""
     if options.standalone:
         options.standalone = False
         options.rdzv_id = uuid.uuid4().hex
@@ -210,8 +214,8 @@ def _settle_meeting_point(options: Namespace) -> None:
 
 
 def _check_listener(host: str, port: int) -> None:
-    """If somebody listens there already it must be a launcher: torch would wait for its answer
-    without end.
+    """Check that a program that already listens there is a launcher: torch would wait for any
+    other one forever. Raises OwnError.
     """
     try:
         socket.create_connection((host, port), CONNECT_S).close()
@@ -221,7 +225,7 @@ def _check_listener(host: str, port: int) -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a child has not ended; leaves its exit code to whoever asks for that."""
+    """Return whether a child still runs, without reaping it: torch reads the exit code later."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:
@@ -229,7 +233,7 @@ def _runs(pid: int) -> bool:
 
 
 def _code(pid: int) -> int | None:
-    """Exit code of a child that has ended and that nobody has asked for it yet."""
+    """Return the exit code of a child that has ended but is not reaped yet; None otherwise."""
     try:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -238,7 +242,7 @@ def _code(pid: int) -> int | None:
 
 
 def _say(text: str) -> None:
-    with suppress(OSError):  # of a terminal that is gone; what it says must not end the ranks
+    with suppress(OSError):  # the terminal may be gone, and that must not end the ranks
         print(f"torchrun: {text}", file=sys.stderr, flush=True)
 
 

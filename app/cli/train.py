@@ -8,7 +8,8 @@ import sys
 from app.cli.processes.ctrl_c import interrupt_again, stop_quietly
 
 if __name__ == "__main__":
-    stop_quietly("train.py", speak=os.environ.get("RANK", "0") == "0")  # the imports take seconds
+    # before the imports, which take seconds: Ctrl-C meanwhile prints one line
+    stop_quietly("train.py", speak=os.environ.get("RANK", "0") == "0")
 
 import hydra
 from omegaconf import DictConfig
@@ -24,10 +25,10 @@ from app.engine.report.lasting import print_every_character
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name=CONFIG_NAME)
 def main(config: DictConfig) -> float | None:
-    """Compose, check, and train on this rank, or start the ranks that the layout asks for;
-    returns the best loss.
+    """Check the composed configuration, then train on this rank or start the ranks that the layout
+    asks for; return the best validation loss.
     """
-    # here, since submitit pickles this function and calls it in a job
+    # inside the function: submitit pickles it and calls it in a SLURM job
     launch = Launch.from_environment(os.environ)
     if launch.submitted:
         launch.end_with_launcher(os.getppid())
@@ -40,7 +41,7 @@ def main(config: DictConfig) -> float | None:
 def command(parent: int) -> None:
     """Run the command line of a process that `parent` has started; SystemExit where it fails."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises instead of printing and exiting with 1
-    # for ranks and the jobs of sweeps, which run this file
+    # inherited by ranks and jobs of sweeps, which run this file
     os.environ.update(child_paths(os.environ))
     print_every_character()
     register_schema()
@@ -51,7 +52,7 @@ def command(parent: int) -> None:
     with start.mistakes_in_one_line(launch, sys.argv[1:]):
         sys.argv[1:] = start.checked_arguments(sys.argv[1:], launch)
         if any(word.startswith("hydra/sweeper=") for word in sys.argv):
-            interrupt_again()  # sweepers of others wait for their jobs themselves
+            interrupt_again()  # other sweepers handle KeyboardInterrupt themselves
         main()
 
 

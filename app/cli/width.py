@@ -1,4 +1,4 @@
-"""How wide tables are."""
+"""Width of printed tables."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import shutil
 import sys
 from typing import TextIO
 
-ROWS = 24  # of a terminal; asked for together with its columns, and not used
+ROWS = 24  # get_terminal_size wants a fallback for rows too; unused
 
 
 def table_width(stream: TextIO, usual: int) -> int:
-    """Columns of a table: on stdout the variable COLUMNS, else a terminal's own; `usual` otherwise.
+    """Return the columns of a table: on stdout COLUMNS or the terminal's width, otherwise `usual`.
 
-    What goes elsewhere, into a file or a text, does not depend on where the program runs.
+    Tables written to files or strings do not depend on the terminal.
     """
     return shutil.get_terminal_size((usual, ROWS)).columns if stream is sys.__stdout__ else usual

@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints: read at any layout, written from ours."""
+"""Hugging Face checkpoints: read into any layout, and written from our weights."""

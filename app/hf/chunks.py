@@ -1,4 +1,4 @@
-"""Hugging Face weights into the chunks of a rank, and into what its optimizer updates."""
+"""Load Hugging Face weights into a rank's model chunks and into its optimizer's parameters."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def fill_chunks(chunks: Iterable[Chunk], pretrained: Pretrained, coords: ShardCo
 
 @torch.no_grad()
 def fill_main_params(param_shards: Iterable[ParamShard], pretrained: Pretrained) -> None:
-    """Give the optimizer's fp32 parameters the files' values, where these have bits that the
-    model's parameters have rounded away. Raises ConfigError.
+    """Fill the optimizer's fp32 main parameters from the files, if these are more precise than the
+    model's parameters. Raises ConfigError.
     """
     weights = {each.name: each for each in model_weights(pretrained.model)}
     for owned in param_shards:

@@ -1,7 +1,7 @@
-"""config.json of a Hugging Face model as a `ModelConfig`, and the other way.
+"""Convert config.json of a Hugging Face model to a `ModelConfig`, and back.
 
-Both spellings of rotary positions are read: `rope_theta` and `rope_scaling` of `transformers` 4,
-`rope_parameters` of version 5. The first are written, which both versions and other programs read.
+Both spellings of rotary positions are read: `rope_theta` with `rope_scaling` (`transformers` 4) and
+`rope_parameters` (version 5). The former is written: both versions and other programs read it.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ LLAMA3 = {
     "low_turns": "low_freq_factor",
     "high_turns": "high_freq_factor",
 }
-THETA = 10000.0  # where nothing is said
-LATENT_EPS = 1e-6  # of the norms of latents in `transformers`, whatever rms_norm_eps is
+THETA = 10000.0  # default base of rotary frequencies
+LATENT_EPS = 1e-6  # `transformers` uses it for norms of latents, whatever rms_norm_eps is
 
 
 def common(config: TheirConfig, *, latent: bool = False) -> dict[str, Any]:
-    """Fields that all families have; `latent`: with multi-head latent attention."""
+    """Return the fields that all families have; `latent`: with multi-head latent attention."""
     fields = config.renamed(SIZES)
     layer_types = config.get("layer_types", ["full_attention"] * fields["num_layers"])
     if set(layer_types) - {"full_attention"}:
@@ -63,7 +63,7 @@ def common(config: TheirConfig, *, latent: bool = False) -> dict[str, Any]:
 
 
 def grouped(config: TheirConfig) -> dict[str, Any]:
-    """Fields of a model with grouped-query attention."""
+    """Return the fields of a model with grouped-query attention."""
     fields = common(config)
     usual, rest = divmod(fields["hidden_size"], fields["num_heads"] or 1)  # 0 is refused later
     width = config.get("head_dim", usual)
@@ -72,7 +72,7 @@ def grouped(config: TheirConfig) -> dict[str, Any]:
 
 
 def dense(config: TheirConfig) -> dict[str, Any]:
-    """Fields of a model without experts."""
+    """Return the fields of a model without experts."""
     return {**grouped(config), "ffn_hidden_size": config.need("intermediate_size"), "moe": None}
 
 
@@ -192,7 +192,7 @@ def _deepseek(config: TheirConfig, moe: dict[str, Any]) -> dict[str, Any]:
 
 
 def rotary(config: TheirConfig, *, latent: bool) -> dict[str, Any]:
-    """Base and scaling of rotary frequencies; `latent`: of multi-head latent attention."""
+    """Return base and scaling of rotary frequencies; `latent`: of multi-head latent attention."""
     said = _rotary_section(config)
     if sections := [name for name, value in said.values.items() if isinstance(value, dict)]:
         raise said.refusal(f"{said.name(sections[0])} is a section: other positions in some layers")
@@ -222,7 +222,7 @@ def rotary(config: TheirConfig, *, latent: bool) -> dict[str, Any]:
 
 
 def _rotary_section(config: TheirConfig) -> TheirConfig:
-    """The section of rotary positions: of two the one that counts in `transformers`."""
+    """Return the section of rotary positions; if there are two, the one `transformers` uses."""
     both = [name for name in ("rope_scaling", "rope_parameters") if config.value(name)]
     if len(both) == 2:
         config.asked.remove(both[1])  # is left out
@@ -250,7 +250,7 @@ def _yarn(scaling: TheirConfig, *, latent: bool) -> dict[str, Any]:
 
 
 def written(model: ModelConfig, family: str, architecture: str) -> dict[str, Any]:
-    """The config.json of a model, without what is said of texts: lengths and special tokens."""
+    """Return the config.json of a model, without context lengths and special tokens."""
     found: dict[str, Any] = {
         "architectures": [architecture],
         "model_type": family,
@@ -286,7 +286,7 @@ def _written_scaling(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def written_mixtral(moe: MoEConfig) -> dict[str, Any]:
-    """What Mixtral's config.json says of experts."""
+    """Return the keys of experts in Mixtral's config.json."""
     return {
         "intermediate_size": moe.ffn_hidden_size,
         "num_local_experts": moe.num_experts,
@@ -297,7 +297,7 @@ def written_mixtral(moe: MoEConfig) -> dict[str, Any]:
 
 
 def written_olmoe(moe: MoEConfig) -> dict[str, Any]:
-    """What OLMoE's config.json says of experts."""
+    """Return the keys of experts in OLMoE's config.json."""
     return {
         "intermediate_size": moe.ffn_hidden_size,
         "num_experts": moe.num_experts,
@@ -309,7 +309,7 @@ def written_olmoe(moe: MoEConfig) -> dict[str, Any]:
 
 
 def written_qwen3_moe(moe: MoEConfig) -> dict[str, Any]:
-    """What that of Qwen3 with experts says of them."""
+    """Return the keys of experts in the config.json of Qwen3-MoE."""
     every = moe.every_n == 1
     return {
         "num_experts": moe.num_experts,
@@ -323,7 +323,7 @@ def written_qwen3_moe(moe: MoEConfig) -> dict[str, Any]:
 
 
 def written_deepseek(moe: MoEConfig) -> dict[str, Any]:
-    """What that of DeepSeek-V2 or -V3 says of experts."""
+    """Return the keys of experts in the config.json of DeepSeek-V2 or -V3."""
     sigmoid = moe.score is Score.sigmoid
     limited = "group_limited_greedy" if moe.groups else "greedy"
     return {
@@ -353,7 +353,7 @@ SECTIONS = {
 
 
 def as_model(fields: Mapping[str, Any], name: str) -> ModelConfig:
-    """The model of these fields, whose sections are fields of their own. Raises ConfigError."""
+    """Build a `ModelConfig` from fields, with its sections as nested fields. Raises ConfigError."""
     made = {
         key: SECTIONS[key](**value) if isinstance(value, dict) else value
         for key, value in fields.items()

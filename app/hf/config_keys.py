@@ -1,9 +1,9 @@
-"""Keys of config.json that import does not read: those that have to be neutral, and those that
+"""Keys of config.json that import does not read: keys that must have a neutral value, and keys that
 cannot change logits.
 
-Every key that `transformers` knows in a supported family is read, or is here; tests compare these
-tables with the installed version. `transformers` does not use any other key either: import says
-which ones a file has, and leaves them out.
+Every key that `transformers` knows in a supported family is either read or listed here; tests
+compare these tables with the installed version. Any other key of a file is ignored, as
+`transformers` ignores it, and named in a message.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ WITHOUT_EFFECT_IN: Mapping[str, Mapping[str, str]] = {
     family: {"sliding_window": _NO_WINDOW, "max_window_layers": _NO_WINDOW}
     for family in ("qwen2", "qwen3", "qwen3_moe")
 }
-# Noise of training in `transformers` that is not applied here, which is said where it is not 0.
+# training noise of `transformers` that is not applied here; a message says so if it is not 0
 NOT_APPLIED = ("attention_dropout", "router_jitter_noise")
-# Keys of rotary positions of any type; one that the type at hand does not take is refused.
+# keys of rotary positions of all types; a key that the given type does not use is refused
 ROTARY = frozenset((
     "rope_theta", "rope_type", "type", "partial_rotary_factor", "factor",
     "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
@@ -140,7 +140,7 @@ def check_neutral(config: TheirConfig, family: str) -> None:
 
 
 def check_rotary(section: TheirConfig, kind: str) -> None:
-    """Raise ConfigError for a key of rotary positions that those of this type do not take."""
+    """Raise ConfigError for a key that rotary positions of this type do not use."""
     for name in section.unread():
         if name in ROTARY:
             what = f"is not used by rotary positions of type {kind}"
@@ -148,8 +148,8 @@ def check_rotary(section: TheirConfig, kind: str) -> None:
 
 
 def left_out(config: TheirConfig, family: str) -> Iterator[str]:
-    """What of a config.json is not used, a phrase for each kind. Raises ConfigError where code that
-    comes with a model may use it.
+    """Yield a phrase for each kind of key that is ignored. Raises ConfigError for unknown keys if
+    the model brings code of its own, which may use them.
     """
     free = {**WITHOUT_EFFECT, **WITHOUT_EFFECT_IN.get(family, {})}
     known = {*NEUTRAL, *free, *NOT_APPLIED, AUTO_MAP}

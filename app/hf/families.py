@@ -1,7 +1,6 @@
-"""Families of Hugging Face models that ours can be: their names, tensors and configurations.
+"""Supported families of Hugging Face models: names, tensors and configurations.
 
-Which family a model of ours is written as follows from what it has: the first one whose config.json
-of the model is read as the same model again.
+A model is exported as the first family whose config.json, read back, gives the same model.
 """
 
 from __future__ import annotations
@@ -23,29 +22,29 @@ from app.plan.model.stage import NamedWeight, model_weights
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Models that are alike but for their sizes."""
+    """Models that differ only in their sizes."""
 
     model_type: str  # in config.json
     architecture: str  # class in `transformers`
-    read: Callable[[TheirConfig], dict[str, Any]]  # fields of our configuration
-    lines: tuple[NameLine, ...]  # of weights
-    written_moe: Callable[[MoEConfig], dict[str, Any]] | None = None  # None: without experts
-    # of keys that config.json lacks, those of the class in `transformers`
+    read: Callable[[TheirConfig], dict[str, Any]]  # returns fields of our configuration
+    lines: tuple[NameLine, ...]  # weights
+    written_moe: Callable[[MoEConfig], dict[str, Any]] | None = None  # None for dense families
+    # values of keys that config.json lacks: the defaults of the class in `transformers`
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def table(self, model: ModelConfig) -> Sequence[NameLine]:
-        """The lines that one of its models uses."""
+        """Return the lines that this model uses."""
         if model.mla is not None and model.mla.q_lora_rank is None:
             return tables.without_query_latent(self.lines)
         return self.lines
 
     def weights(self, model: ModelConfig) -> Iterator[NamedWeight]:
-        """All that its files hold of a model: weights, and biases of routers."""
+        """Yield the model's tensors that its files hold: weights and router biases."""
         yield from model_weights(model)
         yield from tables.router_biases(model)
 
     def written(self, model: ModelConfig) -> dict[str, Any]:
-        """The config.json of a model, as far as our configuration says."""
+        """Return the config.json of a model, as far as our configuration determines it."""
         found = config.written(model, self.model_type, self.architecture)
         if self.written_moe is not None and model.moe is not None:
             found |= self.written_moe(model.moe)
@@ -130,7 +129,7 @@ FAMILIES = (
 
 
 def family_named(found: TheirConfig) -> Family:
-    """The family that a config.json names. Raises ConfigError for one that is not known."""
+    """Return the family that a config.json names. Raises ConfigError for an unknown one."""
     kind = shortened(str(found.need("model_type")))
     for family in FAMILIES:
         if family.model_type == kind:
@@ -140,8 +139,8 @@ def family_named(found: TheirConfig) -> Family:
 
 
 def family_of(model: ModelConfig, key: str, value: object) -> Family:
-    """The family that a model of ours belongs to. Raises ConfigError, with `key` and `value` for
-    where the model comes from, if there is none.
+    """Return the family that a model is exported as. Raises ConfigError if there is none; `key` and
+    `value` say where the model comes from.
     """
     closest: tuple[int, str] | None = None
     for family in FAMILIES:
@@ -151,18 +150,18 @@ def family_of(model: ModelConfig, key: str, value: object) -> Family:
             fields = family.read(TheirConfig(family.written(model), NOWHERE, key))
             again = config.as_model(fields, model.name)
         except ConfigError:
-            continue  # what it lacks, this family cannot do without
+            continue  # the model lacks something that this family requires
         unlike = list(differences(model, again))
         if not unlike:
             return family
         if closest is None or len(unlike) < closest[0]:
             said = ", ".join(f"{field}={typed(mine)}" for field, mine, _ in unlike)
             closest = len(unlike), f"; {family.model_type}, the closest, has no {said}"
-    rule = "no Hugging Face model that is supported computes the same as this one"
+    rule = "no supported Hugging Face family computes the same as this model"
     raise ConfigError(key, value, rule + (closest[1] if closest else ""))
 
 
-# What weights are made for. What they are trained with may differ.
+# fields that change what a model computes; those of training alone (losses, noise) may differ
 ARCHITECTURE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads",
                 "head_dim", "vocab_size", "rope_theta", "norm_eps", "qk_norm",
                 "qk_norm_whole", "qkv_bias",
@@ -174,7 +173,7 @@ Difference = tuple[str, Any, Any]  # dotted field, of one, of the other
 
 
 def differences(one: ModelConfig, other: ModelConfig) -> Iterator[Difference]:
-    """Fields by which two models compute differently, or have other weights."""
+    """Yield the fields by which two models compute differently or have different weights."""
     yield from _unlike("", _essence(one), _essence(other))
 
 
@@ -188,16 +187,16 @@ def _unlike(prefix: str, one: dict[str, Any], other: dict[str, Any]) -> Iterator
 
 
 def _told(value: Any) -> Any:
-    """A section as a word."""
+    """Return a value for a message: {…} in place of a nested section."""
     return "{…}" if isinstance(value, dict) else value
 
 
 def _essence(model: ModelConfig) -> dict[str, Any]:
-    """What counts, each in one way of saying it."""
+    """Return the fields that change what a model computes, in a canonical form."""
     found = {name: _plain(getattr(model, name)) for name in ARCHITECTURE}
     found["head_dim"] = None if model.mla else model.head_width
     if all(map(model.is_moe_layer, range(model.num_layers))):
-        del found["ffn_hidden_size"]  # nobody uses it
+        del found["ffn_hidden_size"]  # unused if every layer is MoE
     if model.mla is not None:
         found["mla"]["norm_eps"] = model.latent_eps
     if model.moe is None:

@@ -1,8 +1,8 @@
-"""The tensors of a folder of safetensors files, read by regions.
+"""Tensors of a folder of safetensors files, read by region.
 
-No file is ever read as a pickle. A region is copied from the mapped file alone, so that a rank
-holds no more beside its own weights than the part that it is reading. FP8 weights with a scale per
-block (DeepSeek-V3's) come as the numbers that they stand for.
+Pickles are never read. Only the requested region of a memory-mapped file is copied, so a rank needs
+no memory beyond its weights and the part being read. FP8 weights with a scale per block
+(DeepSeek-V3) are dequantized.
 """
 
 from __future__ import annotations
@@ -20,43 +20,44 @@ from torch import Tensor
 from app.errors import ConfigError
 from app.hf.file_names import INDEX, ONE_FILE, PICKLES
 
-WEIGHTS = (".safetensors", ".gguf")  # as files of other programs end
+WEIGHTS = (".safetensors", ".gguf")  # suffixes of weight files, for a message
 LFS = b"version https://git-lfs"
 FP8 = "F8_E4M3"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 READABLE = (*DTYPES, FP8)
-SCALES = "_scale_inv"  # behind the name of an FP8 weight: its scales
-Region = tuple[tuple[int, int], ...]  # from and to, for each dimension
+SCALES = "_scale_inv"  # suffix of the tensor with the scales of an FP8 weight
+Region = tuple[tuple[int, int], ...]  # (start, stop) for each dimension
 
 
 class TensorFiles:
-    """The tensors of a model's folder by name; `key` led to it, and messages name it.
+    """Tensors of a model's folder by name; `key` is the option that names the folder, for messages.
 
-    Every method raises ConfigError for what is missing, broken, or of another type or shape.
+    Every method raises ConfigError if a tensor or file is missing, broken, or of the wrong type or
+    shape.
     """
 
     def __init__(self, folder: Path, key: str, block: tuple[int, int] | None = None) -> None:
         self.folder = folder
         self.key = key
-        self.block = block  # rows and columns that share a scale of FP8 weights
+        self.block = block  # rows and columns that share a scale in FP8 weights
         self._opened: dict[str, safe_open] = {}
-        self._known: dict[str, frozenset[str]] = {}  # tensors of an opened file
+        self._known: dict[str, frozenset[str]] = {}  # opened file -> its tensors
         self.file_of: dict[str, str] = {}
         self.file_of |= self._listed()
 
     def refusal(self, what: str) -> ConfigError:
-        """The error that says what is wrong with the files."""
+        """Return the error that says what is wrong with the files."""
         return ConfigError(self.key, self.folder, what)
 
     def names(self) -> Iterator[str]:
-        """All tensors but the scales of others."""
+        """Yield the names of all tensors except scales of FP8 weights."""
         return (name for name in self.file_of if not self._is_scale(name))
 
     def _is_scale(self, name: str) -> bool:
         return name.endswith(SCALES) and name.removesuffix(SCALES) in self.file_of
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Refuse a tensor that has another shape, or a type that is not for weights."""
+        """Refuse a tensor that has another shape, or a type that weights cannot have."""
         found = self._slice(name)
         if tuple(found.get_shape()) != shape:
             have, want = (list(each) for each in (found.get_shape(), shape))
@@ -67,11 +68,11 @@ class TensorFiles:
             self._check_scales(name, shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor; of an FP8 one bfloat16, which is what others convert these to."""
+        """Return a tensor's type; bfloat16 for FP8, as other programs convert it."""
         return DTYPES.get(self._slice(name).get_dtype(), torch.bfloat16)
 
     def read(self, name: str, region: Region) -> Tensor:
-        """A region of a tensor that has been checked, on the host: as in the file, FP8 as fp32."""
+        """Read a region of a checked tensor into host memory: as in the file, FP8 as fp32."""
         found = self._slice(name)
         try:
             part = found[tuple(slice(*bounds) for bounds in region)]
@@ -81,7 +82,7 @@ class TensorFiles:
         return part if found.get_dtype() != FP8 else part.float() * self._scales(name, region)
 
     def _listed(self) -> dict[str, str]:
-        """Tensor -> file, of the one file or else of the index, as `transformers` chooses."""
+        """Return tensor -> file, from the single file or else the index, like `transformers`."""
         if (self.folder / ONE_FILE).is_file():
             return dict.fromkeys(sorted(self._tensors(ONE_FILE)), ONE_FILE)
         if (self.folder / INDEX).is_file():
@@ -153,7 +154,7 @@ class TensorFiles:
             raise self._refused(name + SCALES, f"has the shape {have} instead of {want}")
 
     def _scales(self, name: str, region: Region) -> Tensor:
-        """The scale of every element of a region."""
+        """Return the scale of every element of a region."""
         assert self.block is not None
         blocks = zip(region, self.block, strict=True)
         around = [(low // size, -(-high // size)) for (low, high), size in blocks]

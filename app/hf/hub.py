@@ -1,4 +1,4 @@
-"""From what a user names, a folder or a model on the Hugging Face hub, to a folder here."""
+"""Find the folder of a Hugging Face model: a local folder, or a download from the hub."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from app.data.special_tokens import SPECIAL_TOKENS_MAP
 from app.errors import ConfigError, nearest_model
 from app.hf.file_names import CONFIG_JSON, INDEX, ONE_FILE
 
-CHAT_TEMPLATES = "additional_chat_templates"  # a folder of those that have names
-# What is needed of a model besides its weights, and no code.
+CHAT_TEMPLATES = "additional_chat_templates"  # folder of named chat templates
+# files needed besides the weights: configurations and tokenizer, no code
 TEXTS = (
     "config.json",
     "generation_config.json",
@@ -31,20 +31,21 @@ TEXTS = (
     "chat_template*",
     f"{CHAT_TEMPLATES}/*.jinja",
 )
-PRETRAINED = "pretrained"  # in a run folder: what came with the model that it started from
+PRETRAINED = "pretrained"  # subfolder of a run: configurations and tokenizer of its initial model
 NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")  # of a model on the hub
-SNAPSHOTS = "snapshots"  # in the library's cache: folders that are called after commits
-WAIT_S = 60.0  # that one process waits for a small file that another one brings
+MOST_TEXT = 300  # characters quoted from an error of the library
+SNAPSHOTS = "snapshots"  # in the library's cache: contains a folder per commit
+WAIT_S = 60.0  # seconds that a process waits for a small file that another one downloads
 POLL_S = 0.05
 
 Found = TypeVar("Found")
 
 
 def config_folder(name: str, key: str, asks: bool = True) -> Path:
-    """A folder with the model's config.json. Raises ConfigError, with `key` for who has asked.
+    """Return a folder with the model's config.json. Raises ConfigError about option `key`.
 
-    `asks`: whether this process asks the hub; otherwise it waits until another one of this host has
-    brought the file.
+    With `asks` this process asks the hub; otherwise it waits until another process of this host
+    has downloaded the file.
     """
     if (folder := _local(name, key)) is not None:
         return folder
@@ -55,34 +56,35 @@ def config_folder(name: str, key: str, asks: bool = True) -> Path:
 
 
 def model_folder(name: str, key: str, commit: str | None = None, asks: bool = True) -> Path:
-    """A folder with all of the model, brought from the hub where it is not here. Raises as above.
+    """Return a folder with the complete model, downloaded if it is not local. Raises ConfigError.
 
-    `commit`: which one of the hub's; None: the newest. With `asks` false it has to be here.
+    `commit` chooses the hub's commit; None means the newest. Unless `asks`, it must be local.
     """
     if (folder := _local(name, key)) is not None:
         if folder != Path(name).expanduser():
-            rule = "is a run, which keeps of the model that it began with all but the weights"
-            advice = f"resume={name} goes on from its own, and to-hf writes them"
+            rule = "is a run, which does not keep the weights that it started from"
+            advice = f"resume={name} continues from its own weights, and to-hf exports them"
             raise ConfigError(key, name, rule, advice=advice)
         return folder
     return _explained(name, key, lambda: _model(name, commit, asks=asks))
 
 
 def texts_folder(name: str, key: str) -> Path:
-    """A folder with configurations and tokenizer of the model, as `model_folder`."""
+    """Return a folder with the model's configurations and tokenizer, found as in `model_folder`."""
     if (folder := _local(name, key)) is not None:
         return folder
     return _explained(name, key, lambda: _snapshot(name, None, TEXTS, asks=True))
 
 
 def commit_of(folder: Path) -> str | None:
-    """The commit of the hub that a folder of its cache holds; None for other folders."""
+    """Return the commit of a folder in the hub's cache; None for other folders."""
     return folder.name if folder.parent.name == SNAPSHOTS else None
 
 
 def _model(name: str, commit: str | None, *, asks: bool) -> Path:
-    """Texts and weights. Of these the one file, or else those of the index, and no others, which
-    some repositories have in further formats; `app.hf.files` and `transformers` choose alike.
+    """Download configurations, tokenizer and weights: the single safetensors file, or else those of
+    the index, as `app.hf.files` and `transformers` choose. Further formats of a repository are not
+    downloaded.
     """
     folder = _snapshot(name, commit, (*TEXTS, INDEX), asks=asks)
     at = folder.name
@@ -92,7 +94,7 @@ def _model(name: str, commit: str | None, *, asks: bool) -> Path:
         if files := _indexed(folder / INDEX):
             _snapshot(name, at, files, asks=asks)
         elif isinstance(error, errors.LocalEntryNotFoundError):
-            raise  # it may be on the hub
+            raise  # offline and not in the cache, but the file may be on the hub
     return folder
 
 
@@ -104,7 +106,7 @@ def _snapshot(name: str, commit: str | None, patterns: Sequence[str], *, asks: b
 
 
 def _indexed(path: Path) -> list[str]:
-    """The files that an index names; none where it is broken, as who reads it will say."""
+    """Return the files that an index names; none if it is broken, which its reader reports."""
     try:
         files = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -119,20 +121,20 @@ def _cached_config(name: str, key: str) -> Path:
         if isinstance(found, str):
             return Path(found)
         if time.monotonic() > end:
-            rule = f"the first process of this host has not brought {CONFIG_JSON} in {WAIT_S:g} s"
+            rule = f"the first process of this host did not download {CONFIG_JSON} in {WAIT_S:g} s"
             raise ConfigError(key, name, rule)
         time.sleep(POLL_S)
 
 
 def _local(name: str, key: str) -> Path | None:
-    """The folder of this name; None: it may be on the hub."""
+    """Return the local folder of this name; None if it may be a name on the hub."""
     path = Path(name).expanduser()
     try:
         exists = path.exists()
     except OSError as error:
         raise ConfigError(key, name, f"cannot be read: {error.strerror}") from error
     if path.is_dir():
-        # a run that started from a model has what came with it
+        # a run folder keeps the configurations of the model that it started from
         return path / PRETRAINED if (path / PRETRAINED / CONFIG_JSON).is_file() else path
     if exists:
         guess = str(path.parent) if (path.parent / CONFIG_JSON).is_file() else None
@@ -143,15 +145,15 @@ def _local(name: str, key: str) -> Path | None:
 
 
 def _folder_like(path: Path) -> str | None:
-    """A folder here that may have been meant."""
+    """Return a local folder with a similar name, as a hint."""
     folders = sorted(each.name for each in path.parent.glob("*") if each.is_dir())
     close = nearest_model(path.name, folders)
     return None if close is None else str(path.parent / close)
 
 
 def _explained(name: str, key: str, bring: Callable[[], Found]) -> Found:
-    """What the library brings; what it raises becomes a ConfigError."""
-    # brings the library of datasets along, a second that folders do without
+    """Return the result of `bring`, which calls the library; turn its errors into ConfigError."""
+    # imported here because it takes a second, which local folders do not need
     from app.data.hub import go_offline_without_network
 
     disable_progress_bars()
@@ -170,10 +172,10 @@ def _explained(name: str, key: str, bring: Callable[[], Found]) -> Found:
     except errors.HFValidationError as error:
         rule = f"no such folder, and no name of a model: {_short(error)}"
     except (errors.HfHubHTTPError, OSError) as error:
-        rule = f"cannot be brought from {hub}: {_short(error)}"
-    # a connection that breaks, an answer that is none: the library has others' types for each
+        rule = f"cannot be downloaded from {hub}: {_short(error)}"
+    # lost connections and broken answers raise errors of various other libraries
     except Exception as error:
-        rule = f"cannot be brought from {hub}: {type(error).__name__}: {_short(error)}"
+        rule = f"cannot be downloaded from {hub}: {type(error).__name__}: {_short(error)}"
     raise ConfigError(key, name, rule, guess=_folder_like(Path(name))) from None
 
 

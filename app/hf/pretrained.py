@@ -1,4 +1,4 @@
-"""A Hugging Face model in a folder: what it is, and its weights for who holds a part of them."""
+"""Hugging Face model in a folder: its configuration, and its weights read by part."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from torch import Tensor
 from app.config import ModelConfig
 from app.hf.file_names import CONFIG_JSON
 from app.hf.files import TensorFiles
-from app.hf.piece import Piece, grouped, names
 from app.hf.tables import EMBEDDING, HEAD, mapping, router_biases
 from app.hf.their_model import TheirModel
+from app.hf.weight_part import WeightPart, grouped, names
 from app.hf.write import PART_NUMEL
 from app.plan.model.stage import NamedWeight, model_weights
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.sharding.reshard import Block
 from app.plan.shards import Bounds
 
-# Tensors that say nothing: `transformers` saved tables of frequencies until version 4.31.
+# redundant tensors: `transformers` saved tables of rotary frequencies until version 4.31
 SAID_ELSEWHERE = re.compile(r"\.rotary_emb\.inv_freq$")
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-# What only a layer has that predicts further tokens.
+# tensors that only multi-token prediction layers have
 PREDICTING = re.compile(r"model\.layers\.(\d+)\.eh_proj\.weight")
-MOST_NAMED = 3  # tensors that a message names
-COMPARED_NUMEL = 2**22  # elements of head and embedding that are compared at once
+MOST_NAMED = 3  # most tensors named in a message
+COMPARED_NUMEL = 2**22  # elements of head and embedding compared at a time
 
 
 class Pretrained:
-    """The weights of a model, all there and none too many; opened by every rank for itself.
+    """Weights of a model, checked to be complete and without unknown tensors. Every rank opens them
+    itself.
 
-    Raises ConfigError, with file and tensor.
+    Raises ConfigError, naming file and tensor.
     """
 
     def __init__(self, folder: Path, key: str) -> None:
@@ -49,37 +50,37 @@ class Pretrained:
 
     @property
     def model(self) -> ModelConfig:
-        """The model as its config.json has it."""
+        """Return the model that its config.json describes."""
         return self.their.model
 
-    def pieces(self, weight: NamedWeight) -> Sequence[Piece]:
-        """Where a weight lies in the files, in the spelling that these have."""
+    def parts(self, weight: NamedWeight) -> Sequence[WeightPart]:
+        """Return the parts of the files that hold a weight, in the spelling that the files use."""
         spellings = mapping(self._table, self.model, weight).spellings
-        for pieces in spellings:
-            if all(name in self.files.file_of for name in names(pieces)):
-                return pieces
+        for parts in spellings:
+            if all(name in self.files.file_of for name in names(parts)):
+                return parts
         missing = [name for name in names(spellings[0]) if name not in self.files.file_of]
         raise self.files.refusal(f"{_some(missing)} missing from the files")
 
     @torch.no_grad()
     def fill(self, weights: Iterable[tuple[NamedWeight, Tensor]], coords: ShardCoords) -> None:
-        """Fill this rank's parts of weights in place, reading no more than these."""
+        """Fill this rank's parts of weights in place, reading only these."""
         for named, tensor in weights:
             self.fill_block(named, coords.block(named.weight), tensor)
 
     def fill_block(self, named: NamedWeight, block: Block, tensor: Tensor) -> None:
         """Fill a contiguous tensor with the elements of a block of a weight."""
-        for piece in self.pieces(named):
-            cut = piece.within(block)
+        for part in self.parts(named):
+            cut = part.within(block)
             if cut is not None:
-                self.files.check(piece.name, piece.shape)
-                values = self.files.read(piece.name, cut.region).view(cut.their_sizes)
-                tensor.view(cut.held.sizes)[cut.box].copy_(values.permute(piece.order))
+                self.files.check(part.name, part.shape)
+                values = self.files.read(part.name, cut.region).view(cut.their_sizes)
+                tensor.view(cut.held.sizes)[cut.box].copy_(values.permute(part.order))
 
     def fill_part(self, named: NamedWeight, block: Block, part: Bounds, tensor: Tensor) -> None:
         """Fill a flat tensor with a part of a flattened block of a weight."""
         low, high = part
-        first = 0  # element of the block that a row block begins with
+        first = 0  # offset of a row block's first element in the flattened block
         for rows in self.row_blocks(named, block):
             begin, end = max(low, first), min(high, first + rows.numel)
             if begin < end:
@@ -90,35 +91,35 @@ class Pretrained:
             first += rows.numel
 
     def row_blocks(self, named: NamedWeight, block: Block) -> Iterator[Block]:
-        """A block of a weight in blocks of consecutive rows, none much larger than PART_NUMEL."""
+        """Split a block of a weight into blocks of consecutive rows of about PART_NUMEL at most."""
         shape = block.shape
-        apart = self.pieces(named)[0].ours.shape
+        apart = self.parts(named)[0].ours.shape
         first, *inner = (apart[dim] for dim in grouped(shape, apart)[0])
-        unit = prod(inner) if first > 1 else shape[0]  # rows that stay together
+        unit = prod(inner) if first > 1 else shape[0]  # rows that must stay together
         rows = max(1, PART_NUMEL // prod(block.sizes[1:]) // unit) * unit
         for low in range(block.start[0], block.stop[0], rows):
             high = min(low + rows, block.stop[0])
             yield Block(shape, (low, *block.start[1:]), (high, *block.stop[1:]))
 
     def biases(self) -> Iterator[NamedWeight]:
-        """Those of all routers."""
+        """Yield the biases of all routers."""
         return router_biases(self.model)
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the embedding, in which most weights usually are."""
+        """Return the type of the embedding, which most weights usually share."""
         return self.dtype_of(next(model_weights(self.model)))
 
     def dtype_of(self, named: NamedWeight) -> torch.dtype:
-        """The type that holds a weight as it is in the files; of FP8 bfloat16."""
-        kinds = (self.files.dtype(name) for name in names(self.pieces(named)))
+        """Return a type that holds a weight without rounding; bfloat16 for FP8."""
+        kinds = (self.files.dtype(name) for name in names(self.parts(named)))
         return reduce(torch.promote_types, kinds)
 
     def finer(self, dtype: torch.dtype) -> str | None:
-        """Which tensors have bits that this type rounds away, in words, where only some have."""
+        """Name the tensors that this type would round, if only some are more precise than it."""
         weights = model_weights(self.model)
         found = {
-            name: self.files.dtype(name) for named in weights for name in names(self.pieces(named))
+            name: self.files.dtype(name) for named in weights for name in names(self.parts(named))
         }
         rounded = [
             name for name, kind in found.items() if torch.promote_types(kind, dtype) != dtype
@@ -132,7 +133,7 @@ class Pretrained:
         used = {
             name
             for weight in self.their.family.weights(self.model)
-            for name in names(self.pieces(weight))
+            for name in names(self.parts(weight))
         }
         if self.model.tie_embeddings and HEAD in self.files.file_of:
             used.add(HEAD)
@@ -145,7 +146,7 @@ class Pretrained:
             raise self.files.refusal(f"{_some(unknown)} unknown in models of type {kind}")
 
     def _check_tied(self) -> None:
-        """Compare the embedding with a head that the files have as well, all rows of both."""
+        """Compare all rows of the embedding with the head, if the files contain both."""
         shape = self.model.vocab_size, self.model.hidden_size
         for name in (EMBEDDING, HEAD):
             self.files.check(name, shape)
@@ -155,7 +156,7 @@ class Pretrained:
             head, embedding = (self.files.read(name, region).float() for name in (HEAD, EMBEDDING))
             if not head.equal(embedding):
                 row = low + int((head != embedding).any(dim=1).nonzero()[0])
-                what = f"{HEAD} is another than {EMBEDDING} in row {row}"
+                what = f"{HEAD} differs from {EMBEDDING} in row {row}"
                 raise self.files.refusal(f"{what}, and tie_word_embeddings makes them one")
 
     def _left_out(self, name: str) -> bool:
@@ -164,7 +165,7 @@ class Pretrained:
         return extra or SAID_ELSEWHERE.search(name) is not None
 
     def left_out(self) -> str | None:
-        """What the model's files have that is not read, in words; None: nothing."""
+        """Return a line on what is not read of the model's files; None if everything is."""
         texts = [
             f"model.layers.{layer}, which predicts further tokens" for layer in self._predicting
         ]

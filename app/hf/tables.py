@@ -1,11 +1,11 @@
-"""How the tensors of a Hugging Face model are called, and which of our weights hold the same.
+"""Tables of Hugging Face tensor names and our weights.
 
-A table has a line for each of our weights, read in both directions. Lines that several families
-share are written once; what a family calls otherwise is a line of its own. Where a weight has
-several lines, they are spellings of the same: the first is written, all are read.
+A table has a line for each of our weights, used for both import and export. Families share lines; a
+family with other names has lines of its own. Several lines for one weight are alternative
+spellings: all are read, the first is written.
 
-`transformers` 4 wrote a tensor per expert, and so does version 5, which holds all experts of a
-layer in one tensor of three dimensions; it writes those too when told to.
+`transformers` 4 stores a tensor per expert. Version 5 keeps all experts of a layer in one
+three-dimensional tensor; it still saves a tensor per expert unless told otherwise.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from dataclasses import dataclass
 
 from app.choices import Score
 from app.config import ModelConfig
-from app.hf.piece import Piece
+from app.hf.weight_part import WeightPart
 from app.plan.model.stage import NamedWeight
 from app.plan.model.weight import Weight
 from app.plan.sharding.reshard import Block
 
 Shape = tuple[int, ...]
-# The pieces of a weight of this shape, of these tensors.
-Fit = Callable[[ModelConfig, Shape, Sequence[str]], Iterator[Piece]]
-BIAS = "body.router.bias_E"  # of routers: no weight, but kept and written as one
+# returns the parts of a weight of this shape, given the names of their tensors
+Fit = Callable[[ModelConfig, Shape, Sequence[str]], Iterator[WeightPart]]
+BIAS = "body.router.bias_E"  # router bias: a buffer, but saved like a weight
 EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"  # of which some files have a copy where it is the embedding
+HEAD = "lm_head.weight"  # with tied embeddings some files contain a copy
 
 
 @dataclass(frozen=True, slots=True)
 class NameLine:
-    """One of our weights, the tensors of theirs that hold it, and how."""
+    """One of our weights, their tensors that hold it, and the function that maps them."""
 
-    ours: str  # name; of a layer's weight without the layer
+    ours: str  # our name, without the layer's prefix
     theirs: tuple[str, ...]
     fit: Fit
 
 
-def _whole(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[Piece]:
+def _whole(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
     (name,) = theirs
-    yield Piece.same(name, shape)
+    yield WeightPart.same(name, shape)
 
 
-def _heads(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[Piece]:
-    """Queries, keys, values: of each key/value head we have its queries, its key, its value."""
+def _heads(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
+    """Map queries, keys and values; ours are ordered by key/value head: queries, key, value."""
     groups, width, columns = model.num_kv_heads, model.head_width, shape[1:]
     queries = model.num_heads // groups
     apart = (groups, queries + 2, width, *columns)
@@ -54,44 +54,48 @@ def _heads(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[
         their_whole = Block.whole(groups, heads, width, *columns)
         order = tuple(range(len(apart)))
         rows = groups * heads * width
-        yield Piece(name, (rows, *columns), Block(apart, start, stop), their_whole, order)
+        yield WeightPart(name, (rows, *columns), Block(apart, start, stop), their_whole, order)
         first += heads
 
 
-def _gate_up(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[Piece]:
+def _gate_up(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
     _, ffn, hidden = shape
     for number, name in enumerate(theirs):
         ours = Block(shape, (number, 0, 0), (number + 1, ffn, hidden))
-        yield Piece(name, (ffn, hidden), ours, Block.whole(1, ffn, hidden), (0, 1, 2))
+        yield WeightPart(name, (ffn, hidden), ours, Block.whole(1, ffn, hidden), (0, 1, 2))
 
 
-def _expert_gate_up(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[Piece]:
+def _expert_gate_up(
+    model: ModelConfig, shape: Shape, theirs: Sequence[str]
+) -> Iterator[WeightPart]:
     experts, hidden, _, ffn = shape
     for expert in range(experts):
         for number, name in enumerate(theirs):
             ours = Block(shape, (expert, 0, number, 0), (expert + 1, hidden, number + 1, ffn))
             whole = Block.whole(1, 1, ffn, hidden)
-            yield Piece(name.format(expert=expert), (ffn, hidden), ours, whole, (0, 3, 1, 2))
+            yield WeightPart(name.format(expert=expert), (ffn, hidden), ours, whole, (0, 3, 1, 2))
 
 
-def _expert_down(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[Piece]:
+def _expert_down(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
     experts, ffn, hidden = shape
     (name,) = theirs
     for expert in range(experts):
         ours = Block(shape, (expert, 0, 0), (expert + 1, ffn, hidden))
         whole = Block.whole(1, hidden, ffn)
-        yield Piece(name.format(expert=expert), (hidden, ffn), ours, whole, (0, 2, 1))
+        yield WeightPart(name.format(expert=expert), (hidden, ffn), ours, whole, (0, 2, 1))
 
 
-def _stacked_gate_up(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[Piece]:
+def _stacked_gate_up(
+    model: ModelConfig, shape: Shape, theirs: Sequence[str]
+) -> Iterator[WeightPart]:
     experts, hidden, _, ffn = shape
     (name,) = theirs
     apart = (experts, 2, ffn, hidden)
     for number in range(2):
         ours = Block(shape, (0, 0, number, 0), (experts, hidden, number + 1, ffn))
         half = Block(apart, (0, number, 0, 0), (experts, number + 1, ffn, hidden))
-        for expert in range(experts):  # of each expert the half is one range of rows
-            yield Piece(
+        for expert in range(experts):  # each expert's gate (or up) half is one range of rows
+            yield WeightPart(
                 name,
                 (experts, 2 * ffn, hidden),
                 ours.cut(0, experts, expert),
@@ -100,12 +104,12 @@ def _stacked_gate_up(model: ModelConfig, shape: Shape, theirs: Sequence[str]) ->
             )
 
 
-def _stacked_down(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[Piece]:
+def _stacked_down(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
     experts, ffn, hidden = shape
     (name,) = theirs
     ours, whole = Block.whole(*shape), Block.whole(experts, hidden, ffn)
     for expert in range(experts):
-        yield Piece(
+        yield WeightPart(
             name,
             (experts, hidden, ffn),
             ours.cut(0, experts, expert),
@@ -182,32 +186,32 @@ MIXTRAL_EXPERTS = (
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """One of our weights, and its spellings in files, the one that is written first."""
+    """One of our weights and its spellings in files; the first is the one that is written."""
 
     weight: NamedWeight
-    spellings: tuple[tuple[Piece, ...], ...]
+    spellings: tuple[tuple[WeightPart, ...], ...]
 
 
 def router_bias(model: ModelConfig, router: str) -> Iterator[NamedWeight]:
-    """The bias of a router, if it has one: no weight, but kept and read as one."""
+    """Yield the bias of a router, if it has one: a buffer that is saved and read like a weight."""
     if model.moe is not None and model.moe.score is Score.sigmoid:
         yield NamedWeight(f"{router}.bias_E", Weight((model.moe.num_experts,)))
 
 
 def router_biases(model: ModelConfig) -> Iterator[NamedWeight]:
-    """Those of all routers."""
+    """Yield the biases of all routers."""
     for layer in filter(model.is_moe_layer, range(model.num_layers)):
         yield from router_bias(model, f"layers.{layer}.body.router")
 
 
 def without_query_latent(lines: Sequence[NameLine]) -> Sequence[NameLine]:
-    """A table of latent attention for models whose queries are made from hidden states."""
+    """Return a table of latent attention for models whose queries are not compressed."""
     kept = (line for line in lines if not line.ours.startswith("attn.q_"))
     return (*kept, QUERIES_OF_HIDDEN)
 
 
 def mapping(lines: Sequence[NameLine], model: ModelConfig, weight: NamedWeight) -> Mapping:
-    """Where one of the model's weights lies in files. KeyError where the table has no line."""
+    """Return the mapping of one of the model's weights. Raises KeyError without a line for it."""
     layer, name = layer_of(weight.name)
     found = [line for line in lines if line.ours == name]
     if not found:
@@ -221,7 +225,7 @@ def mapping(lines: Sequence[NameLine], model: ModelConfig, weight: NamedWeight) 
 
 
 def layer_of(name: str) -> tuple[int | None, str]:
-    """The layer of a weight, None where it is in none, and its name there."""
+    """Return the layer of a weight (None outside layers) and its name without the layer."""
     if not name.startswith("layers."):
         return None, name
     _, layer, rest = name.split(".", 2)

@@ -1,4 +1,4 @@
-"""What a config.json says, and what kinds of values its keys have."""
+"""config.json of a Hugging Face model: typed access that records which keys were read."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from app.errors import ConfigError
 from app.hf.file_names import CONFIG_JSON
 
-NOWHERE = Path(CONFIG_JSON)  # of one that was never written
-MOST_TOLD = 60  # characters of a value in a message
-MOST = 2**63  # of a number; more, and infinities, are none
+NOWHERE = Path(CONFIG_JSON)  # path of a config.json that exists in memory only
+MOST_TOLD = 60  # most characters of a value in a message
+MOST = 2**63  # numbers beyond it, infinities included, are refused
 WHOLE = frozenset((
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
     "intermediate_size", "head_dim", "max_position_embeddings", "original_max_position_embeddings",
@@ -56,7 +56,7 @@ def _all(value: object, fits: Callable[[object], bool]) -> bool:
 
 
 def misfits(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Keys whose values are not what they should be, and what these are not; null always fits."""
+    """Yield keys whose values have the wrong kind, with what is wrong; null always fits."""
     for names, told, fits in KINDS:
         for name in sorted(names & values.keys()):
             if values[name] is not None and not fits(values[name]):
@@ -64,20 +64,22 @@ def misfits(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def shortened(text: str) -> str:
-    """A value of config.json in a message."""
+    """Shorten a value of config.json for a message."""
     return text if len(text) <= MOST_TOLD else f"{text[:MOST_TOLD]}…"
 
 
 @dataclass(frozen=True, slots=True)
 class TheirConfig:
-    """What a config.json says; whoever asks for what it lacks gets a ConfigError."""
+    """Values of a config.json or of one of its sections; a required key that it lacks raises
+    ConfigError.
+    """
 
     values: Mapping[str, Any]
     path: Path
-    key: str  # that led here, for messages
-    inside: str = ""  # of a section: its name
+    key: str  # option that named the model, for messages
+    inside: str = ""  # name of the section; empty at top level
     asked: set[str] = field(default_factory=set, compare=False, repr=False)  # keys that were read
-    # of each section that was read: its keys that were
+    # section -> its keys that were read
     asked_within: dict[str, set[str]] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -86,7 +88,7 @@ class TheirConfig:
 
     @classmethod
     def read(cls, folder: Path, key: str) -> TheirConfig:
-        """That of a model's folder. Raises ConfigError where there is none that can be read."""
+        """Read config.json of a model's folder. Raises ConfigError if it is missing or broken."""
         path = folder / CONFIG_JSON
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -102,59 +104,60 @@ class TheirConfig:
         return cls(values, path, key)
 
     def completed(self, defaults: Mapping[str, Any]) -> TheirConfig:
-        """With values for what it lacks; null stays null, but as the base of rotary positions."""
+        """Fill in missing keys by defaults; null stays, except as the base of rotary positions."""
         said = {k: v for k, v in self.values.items() if v is not None or k != "rope_theta"}
         return replace(self, values={**defaults, **said})
 
     def section(self, name: str) -> TheirConfig:
-        """What a section says; nothing where it is missing or null."""
+        """Return a section; an empty one if it is missing or null."""
         asked = self.asked_within.setdefault(name, set())
         return TheirConfig(self.get(name, {}), self.path, self.key, inside=name, asked=asked)
 
     def name(self, name: str) -> str:
-        """What messages call a key."""
+        """Return the name of a key for messages, with its section."""
         return f"{self.inside}.{name}" if self.inside else name
 
     def said(self, name: str) -> str:
-        """A key and its value, as messages have them."""
+        """Return key=value for messages."""
         return f"{self.name(name)}={shortened(json.dumps(self.values[name]))}"
 
     def unread(self) -> list[str]:
-        """Keys that have a value which nobody has asked for."""
+        """Return the keys with a value that has not been read."""
         said = (name for name, value in self.values.items() if value is not None)
         return [name for name in said if name not in self.asked]
 
     def value(self, name: str) -> Any:
-        """A value as it is; None where it is missing or null."""
+        """Return a value; None if it is missing or null."""
         self.asked.add(name)
         return self.values.get(name)
 
     def refusal(self, what: str) -> ConfigError:
-        """The error that says what is wrong with it."""
+        """Return the error that says what is wrong with this config.json."""
         return ConfigError(self.key, self.path.parent, f"{CONFIG_JSON}: {what}")
 
     def need(self, name: str) -> Any:
-        """A value that has to be there."""
+        """Return a required value. Raises ConfigError if it is missing."""
         if (found := self.value(name)) is None:
             raise self.refusal(f"{self.name(name)} is missing")
         return found
 
     def either(self, *spellings: str) -> Any:
-        """A value that has to be there under one of several names, and the same under all."""
+        """Return a required value with several possible names, equal under all that are there."""
         found = [name for name in spellings if self.value(name) is not None]
         for other in found[1:]:
             if self.values[other] != self.values[found[0]]:
-                raise self.refusal(f"{self.said(found[0])} and {self.said(other)} are one number")
+                what = f"{self.said(found[0])} and {self.said(other)} must be equal"
+                raise self.refusal(what)
         return self.need(found[0] if found else spellings[0])
 
     def get(self, name: str, default: Any) -> Any:
-        """A value, or what holds where it is missing or null."""
+        """Return a value, or `default` if it is missing or null."""
         found = self.value(name)
         return default if found is None else found
 
     def only(self, name: str, *allowed: Any) -> None:
-        """Refuse a value that our models cannot have; missing passes, and null where it need not be
-        true.
+        """Refuse any value but `allowed`; a missing key passes, and so does null unless True is
+        among them.
         """
         found = self.value(name)
         needed = name in self.values and any(each is True for each in allowed)
@@ -162,9 +165,9 @@ class TheirConfig:
             raise self.unsupported(name)
 
     def unsupported(self, name: str) -> ConfigError:
-        """The error for a value that our models cannot have."""
+        """Return the error for a value that our models do not support."""
         return self.refusal(f"{self.said(name)} is not supported")
 
     def renamed(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """Our fields of values that have to be there."""
+        """Return required values under our names."""
         return {ours: self.need(theirs) for ours, theirs in names.items()}

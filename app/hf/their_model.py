@@ -1,4 +1,4 @@
-"""What a Hugging Face model is, by its config.json alone."""
+"""Architecture of a Hugging Face model, read from its config.json alone."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ PREDICT_LAYERS = "num_nextn_predict_layers", "num_mtp_layers"  # one number unde
 
 @dataclass(frozen=True, slots=True)
 class TheirModel:
-    """What a model's config.json says."""
+    """Family and configuration of a Hugging Face model."""
 
     config: TheirConfig
     family: Family
     model: ModelConfig
-    fp8_block: tuple[int, int] | None  # rows and columns with one scale; None: no FP8 weights
-    predicted: range  # layers behind the last one that predict further tokens
-    left_out: tuple[str, ...]  # what is not used of config.json, in phrases
+    fp8_block: tuple[int, int] | None  # rows and columns per scale; None without FP8 weights
+    predicted: range  # layers after the last one, for multi-token prediction
+    left_out: tuple[str, ...]  # phrases on what is ignored in config.json
 
     @classmethod
     def read(cls, folder: Path, key: str) -> TheirModel:
-        """That of a folder. Raises ConfigError for what our models cannot be."""
+        """Read a folder's config.json. Raises ConfigError for an unsupported model."""
         said = TheirConfig.read(folder, key)
         family = family_named(said)
         config = said.completed(family.defaults)
@@ -39,7 +39,7 @@ class TheirModel:
         try:
             model = as_model(fields, folder.resolve().name)
         except ConfigError as error:
-            # sizes are those of the weights: no hint of others
+            # sizes are given by the weights, so an error must not suggest others
             told = f"{error.key}={typed(error.value)}: {error.rule}"
             raise config.refusal(f"as {told}") from None
         phrases = tuple(left_out(config, family.model_type))
@@ -47,7 +47,9 @@ class TheirModel:
 
 
 def _predicted(said: TheirConfig, family: Family, layers: int) -> range:
-    """`said`: config.json without what it lacks, which may be there under another name."""
+    """Return the multi-token prediction layers. `said` is config.json without defaults, because
+    the number may be given under either name.
+    """
     usual = family.defaults.get(PREDICT_LAYERS[0])
     if usual is None:
         return range(layers, layers)
@@ -62,7 +64,9 @@ def _fp8_block(config: TheirConfig) -> tuple[int, int] | None:
         return None
     method = how.need("quant_method")
     if method != "fp8":
-        what = f"weights quantised by {shortened(str(method))} are not supported, but fp8 in blocks"
+        what = (
+            f"weights quantised by {shortened(str(method))} are not supported, only fp8 by blocks"
+        )
         raise config.refusal(what)
     for name, values in FP8_NEUTRAL.items():
         how.only(name, *values)

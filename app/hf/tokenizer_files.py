@@ -1,4 +1,4 @@
-"""The files of a tokenizer beside an exported model: always of the one that it was trained with."""
+"""Tokenizer files of an exported model: always those of the tokenizer it was trained with."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from typing import Any
 from app.data.special_tokens import SETTINGS, SPECIAL_TOKENS_MAP
 from app.hf.file_names import TOKENIZER
 
-# What says how texts become tokens, in whatever format, besides TOKENIZER and SETTINGS.
+# files of other formats that also define a tokenizer, besides TOKENIZER and SETTINGS
 VOCABULARIES = ("tokenizer*", "vocab*", "merges.txt", "added_tokens.json")
 ABOUT_TOKENS = (SPECIAL_TOKENS_MAP, "chat_template*")
-# The class of `transformers` that takes TOKENIZER as it is. Those of models build another one from
-# its vocabulary, in version 5, and leave out tokens that were added to it.
+# class of `transformers` that uses TOKENIZER as it is; in version 5 the classes of models rebuild a
+# tokenizer from its vocabulary, without added tokens
 AS_IT_IS = "PreTrainedTokenizerFast"
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedTokenizer:
-    """What a model was trained with: contents of a tokenizers JSON file."""
+    """Tokenizer that a model was trained with: contents of a `tokenizers` JSON file."""
 
     contents: bytes
-    end: str  # the token that ends a document
+    end: str  # end-of-document token
     end_id: int
 
 
 def with_tokenizer(
     texts: Mapping[str, bytes], tokenizer: TrainedTokenizer | None
 ) -> dict[str, bytes]:
-    """The texts of a model at its start, with the tokenizer that it was trained with; None: with
-    none. Raises ValueError where SETTINGS are no JSON object.
+    """Return the files that came with the initial model, with the tokenizer that the model was
+    trained with in place of theirs; None removes it. Raises ValueError if SETTINGS is not a JSON
+    object.
     """
     if tokenizer is not None and texts.get(TOKENIZER) == tokenizer.contents:
         return {**texts, **_with_end(texts, tokenizer)}
@@ -56,7 +57,7 @@ def with_tokenizer(
 def _read(texts: Mapping[str, bytes], name: str) -> dict[str, Any]:
     settings = json.loads(texts.get(name, b"{}"))
     if not isinstance(settings, dict):
-        raise ValueError("no JSON object")
+        raise ValueError("is not a JSON object")
     return settings
 
 
@@ -65,7 +66,7 @@ def _written(settings: dict[str, Any]) -> bytes:
 
 
 def _with_end(texts: Mapping[str, bytes], tokenizer: TrainedTokenizer) -> dict[str, bytes]:
-    """The files that say which token ends a document, where they name another one or none."""
+    """Return corrected versions of the files that name another end-of-document token, or none."""
     if SETTINGS not in texts:
         return {SETTINGS: _written(_settings({}, tokenizer))}
     changed = {}
@@ -79,7 +80,7 @@ def _with_end(texts: Mapping[str, bytes], tokenizer: TrainedTokenizer) -> dict[s
 
 
 def _settings(theirs: dict[str, Any], tokenizer: TrainedTokenizer) -> dict[str, Any]:
-    """Theirs, of the tokens that there are now."""
+    """Return their settings, limited to tokens that exist in the new tokenizer."""
     added = {
         str(token["id"]): {name: value for name, value in token.items() if name != "id"}
         for token in json.loads(tokenizer.contents).get("added_tokens", ())

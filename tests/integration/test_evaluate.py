@@ -113,15 +113,18 @@ def test_the_source_of_the_run_counts():
 
 
 MISTAKES = {
-    (): "either texts are scored or questions",
-    ("choices=questions.jsonl", "data.path=text.txt"): "either texts are scored or questions",
+    (): "a call scores either documents or questions",
+    (
+        "choices=questions.jsonl",
+        "data.path=text.txt",
+    ): "a call scores either documents or questions",
     ("data.path=nothing.txt",): "data.path=nothing.txt: matches no file",
-    ("data.path=letter.txt",): "no document has a token behind its first",
+    ("data.path=letter.txt",): "no document has more than one token",
     ("choices=nothing.jsonl",): "choices=nothing.jsonl: cannot be read",
-    ("choices=empty.jsonl",): "choices=empty.jsonl: holds no question",
-    ("choices=no_answer.jsonl",): "line 2 must be an object with",
-    ("choices=far.jsonl",): "line 1 must be an object with",
-    ("choices=yes.jsonl",): "line 1 must be an object with",
+    ("choices=empty.jsonl",): "choices=empty.jsonl: contains no question",
+    ("choices=no_answer.jsonl",): "line 2 must be a JSON object with",
+    ("choices=far.jsonl",): "line 1 must be a JSON object with",
+    ("choices=yes.jsonl",): "line 1 must be a JSON object with",
     ("choices=half.jsonl",): "choices=half.jsonl: line 1 is no UTF-8",
     ("data.path=nothing_in_it.txt",): "data.path=nothing_in_it.txt: no text in any of its",
     ("choices=long.jsonl",): "line 1 has 42 tokens with a choice",

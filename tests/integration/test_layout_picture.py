@@ -256,7 +256,7 @@ def test_headings_and_numbers():
     assert legend == [
         "part of the experts' width",
         "on other ranks",
-        "a group: ranks that exchange",
+        "a process group",
     ]
 
 

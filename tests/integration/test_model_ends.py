@@ -108,7 +108,7 @@ def test_other_ends_and_stop_tokens(tmp_path: Path):
     assert generated(folder, *GREEDY, "stop=fox")[1] == "the quick brown \n"
     code, out, err = generated(folder, *GREEDY, "stop= fox<turn>")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "stop= fox<turn>: holds the special token '<turn>' and other text" in err
+    assert "stop= fox<turn>: mixes the special token '<turn>' with text" in err
 
 
 def test_prompts_of_several_lengths_end_alike(tmp_path: Path):

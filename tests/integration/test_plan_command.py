@@ -173,7 +173,7 @@ def test_layouts_are_compared(
     assert "Layouts: on 4 GPUs, fastest first; GPU hours of 2.00 T tokens" in out
     assert len(re.findall(r"^→ +\d+ ", out, re.M)) == 2  # in both tables
     assert re.search(
-        r"^(No layout was found that is quicker|The run as typed takes [\d.]+ times)", out, re.M
+        r"^(No layout was found that is faster|The run as typed takes [\d.]+ times)", out, re.M
     )
     assert "beside it 20 GB/s" in " ".join(out.split()) and "ms at 20" in out
     files = "plan.json", "layouts.svg", "layouts.png"
@@ -240,7 +240,7 @@ def test_suggestions_are_shown_with_their_price():
         (("what=layouts", "slower=-3"), "plan: slower=-3: must be a number above 0"),
         (("what=layouts", "slower=45"), "slower=45: must be below hardware.network_gb_s=45"),
         (("what=layouts", "slower=inf"), "plan: slower=inf: must be a number above 0"),
-        (("what=memory", "tokens=1e9"), "plan: tokens=1e9: is for what=layouts alone"),
+        (("what=memory", "tokens=1e9"), "plan: tokens=1e9: only works with what=layouts"),
         (("modle",), "plan: option=modle: the options are --json, --help, -h, --config-dir"),
     ],
 )

@@ -183,7 +183,7 @@ def test_steps_that_were_taken_again_are_counted(tmp_path: Path):
     counted = [lines[0], *(f'{row[:-1]}, "reruns": {n % 2}}}' for n, row in enumerate(lines[1:]))]
     (tmp_path / "a/metrics.jsonl").write_text("\n".join(counted) + "\n")
     assert main([str(tmp_path)]) == 0 and table(tmp_path)[0]["reruns"] == "3"
-    assert "done, 3 steps taken again" in (tmp_path / "report.txt").read_text()
+    assert "done, 3 steps rerun" in (tmp_path / "report.txt").read_text()
 
 
 def test_a_run_without_its_last_checkpoint_has_not_ended(tmp_path: Path):
@@ -315,10 +315,10 @@ def test_long_curves_are_thinned_to_their_last_point():
     [
         (["nowhere"], "report: folder=nowhere: does not exist"),
         (["rus"], "report: folder=rus: does not exist; did you mean runs?"),
-        (["empty"], "report: folder=empty: holds no run"),
-        ([], "report: arguments=: name one folder"),
-        (["a", "b"], "report: arguments=a b: name one folder"),
-        (["--json"], "report: arguments=--json: name one folder"),
+        (["empty"], "report: folder=empty: contains no run"),
+        ([], "report: arguments=: must be exactly one folder"),
+        (["a", "b"], "report: arguments=a b: must be exactly one folder"),
+        (["--json"], "report: arguments=--json: must be exactly one folder"),
     ],
 )
 def test_mistakes(
@@ -403,7 +403,7 @@ def test_the_recipe_of_fp8_is_told_where_runs_do_not_differ_in_it(runs: Path):
     assert main([str(runs / "a")]) == 0
     assert heads(runs / "a")[4:] == ["loss", "fp8", "underflow", "state"]
     said = (runs / "a/report.html").read_text()
-    assert '<td class="number">block</td>' in said and "fp8: recipe of products" in said
+    assert '<td class="number">block</td>' in said and "fp8: recipe of FP8 GEMMs" in said
     assert "Underflow: " in said and "Overflow: " not in said
 
 
@@ -449,7 +449,7 @@ def test_memory_on_the_cpu_is_said_to_be_more(tmp_path: Path):
     run_dir = write_run(tmp_path / "a", loss=2.0)
     assert main([str(tmp_path)]) == 0
     (axis,) = (text for text in words(pictures(tmp_path)[2]) if text.startswith("GiB"))
-    assert axis.startswith("GiB at the peak; on the CPU all memory of the process")
+    assert axis.startswith("GiB at the peak; on the CPU: all memory of the process")
     metrics = run_dir / "metrics.jsonl"
     on_gpu = '"memory_reserved_gib": 9, "memory_peak_gib"'
     metrics.write_text(metrics.read_text().replace('"memory_peak_gib"', on_gpu))

@@ -163,14 +163,14 @@ def test_two_sweeps_do_not_share_a_folder(
     other = run(tmp_path, *corpus, *TINY, "train.steps=4,5", f"hydra.sweep.dir={six[0]}")
     assert (
         other.returncode == 2
-        and "holds another sweep (python train.py -m " in other.stderr
+        and "contains another sweep (python train.py -m " in other.stderr
         and other.stderr.count("\n") == 1
     )
     (tmp_path / "notes.txt").write_text("mine")
     other = run(tmp_path, *corpus, *TINY, "train.steps=4,5", "hydra.sweep.dir=.")
     assert (other.returncode, other.stderr) == (
         2,
-        "train.py: hydra.sweep.dir=.: holds something else; choose a new folder\n",
+        "train.py: hydra.sweep.dir=.: has files but no sweep; choose a new folder\n",
     )
     assert (six[0] / "sweep.json").read_text() == before and [
         path.name for path in tmp_path.iterdir()
@@ -212,7 +212,7 @@ def test_ctrl_c_keeps_what_finished_and_the_same_command_resumes(
     second = run(tmp_path, *overrides)
     assert second.returncode == 2 and "hydra.sweep.dir=s: a sweep is running there" in second.stderr
     assert process.stdout is not None and process.stderr is not None
-    said = "stopped; the same command goes on\n"
+    said = "stopped; the same command resumes\n"
     if closed:
         process.stdout.close()
         lost = "stdout cannot be written: Broken pipe; the run continues without it"
@@ -266,7 +266,7 @@ MISTAKES = {
     "+model.moe.topk=2,4": "model.moe.topk=2: there is no such key; did you mean model.moe.top_k?",
     "model=moe_tiny,moe_tinny": "model=moe_tinny: the options are ",
     "train.steps=2,abc": "train.steps=abc: must be a whole number; nearest that works: 700",
-    "train.steps=interval(2,4)": "train.steps=interval(2,4): a sweep goes over listed values",
+    "train.steps=interval(2,4)": "train.steps=interval(2,4): a grid sweep takes lists of values ",
     "run_dir=here train.steps=2,3": "run_dir=here: each job of a sweep has a folder of its own",
     "model=dense_tiny,moe_tiny model.moe.top_k=1,2": "model.moe.top_k=1: needs model.moe, "
     "which this model does not have",

@@ -171,7 +171,7 @@ def test_other_settings_under_the_same_overrides_are_refused(tmp_path: Path):
     sweep.save()
     finished_run(tmp_path / sweep.jobs[0].folder, "train.steps=2", "optim.lr=0.25")
     with pytest.raises(
-        ConfigError, match=r"0_steps-2 was trained with optim.lr=0.25, which is 0.003 now"
+        ConfigError, match=r"0_steps-2 was trained with optim.lr=0.25, but it is 0.003 now"
     ):
         planned(tmp_path, "", found)
 
@@ -385,7 +385,7 @@ def test_a_submitted_job_without_a_word(tmp_path: Path):
     state, reason = how_it_ended(tmp_path, tmp_path / "a", "run_dir='a'", problem=None)
     assert (
         state is JobState.failed
-        and reason == f"ended before its last step; what it printed is in {tmp_path}/.submitit"
+        and reason == f"ended before its last step; its output is in {tmp_path}/.submitit"
     )
 
 

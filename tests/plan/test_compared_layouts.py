@@ -195,7 +195,7 @@ def test_the_page_shows_what_is_planned():
     block = page.partition("```console\n$ python -m app.cli.plan what=layouts ")[2]
     command, _, shown = block.partition("```")[0].partition("\n")
     own = [word for word in command.split() if not word.startswith(("tokens=", "slower="))]
-    typed = shown.partition("typed behind the run:\n")[2].partition("\n\n")[0].split()
+    typed = shown.partition("Overrides of the fastest:\n")[2].partition("\n\n")[0].split()
     words = [word for each in typed for word in shlex.split(each)]
     for name, overrides in ((r" +1", (*own, *words)), (r"→ *\d+", own)):
         plan = Plan(load(*overrides))

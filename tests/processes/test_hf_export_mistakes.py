@@ -52,14 +52,14 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "a run": (
         ["from-hf", "{}/begun", "{}/out"],
-        "from-hf={}/begun: is a run, which keeps of the model that it began with all but the "
-        "weights; resume={}/begun goes on from its own, and to-hf writes them",
+        "from-hf={}/begun: is a run, which does not keep the weights that it "
+        "started from; resume={}/begun continues from its own weights, and to-hf exports them",
     ),
     "a long name": (
         ["from-hf", "x" * 5000, "{}/out"],
         f"from-hf={'x' * 5000}: cannot be read: File name too long",
     ),
-    "there already": (["to-hf", "{}/run", "{}/run"], "folder={}/run: is there already; name a new"),
+    "there already": (["to-hf", "{}/run", "{}/run"], "folder={}/run: already exists; name a new"),
 }
 
 

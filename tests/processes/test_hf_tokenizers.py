@@ -157,6 +157,6 @@ def test_settings_that_are_no_json_are_one_line(tmp_path: Path, capsys: pytest.C
     with pytest.raises(SystemExit):
         exported(run, tmp_path)
     assert capsys.readouterr().err == (
-        f"convert: to-hf={theirs}: tokenizer_config.json cannot be read: no JSON object\n"
+        f"convert: to-hf={theirs}: tokenizer_config.json cannot be read: is not a JSON object\n"
     )
     assert not (tmp_path / "out").exists() and not (tmp_path / ".out.tmp").exists()

@@ -214,7 +214,7 @@ def test_a_hub_that_hangs_up_is_one_line(hub: Hub, tmp_path: Path):
     run = run_by_name(hub)
     hub.hangs_up = True
     line = refused()
-    assert line.startswith(f"{KEY}={NAME}: cannot be brought from {hub.url}: ")
+    assert line.startswith(f"{KEY}={NAME}: cannot be downloaded from {hub.url}: ")
     caches = [tmp_path / "one", tmp_path / "two"]
     assert run_distributed(first_weight, 4, run, caches) == [line] * 4
 
@@ -319,7 +319,7 @@ def test_other_processes_of_a_host_wait_for_the_first(hub: Hub, monkeypatch: pyt
     monkeypatch.setattr("app.hf.hub.WAIT_S", 0.0)
     with pytest.raises(ConfigError) as late:
         config_folder("somebody/another", KEY, asks=False)
-    expected = "the first process of this host has not brought config.json in 0 s"
+    expected = "the first process of this host did not download config.json in 0 s"
     assert str(late.value) == f"{KEY}=somebody/another: {expected}"
 
 

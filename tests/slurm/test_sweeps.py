@@ -76,7 +76,7 @@ def test_without_slurm(tmp_path: Path):
     )
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     said = (
-        "no SLURM on this machine: sbatch is missing; leave it away, which is "
+        "no SLURM on this machine: sbatch is missing; leave it out: the default is "
         "hydra/launcher=torchrun"
     )
     assert (done.returncode, done.stderr) == (

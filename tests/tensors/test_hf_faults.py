@@ -104,7 +104,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "other quantisation": (
         lambda folder: edit_config(folder, quantization_config={"quant_method": "gptq"}),
-        "config.json: weights quantised by gptq are not supported, but fp8 in blocks",
+        "config.json: weights quantised by gptq are not supported, only fp8 by blocks",
     ),
     "a word in a section": (
         lambda folder: edit_config(folder, rope_scaling={"rope_type": "yarn", "factor": "8"}),
@@ -190,7 +190,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a head of its own": (
         lambda folder: edit_config(folder, tie_word_embeddings=True),
-        "lm_head.weight is another than model.embed_tokens.weight in row 0, and "
+        "lm_head.weight differs from model.embed_tokens.weight in row 0, and "
         "tie_word_embeddings makes them one",
     ),
     "a head with one row of its own": (
@@ -198,7 +198,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
             edit_config(folder, tie_word_embeddings=True),
             edit_tensors(folder, lambda tensors: tie_but_for(tensors, row=94)),
         ),
-        "lm_head.weight is another than model.embed_tokens.weight in row 94, and "
+        "lm_head.weight differs from model.embed_tokens.weight in row 94, and "
         "tie_word_embeddings makes them one",
     ),
     "pickles": (

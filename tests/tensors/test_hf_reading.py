@@ -119,7 +119,7 @@ def test_a_model_of_no_family_is_refused_with_what_is_special():
     with pytest.raises(ConfigError) as refused:
         family_of(model, "resume", "runs/x")
     assert str(refused.value) == (
-        "resume=runs/x: no Hugging Face model that is supported computes the same as this one; "
+        "resume=runs/x: no supported Hugging Face family computes the same as this model; "
         "mixtral, the closest, has no moe.shared_ffn_hidden_size=1024"
     )
 

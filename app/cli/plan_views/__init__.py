@@ -1,1 +1,1 @@
-"""A plan as tables and pictures."""
+"""Tables and pictures of a plan."""

@@ -1,4 +1,4 @@
-"""The table of layouts of a run on as many GPUs, fastest first."""
+"""Table of what=layouts: layouts of a run on the same number of GPUs, fastest first."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from app.cli.plan_views.rows import heading, new_table
 from app.plan.formatting import amount, count_of, figures, gib
 
 OWN = "the run as typed"
-ALIKE = 1.005  # times as long: no quicker as they are shown
+ALIKE = 1.005  # ratio of times up to which two layouts show the same number, and count as equal
 
 
 def print_layouts(found: LayoutComparison, assumed: str, console: Console) -> None:
-    """All rows, and what is typed for the best; `assumed`: what times are planned from."""
+    """Print all layouts and the overrides of the fastest; `assumed`: what times are based on."""
     remark = f"on {count_of(found.world_size, 'GPU')}, fastest first; GPU hours of "
     heading(console, "Layouts", f"{remark}{amount(found.tokens)} tokens")
     slower = f"{found.slower_gb_s:g} GB/s"
@@ -26,7 +26,7 @@ def print_layouts(found: LayoutComparison, assumed: str, console: Console) -> No
         *(">GiB", ">ms", ">tokens/s", ">TFLOP/s", ">GPU h", ">days"),
         *(f">ms at {found.slower_gb_s:g}", ">GPU h"),
     )
-    words = ("microbatches", "schedule", "computed again", "graphs")
+    words = ("microbatches", "schedule", "recompute", "graphs")
     beside = new_table(">#", *words, *(["tokens by"] if experts else []))
     for number, row in enumerate(found.rows, 1):
         style = "bold" if row.own else ""
@@ -37,7 +37,7 @@ def print_layouts(found: LayoutComparison, assumed: str, console: Console) -> No
     console.print()
     console.print(beside)
     console.print(
-        f"→ is {OWN}. pp 16×2: two stages per rank. Microbatches: sequences × how many per rank.",
+        f"→ is {OWN}. pp 16×2: two stages per rank. Microbatches: sequences × number per rank.",
         style="dim",
     )
     console.print()
@@ -45,19 +45,19 @@ def print_layouts(found: LayoutComparison, assumed: str, console: Console) -> No
     for name, row in _best(found):
         console.print()
         console.print(f"{name}:", style="bold")
-        console.print(" ".join(row.overrides), soft_wrap=True)  # to be copied in one piece
+        console.print(" ".join(row.overrides), soft_wrap=True)  # no line breaks: to be copied
     console.print()
     searched = f"{count_of(found.planned, 'layout')} planned"
-    rest = "" if found.complete else "; the search stops there, and others may be as quick"
+    rest = "" if found.complete else "; the search stopped there, and others may be as fast"
     speeds = f"{found.network_gb_s:g} GB/s per GPU (hardware.network_gb_s), beside it {slower}"
     console.print(f"{searched}{rest}. Network: {speeds}. Times {assumed}", style="dim")
 
 
 def layout_names(row: LayoutRow) -> tuple[str, str]:
-    """Degrees, and what goes with them, for a picture."""
+    """Return a layout's degrees and its other settings, for a picture."""
     degrees = _degrees(row, experts=row.dispatcher is not None)
     microbatches, schedule, again, graphs, _ = _companions(row)
-    words = [microbatches, schedule, *([f"again: {again}"] if row.recompute else [])]
+    words = [microbatches, schedule, *([f"recompute: {again}"] if row.recompute else [])]
     words += [f"graphs: {graphs}"] if row.graphs != "none" else []
     return " ".join(f"{axis} {size}" for axis, size in degrees.items()), ", ".join(words)
 
@@ -82,7 +82,7 @@ def _numbers(row: LayoutRow) -> tuple[str, ...]:
 
 
 def hours(number: float) -> str:
-    """GPU hours: 4.36 M, 12.3."""
+    """Format GPU hours: 4.36 M, 12.3."""
     if number < 1000:
         return _short(number)
     count, unit = amount(number).split()
@@ -90,7 +90,7 @@ def hours(number: float) -> str:
 
 
 def _short(number: float) -> str:
-    """As `figures`, of small numbers two digits."""
+    """Format like `figures`, but small numbers with two digits."""
     return figures(number) if number >= 1 else f"{number:.2g}"
 
 
@@ -106,26 +106,28 @@ def _companions(row: LayoutRow) -> tuple[str, str, str, str, str]:
 
 
 def _verdict(found: LayoutComparison) -> Text:
-    """How far the run is from the best, and whether the best stays so."""
+    """Return how the run compares with the fastest, and which layout is fastest on the slower
+    network.
+    """
     best, robust = found.fastest, found.fastest_slower
     if best is None or robust is None:
-        return Text("No layout of these GPUs fits: more of them, or GPUs with more memory, would.")
+        return Text("No layout of these GPUs fits: use more GPUs, or GPUs with more memory.")
     own = next(row for row in found.rows if row.own)
     if not own.fits:
         said = f"{OWN.capitalize()} does not fit (!)."
     elif own.cost.seconds < ALIKE * best.cost.seconds:
-        said = f"No layout was found that is quicker than {OWN}."
+        said = f"No layout was found that is faster than {OWN}."
     else:
         times = own.cost.seconds / best.cost.seconds
         said = f"{OWN.capitalize()} takes {times:.2f} times as long as the fastest."
     place = found.rows.index(robust) + 1
-    which = "the same one is fastest" if robust is best else f"number {place} is fastest"
+    which = "the same layout is fastest" if robust is best else f"number {place} is fastest"
     return Text(f"{said} At {found.slower_gb_s:g} GB/s {which}.")
 
 
 def _best(found: LayoutComparison) -> Iterator[tuple[str, LayoutRow]]:
     best, robust = found.fastest, found.fastest_slower
     if best is not None and best.overrides:
-        yield "The fastest, typed behind the run", best
+        yield "Overrides of the fastest", best
     if robust is not None and robust is not best and robust.overrides:
-        yield f"The fastest at {found.slower_gb_s:g} GB/s", robust
+        yield f"Overrides of the fastest at {found.slower_gb_s:g} GB/s", robust

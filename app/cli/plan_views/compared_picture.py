@@ -1,5 +1,5 @@
-"""layouts.svg and layouts.png: a step's time of several layouts, with the network as it is and
-slower, and the memory that each needs.
+"""layouts.svg and layouts.png: step time of several layouts on the network and on a slower one, and
+the memory each needs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def save_layouts(found: LayoutComparison, folder: Path) -> list[Path]:
 
 
 def layouts_figure(found: LayoutComparison) -> Figure:
-    """The picture."""
+    """Draw the picture."""
     figure = Figure(figsize=(WIDTH, 1.7 + 0.5 * len(found.rows)), layout="constrained")
     times, memory = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
     places = list(range(len(found.rows)))

@@ -1,4 +1,4 @@
-"""What one rank holds of tokens, layers, widths and experts, as spans to be drawn."""
+"""Shares of tokens, layers, widths and experts that one rank holds, as spans to be drawn."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from dataclasses import dataclass
 from app.plan.plan import Plan
 from app.plan.sharding.blocks import ShardCoords
 
-Span = tuple[float, float]  # where something begins and ends
+Span = tuple[float, float]  # start, end
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one rank holds of a step and of the model."""
+    """Shares of the sequence and of the model that one rank holds."""
 
     stages: tuple[tuple[int, ...], ...]  # decoder layers of each of its stages
     embedding: bool
     head: bool
-    tokens_inside: tuple[Span, ...]  # of a sequence, inside attention and matrices
-    tokens_between: tuple[Span, ...]  # of a sequence, between them
-    width: Span  # share of heads, hidden widths and vocabulary, of 1
-    experts: Span  # of each layer's
-    part: Span  # share of these experts' hidden width, of 1
+    tokens_inside: tuple[Span, ...]  # positions of a sequence, inside attention and matrices
+    tokens_between: tuple[Span, ...]  # positions between them, where sequence parallelism cuts
+    width: Span  # share of heads, hidden widths and vocabulary; 0 to 1
+    experts: Span  # experts of each layer
+    part: Span  # share of these experts' hidden width; 0 to 1
     replica: int
 
 
 def holding(plan: Plan, rank: int) -> Holding:
-    """That of a global rank."""
+    """Return the shares of a global rank."""
     layout = plan.layout
     model = plan.run.model
     seq_len = plan.run.train.seq_len
     place = ShardCoords.of(layout, rank)
     coords = layout.coords(rank)
     stages = plan.stages.stages[coords["pp"]]
-    inside = sequence_pieces(seq_len, layout.cp, coords["cp"])
+    inside = sequence_chunks(seq_len, layout.cp, coords["cp"])
     experts = share(model.moe.num_experts if model.moe else 0, *place.ep)
     return Holding(
         tuple(stage.layers for stage in stages),
@@ -50,18 +50,19 @@ def holding(plan: Plan, rank: int) -> Holding:
 
 
 def cuts(parts: int) -> list[float]:
-    """Where a whole of 1 is cut into equal parts."""
+    """Return the positions that cut [0, 1] into equal parts."""
     return [nth / parts for nth in range(1, parts)]
 
 
 def share(whole: float, index: int, parts: int) -> Span:
-    """Where part `index` of equal parts of something begins and ends."""
+    """Return the span of part `index` of `parts` equal parts of [0, whole]."""
     return whole * index / parts, whole * (index + 1) / parts
 
 
-def sequence_pieces(seq_len: int, cp: int, cp_rank: int) -> tuple[Span, ...]:
-    """The tokens of a context-parallel rank: two of 2·cp pieces, of which each late one goes
-    with an early one.
+def sequence_chunks(seq_len: int, cp: int, cp_rank: int) -> tuple[Span, ...]:
+    """Return the tokens of a context-parallel rank: chunks r and 2·cp - 1 - r of 2·cp.
+
+    An early chunk is paired with a late one, because causal attention makes late tokens dearer.
     """
     if cp == 1:
         return ((0, seq_len),)
@@ -69,7 +70,7 @@ def sequence_pieces(seq_len: int, cp: int, cp_rank: int) -> tuple[Span, ...]:
 
 
 def part_of(spans: Sequence[Span], index: int, parts: int) -> Iterator[Span]:
-    """Where part `index` of all spans, laid end to end, is."""
+    """Yield part `index` of `parts` equal parts of the spans, counted end to end."""
     low, high = share(sum(end - start for start, end in spans), index, parts)
     for start, end in spans:
         cut = max(start, start + low), min(end, start + high)

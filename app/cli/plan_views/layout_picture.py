@@ -1,5 +1,5 @@
-"""layout.svg and layout.png: a row per rank, with what it holds on the left and whom it exchanges
-with on the right.
+"""layout.svg and layout.png: a row per rank, with its shares of layers, tokens and weights on the
+left and its process groups on the right.
 
 Lengths are inches, from the upper left corner.
 """
@@ -35,8 +35,7 @@ from app.plan.groups import GROUPS, Group, GroupKind
 from app.plan.plan import Plan
 from app.plan.summary import degrees
 
-# Okabe and Ito's palette, told apart with every kind of colour vision: one for each axis and what
-# it cuts.
+# Okabe and Ito's palette, legible with every kind of colour vision: a colour per parallel axis
 AXIS_COLOURS = {
     "pp": "#505050",
     "cp": "#E69F00",
@@ -57,8 +56,8 @@ NODE, RANK, REPLICA, WIDE = 0.3, 0.34, 0.8, 1.5  # widths of columns
 
 
 def group_lines(groups: Sequence[Sequence[int]], rows: Rows) -> list[Line]:
-    """The groups with a rank that is shown, in as few lanes as they need; a line goes to the gap
-    for those that are not.
+    """Return a line per group with a rank that is shown, in as few lanes as possible. The line of a
+    group whose other ranks are left out reaches into the gap.
     """
     found = []
     for group in groups:
@@ -68,7 +67,7 @@ def group_lines(groups: Sequence[Sequence[int]], rows: Rows) -> list[Line]:
             if rows.gap is not None and len(dots) < len(group):
                 ends.append(rows.gap - ROW / 4 if min(dots) < rows.gap else rows.gap + ROW / 4)
             found.append((min(ends), max(ends), dots))
-    lanes: list[float] = []  # where the last line of each ends
+    lanes: list[float] = []  # y at which the last line of each lane ends
     lines = []
     for start, end, dots in sorted(found):
         lane = next((nth for nth, taken in enumerate(lanes) if taken < start), len(lanes))
@@ -78,8 +77,8 @@ def group_lines(groups: Sequence[Sequence[int]], rows: Rows) -> list[Line]:
 
 
 def group_columns(plan: Plan, rows: Rows) -> dict[str, list[Line]]:
-    """Lines by name of group, of those of several ranks that exchange data in this model; those of
-    tied embeddings are the ends of the pipelines that are shown.
+    """Return group name -> lines, for the groups of several ranks that communicate in this model;
+    for tied embeddings, only those whose pipeline ends are shown.
     """
     shown = [
         group
@@ -93,7 +92,7 @@ def group_columns(plan: Plan, rows: Rows) -> dict[str, list[Line]]:
 
 
 def group_colour(group: Group) -> str:
-    """The colour of the first of its axes that has one."""
+    """Return the colour of the first of its axes that has one."""
     return next(AXIS_COLOURS[axis] for axis in group.axes if axis in AXIS_COLOURS)
 
 
@@ -103,7 +102,7 @@ def save_layout(plan: Plan, folder: Path) -> list[Path]:
 
 
 def layout_figure(plan: Plan) -> Figure:
-    """The picture."""
+    """Draw the picture."""
     rows = Rows.of(plan.layout.world_size)
     sheet = Sheet(rows)
     _nodes(sheet, plan)
@@ -117,14 +116,14 @@ def layout_figure(plan: Plan) -> Figure:
 
 
 def title(plan: Plan) -> str:
-    """Model, ranks, degrees, and which ranks are shown."""
+    """Return the title: model, ranks, degrees, and which ranks are shown."""
     world = plan.layout.world_size
     what = f"{drawable(plan.run.model.name)} on {count_of(world, 'rank')}: {degrees(plan)}"
     return what if world <= MOST_RANKS else f"{what}; the first and last {MOST_RANKS // 2} ranks"
 
 
 def _nodes(sheet: Sheet, plan: Plan) -> None:
-    """Ranks, and the node of each where there are several."""
+    """Draw the ranks, and their nodes if there are several."""
     per_node = plan.run.parallel.gpus_per_node
     rows = sheet.rows
     if plan.layout.world_size > per_node:
@@ -144,7 +143,7 @@ def _nodes(sheet: Sheet, plan: Plan) -> None:
 
 
 def _layers(sheet: Sheet, plan: Plan) -> None:
-    """Embedding, decoder layers and head."""
+    """Draw embedding, decoder layers and head."""
     count = plan.run.model.num_layers
     fill = AXIS_COLOURS["pp"]
     left = sheet.column("layers", f"{count}, E embedding, H head", WIDE)
@@ -174,15 +173,15 @@ def _layers(sheet: Sheet, plan: Plan) -> None:
 
 
 def _tokens(sheet: Sheet, plan: Plan) -> None:
-    """The part of every sequence of the replica, inside matrices and between them."""
+    """Draw each rank's part of a sequence, inside attention and matrices and between them."""
     seq_len = plan.run.train.seq_len
     cp = plan.layout.cp
     fill = AXIS_COLOURS["cp"]
-    pieces = 2 * cp if cp > 1 else 1
+    chunks = 2 * cp if cp > 1 else 1
     x = sheet.column(
-        "sequence", f"{seq_len:,} tokens" + (f", {pieces} pieces" if cp > 1 else ""), WIDE
+        "sequence", f"{seq_len:,} tokens" + (f", {chunks} chunks" if cp > 1 else ""), WIDE
     )
-    sheet.others(x, WIDE, cuts(pieces))
+    sheet.others(x, WIDE, cuts(chunks))
     for rank, y in sheet.rows.middle.items():
         held = holding(plan, rank)
         sheet.bar(x, rank, WIDE, spans=held.tokens_inside, whole=seq_len, fill=whitened(fill, TINT))
@@ -191,13 +190,13 @@ def _tokens(sheet: Sheet, plan: Plan) -> None:
             sheet.word(
                 x + WIDE * (start + end) / 2 / seq_len,
                 y,
-                str(int(start) * pieces // seq_len),
+                str(int(start) * chunks // seq_len),
                 ha="center",
             )
 
 
 def _widths(sheet: Sheet, plan: Plan) -> None:
-    """The share of attention's heads, of dense and shared feed-forwards and of the vocabulary."""
+    """Draw each rank's share of heads, dense and shared MLPs and vocabulary."""
     model = plan.run.model
     tp = plan.layout.tp
     fill = AXIS_COLOURS["tp"]
@@ -213,7 +212,7 @@ def _widths(sheet: Sheet, plan: Plan) -> None:
 
 
 def _experts(sheet: Sheet, plan: Plan) -> None:
-    """The share of each layer's experts, and from top to bottom of their width."""
+    """Draw each rank's share of a layer's experts; the height shows its share of their width."""
     moe = plan.run.model.moe
     fill = AXIS_COLOURS["ep"]
     if moe is None:
@@ -240,7 +239,7 @@ def _experts(sheet: Sheet, plan: Plan) -> None:
 
 
 def _replicas(sheet: Sheet, plan: Plan) -> None:
-    """Which data-parallel replica."""
+    """Draw the data-parallel replica of each rank."""
     dp = plan.layout.dp
     fill = AXIS_COLOURS["dp"]
     x = sheet.column(
@@ -255,7 +254,7 @@ def _replicas(sheet: Sheet, plan: Plan) -> None:
 
 
 def _groups(sheet: Sheet, plan: Plan) -> None:
-    """A column of lines for every purpose of groups."""
+    """Draw a column of lines for every kind of process group."""
     for name, lines in group_columns(plan, sheet.rows).items():
         group = GROUPS[name]
         fill = group_colour(group)
@@ -280,7 +279,7 @@ def _groups(sheet: Sheet, plan: Plan) -> None:
 
 
 def _legend(plan: Plan) -> list[Patch | Line2D]:
-    """What the colours mean that no heading tells."""
+    """Return the legend: colours that no heading explains."""
     layout = plan.layout
     found = []
     if layout.tp > 1:
@@ -300,7 +299,7 @@ def _legend(plan: Plan) -> list[Patch | Line2D]:
         marker="o",
         markersize=4.5,
         linewidth=1.8,
-        label="a group: ranks that exchange",
+        label="a process group",
     )
     if layout.world_size == 1:
         return []

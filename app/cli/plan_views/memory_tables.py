@@ -1,4 +1,4 @@
-"""The plan's tables of memory: of training, and of continuing texts."""
+"""The plan's tables of memory: for training, and for generating text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_COLUMNS = 4  # pipeline ranks side by side
 
 
 def print_memory(plan: Plan, console: Console) -> None:
-    """What is held at the peak, part by part."""
+    """Print the memory at the peak, part by part."""
     heading(console, "Memory", "GiB at the peak, by pipeline rank")
     shown = _columns(plan)
     names = list(dict.fromkeys(part.name for rank in plan.memory for part in rank.parts))
@@ -31,7 +31,7 @@ def print_memory(plan: Plan, console: Console) -> None:
 
 
 def print_decoding(plan: Plan, console: Console) -> None:
-    """Keys and values of texts that a trained model continues."""
+    """Print the memory of keys and values when a trained model generates text."""
     found = Decoding.of(plan)
     text = f"texts of {found.context:,} tokens (train.seq_len), as generate continues them"
     heading(console, "Decoding", text)
@@ -51,16 +51,16 @@ def print_decoding(plan: Plan, console: Console) -> None:
     )
     if not found.together:
         console.print(
-            "Weights lie on more GPUs with parallel.tp, parallel.pp and, of experts, parallel.ep."
+            "parallel.tp and parallel.pp spread weights over more GPUs, parallel.ep the experts."
         )
     besides = gib(fixed_bytes(gpu=True))
     console.print(
-        f"{besides} GiB for CUDA are counted, prompts while they are computed are not.", style="dim"
+        f"{besides} GiB for CUDA are counted, activations of prompts are not.", style="dim"
     )
 
 
 def _columns(plan: Plan) -> list[RankMemory]:
-    """All pipeline ranks, or of many the first, the fullest and the last."""
+    """Return all pipeline ranks; if there are many, the first, the fullest and the last."""
     if len(plan.memory) <= MOST_COLUMNS:
         return list(plan.memory)
     return [plan.memory[rank] for rank in sorted({0, plan.busiest.pp_rank, len(plan.memory) - 1})]

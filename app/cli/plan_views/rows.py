@@ -1,4 +1,4 @@
-"""What the plan's tables are made of."""
+"""Building blocks of the plan's tables."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-MOST_ROWS = 16  # of a table; where there are more, the first and the last half of them
+MOST_ROWS = 16  # of a table; of more, only the first and the last half as many
 
 
 def heading(console: Console, name: str, remark: str = "") -> None:
-    """The line above a table."""
+    """Print the line above a table."""
     console.print(Text.assemble((name, "bold"), (f": {remark}" if remark else "")))
 
 
 def new_table(*columns: str) -> Table:
-    """Columns by name; one that starts with > is aligned to the right, so that digits stand
-    under each other.
+    """Return an empty table with these columns; a name that starts with > is right-aligned, for
+    numbers.
     """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
     for name in columns:
@@ -31,7 +31,7 @@ def new_table(*columns: str) -> Table:
 
 
 def fill(table: Table, rows: Sequence[Sequence[str]]) -> None:
-    """All rows, or the first and last of very many."""
+    """Add all rows, or the first and last if there are more than MOST_ROWS."""
     half = MOST_ROWS // 2
     shown = rows
     if len(rows) > MOST_ROWS:
@@ -41,7 +41,7 @@ def fill(table: Table, rows: Sequence[Sequence[str]]) -> None:
 
 
 def print_pairs(console: Console, pairs: Iterable[tuple[str, str]]) -> None:
-    """Two columns without heads."""
+    """Print two columns without headings."""
     grid = Table.grid(padding=(0, 2))
     for pair in pairs:
         grid.add_row(*pair)

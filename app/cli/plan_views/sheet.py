@@ -1,4 +1,4 @@
-"""The paper of layout pictures: rows of ranks, and columns from left to right.
+"""Canvas of layout pictures: a row per rank, and columns from left to right.
 
 Lengths are inches, from the upper left corner.
 """
@@ -17,29 +17,29 @@ from matplotlib.patches import Patch, Rectangle
 from app.cli.plan_views.holdings import Span
 from app.cli.plan_views.pictures import Colour, ink
 
-# what other ranks hold, lines between rows, small words
+# colours: shares of other ranks, lines between rows, small text
 ELSEWHERE, RULE, FAINT = "#EFEFEF", "#DADADA", "#666666"
 
 
-MOST_RANKS = 32  # with more, the first and the last half as many
+MOST_RANKS = 32  # of more, only the first and the last half as many are shown
 
 
-ROW, BAR = 0.3, 0.2  # height of a row and of the bar in it
+ROW, BAR = 0.3, 0.2  # heights of a row and of the bar in it
 
 
-MARGIN, GAP, LANE = 0.25, 0.24, 0.12  # at the edges, between columns, between lines of groups
+MARGIN, GAP, LANE = 0.25, 0.24, 0.12  # space at the edges, between columns, between group lines
 
 
-MOST_CUTS, LEAST = 24, 0.025  # cuts that are drawn, width of the smallest share
+MOST_CUTS, LEAST = 24, 0.025  # most cuts drawn, width at which the smallest share is drawn
 
 
-TOP, BOTTOM = 1.15, 0.6  # above and below the rows
+TOP, BOTTOM = 1.15, 0.6  # space above and below the rows
 
 
 FONT, SMALL, HEADING, TITLE_FONT = 7.0, 6.5, 8.5, 11.0  # points
 
 
-CHARACTER = 0.0088  # width of one, per point of its size
+CHARACTER = 0.0088  # width of a character per point of font size
 
 
 LEGEND: dict[str, Any] = {
@@ -55,15 +55,15 @@ LEGEND: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Which ranks are shown, and where: y of the middle of each row."""
+    """The ranks that are shown, and the y of the middle of each row."""
 
     middle: dict[int, float]  # rank -> y
-    gap: float | None  # y of the row for those left out
+    gap: float | None  # y of the row that stands for ranks left out; None if all are shown
     end: float  # y below the last row
 
     @classmethod
     def of(cls, world: int) -> Rows:
-        """All ranks, or the first and last of many."""
+        """Place all ranks, or the first and last if there are more than MOST_RANKS."""
         half = MOST_RANKS // 2
         ranks = (
             [*range(world)] if world <= MOST_RANKS else [*range(half), *range(world - half, world)]
@@ -79,12 +79,12 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A group in the picture."""
+    """Line of a process group."""
 
     dots: tuple[float, ...]  # y of its ranks that are shown
     start: float  # y
     end: float  # y
-    lane: int  # from the left
+    lane: int  # position among parallel lines, from the left
 
 
 @dataclass(slots=True)
@@ -92,12 +92,12 @@ class Sheet:
     """Columns from left to right, drawn as they come."""
 
     rows: Rows
-    right: float = MARGIN  # x behind the last column
+    right: float = MARGIN  # x after the last column
     shapes: list[Rectangle | LineCollection | Line2D] = field(default_factory=list)
     words: list[tuple[float, float, str, dict[str, Any]]] = field(default_factory=list)
 
     def column(self, heading: str, remark: str, width: float) -> float:
-        """Begin a column, as wide as its heading at least; returns its x."""
+        """Begin a column at least as wide as its heading; return its x."""
         left = self.right
         self.word(left, TOP - 0.33, heading, ha="left", fontsize=HEADING, fontweight="bold")
         self.word(left, TOP - 0.14, remark, ha="left", fontsize=SMALL, color=FAINT)
@@ -107,11 +107,11 @@ class Sheet:
         return left
 
     def word(self, x: float, y: float, text: str, **how: Any) -> None:
-        """Words with their middle at y."""
+        """Draw text, vertically centred at y."""
         self.words.append((x, y, text, {"va": "center", "fontsize": FONT, **how}))
 
     def box(self, x: float, y: float, width: float, height: float, fill: str | Colour) -> None:
-        """A rectangle with its middle at y."""
+        """Draw a rectangle, vertically centred at y."""
         self.shapes.append(
             Rectangle((x, y - height / 2), width, height, facecolor=fill, linewidth=0)
         )
@@ -125,7 +125,7 @@ class Sheet:
         whole: float,
         fill: str | Colour,
     ) -> None:
-        """The spans of a whole that a rank holds."""
+        """Draw the spans of [0, whole] that a rank holds."""
         for start, end in spans:
             self.box(
                 x + width * start / whole,
@@ -136,7 +136,7 @@ class Sheet:
             )
 
     def others(self, x: float, width: float, cuts: Sequence[float]) -> None:
-        """What other ranks hold, in every row, with white lines where the whole, 0 to 1, is cut."""
+        """Draw other ranks' shares as grey bars in all rows, with white lines at `cuts`, 0 to 1."""
         for y in self.rows.middle.values():
             self.box(x, y, width, height=BAR, fill=ELSEWHERE)
         drawn = [x + width * cut for cut in cuts] if len(cuts) < MOST_CUTS else []
@@ -145,7 +145,7 @@ class Sheet:
             for cut in drawn
             for y in self.rows.middle.values()
         ]
-        # lines lie above all boxes
+        # zorder: lines above all boxes
         self.shapes.append(LineCollection(ends, colors="white", linewidths=1))
 
     def label(
@@ -158,9 +158,7 @@ class Sheet:
         fill: str | Colour,
         alone: bool = True,
     ) -> None:
-        """Words in a span, 0 to 1, where they have room; otherwise behind or in front of it,
-        where it stands alone.
-        """
+        """Draw text inside a span, 0 to 1, if it has room; otherwise beside it, if `alone`."""
         start = width * span[0]
         end = width * span[1]
         room = CHARACTER * FONT * len(text)
@@ -174,7 +172,7 @@ class Sheet:
             self.word(x + start - place, y, text, ha="right", color=FAINT)
 
     def figure(self, heading: str, legend: Sequence[Patch | Line2D]) -> Figure:
-        """All that has been drawn, with a title above and a legend below."""
+        """Return the figure, with a title above and a legend below."""
         width = max(self.right - GAP, MARGIN + CHARACTER * TITLE_FONT * len(heading)) + MARGIN
         height = self.rows.end + BOTTOM
         figure = Figure(figsize=(width, height))

@@ -1,4 +1,4 @@
-"""A plan as tables for people, as wide as the terminal is or COLUMNS says, or 100 columns."""
+"""Printed tables of a plan, as wide as the terminal is or COLUMNS says, otherwise 100 columns."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ from app.plan.suggestion import Suggestion
 from app.plan.summary import summary_lines
 from app.plan.trace.fp8 import EXPERTS_SPEEDUP, SPEEDUP
 
-WIDTH = 100  # columns where nothing says otherwise
+WIDTH = 100  # columns unless the terminal or COLUMNS says otherwise
 BESIDE = 32  # columns of the schedule's table before its actions
-SHOWN = 0.001  # of a step: what takes less has no row
-LARGEST = 3  # parts of the memory that the verdict names
+SHOWN = 0.001  # smallest share of a step that has a row
+LARGEST = 3  # parts of memory named in the verdict
 
 
 def print_plan(
@@ -57,7 +57,7 @@ def print_plan(
     faster: Sequence[Suggestion] = (),
     stream: TextIO | None = None,
 ) -> None:
-    """Print the sections asked for (see `app.plan.export`); last, under the memory, the verdict."""
+    """Print the sections asked for (see `app.plan.export`), and after memory the verdict."""
     console = _console(stream or sys.stdout)
     _print_summary(plan, console)
     for name in SECTIONS if what == "all" else (what,):
@@ -74,7 +74,7 @@ def print_plan(
 
 
 def print_comparison(plan: Plan, found: LayoutComparison, stream: TextIO | None = None) -> None:
-    """The run, and its layouts on as many GPUs."""
+    """Print the run and its layouts on the same number of GPUs."""
     console = _console(stream or sys.stdout)
     _print_summary(plan, console)
     console.print()
@@ -108,8 +108,8 @@ def _print_groups(plan: Plan, console: Console) -> None:
         ">inside GB",
         ">across GB",
         ">ms",
-        "compute",
-        "what moves",
+        "overlap",
+        "collectives",
     )
     for kind in plan.traffic:
         across = figures(kind.bytes_across / 1e9) if kind.nodes > 1 else "—"
@@ -121,7 +121,7 @@ def _print_groups(plan: Plan, console: Console) -> None:
             figures(kind.bytes_inside / 1e9),
             across,
             figures(kind.seconds * 1e3),
-            "waits" if kind.exposed else "goes on",
+            "no" if kind.exposed else "yes",
             kind.collectives,
         )
     console.print(table)
@@ -141,7 +141,7 @@ def _print_ranks(plan: Plan, console: Console) -> None:
 
 
 def _ranks_line(plan: Plan, kind: GroupTraffic, width: int) -> str:
-    """As many groups as have room: "[0, 4] [1, 5] … 8 groups"."""
+    """Return as many groups as fit into the width: "[0, 4] [1, 5] … 8 groups"."""
     groups = GROUPS[kind.name].members(plan.layout)
     return cut(map(short_list, groups), width, f"… {len(groups):,} groups")
 
@@ -149,7 +149,7 @@ def _ranks_line(plan: Plan, kind: GroupTraffic, width: int) -> str:
 def _print_stages(plan: Plan, console: Console) -> None:
     alike = plan.layout.world_size // plan.layout.pp
     heading(
-        console, "Stages", f"each pipeline rank stands for {alike:,} alike" if alike > 1 else ""
+        console, "Stages", f"each pipeline rank stands for {alike:,} ranks" if alike > 1 else ""
     )
     table = new_table(
         ">pp rank",
@@ -163,7 +163,7 @@ def _print_stages(plan: Plan, console: Console) -> None:
     )
     fill(table, [_stage_cells(row) for row in stage_rows(plan)])
     console.print(table)
-    console.print("Times are estimates, of one microbatch.", style="dim")
+    console.print("Times are estimates for one microbatch.", style="dim")
 
 
 def _stage_cells(row: StageRow) -> tuple[str, ...]:
@@ -209,7 +209,7 @@ def _print_schedule(plan: Plan, console: Console) -> None:
 
 
 def _print_times(plan: Plan, console: Console) -> None:
-    """Where a step's time goes, where that is known."""
+    """Print a step's time by kind of kernel, if planned from a hardware profile."""
     whole = plan.step_seconds
     rows = [(kind, time) for kind, time in plan.time_by_kind.items() if time > SHOWN * whole]
     if not rows:
@@ -223,7 +223,7 @@ def _print_times(plan: Plan, console: Console) -> None:
 
 
 def _assumption(plan: Plan, estimate: Estimate) -> str:
-    """What the estimate stands on."""
+    """Return what the estimated times are based on."""
     if estimate.profile is not None:
         said = f"by the speeds of {estimate.profile} (hardware.profile, docs/planning.md)"
         return f"{said}{_fp8_assumption(plan)}."
@@ -231,22 +231,22 @@ def _assumption(plan: Plan, estimate: Estimate) -> str:
     unused = ""
     if plan.run.hardware.profile is not None:
         unused = f": the profile has none for {plan.run.precision.params.value}"
-    return f"if products reach {peak} (hardware.efficiency){unused}."
+    return f"if GEMMs reach {peak} (hardware.efficiency){unused}."
 
 
 def _fp8_assumption(plan: Plan) -> str:
-    """What products in FP8 are taken for where the profile has no speed of them."""
+    """Return the speedups assumed for FP8 GEMMs that the profile has no speed of; empty if none."""
     fp8 = plan.run.precision.fp8
     if fp8.recipe is None or plan.profile is None:
         return ""
     assumed = []
     if fp8.by_library and fp8_tflops(plan.profile, fp8.recipe) is None:
-        assumed.append(f"products in FP8 {SPEEDUP[fp8.recipe]:g} times")
+        assumed.append(f"FP8 GEMMs {SPEEDUP[fp8.recipe]:g} times")
     if Fp8Part.experts in fp8.include and plan.profile.fp8_grouped_tflops is None:
-        assumed.append(f"those of experts {EXPERTS_SPEEDUP:g} times")
+        assumed.append(f"FP8 GEMMs of experts {EXPERTS_SPEEDUP:g} times")
     if not assumed:
         return ""
-    return f"; {' and '.join(assumed)} as fast as others, which it does not have (docs/fp8.md)"
+    return f"; assumed, not in the profile: {' and '.join(assumed)} as fast as others (docs/fp8.md)"
 
 
 def _schedule_cells(plan: Plan, pp_rank: int, width: int) -> tuple[str, ...]:
@@ -271,8 +271,8 @@ def _print_graphs(plan: Plan, console: Console) -> None:
         case GraphImpl.none:
             heading(console, "CUDA graphs", "none captured")
         case GraphImpl.full_iteration:
-            behind = " with its update" if graph.optimizer else ""
-            what = f"one per rank, forward and backward of a whole step{behind}"
+            update = " and the update" if graph.optimizer else ""
+            what = f"one per rank: forward and backward of all microbatches{update}"
             heading(console, "CUDA graphs", what)
         case _:
             parts = ", ".join(part.value for part in graph.scope) or "whole layers"
@@ -327,7 +327,7 @@ def _print_suggestions(suggestions: Sequence[Suggestion], console: Console) -> N
 
 
 def _print_changes(suggestions: Sequence[Suggestion], console: Console) -> None:
-    table = new_table(">GiB", ">step", "overrides, and what is paid for them")
+    table = new_table(">GiB", ">step", "overrides, and their cost")
     for suggestion in suggestions:
         text = Text.assemble(
             (" ".join(suggestion.overrides), "bold"), f"\n{suggestion.cost}", overflow="fold"

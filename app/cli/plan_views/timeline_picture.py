@@ -1,7 +1,7 @@
 """timeline.svg and timeline.png: a row per pipeline rank, a bar per action, grey while it idles.
 
-A step with too many bars for the eye is shown by its beginning and its end, where the pipeline
-fills and drains.
+Of a step with too many bars only the beginning and the end are shown, where the pipeline fills and
+drains.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from app.plan.formatting import count_of, figures
 from app.plan.pipeline.timeline import Event
 from app.plan.plan import Plan
 
-# Okabe and Ito's palette, told apart with every kind of colour vision and, by lightness, mostly in
-# print.
+# Okabe and Ito's palette, legible with every kind of colour vision and mostly in black and white
 KINDS: tuple[tuple[type[Compute], str, str], ...] = (
     (Forward, "forward", "#0072B2"),
     (Backward, "backward", "#E69F00"),
@@ -30,21 +29,21 @@ KINDS: tuple[tuple[type[Compute], str, str], ...] = (
     (BackwardWeight, "backward, weights", "#009E73"),
 )
 IDLE = "#E4E4E4"
-# share of white in the last chunk's colour, and more of it for every other microbatch
+# share of white in the last chunk's colour; additional white for every other microbatch
 CHUNK_WHITE, ODD_WHITE = 0.5, 0.14
 HEIGHT = 0.84  # of a bar, in rows
-MOST_BARS = 160  # per row; with more, two windows of half as many
-RASTER_BARS = 4000  # in one pair of axes; with more, the svg holds them as pixels
+MOST_BARS = 160  # per row; of more, two windows with half as many each
+RASTER_BARS = 4000  # in one pair of axes; more are stored as pixels in the SVG
 WIDTH, FONT, TITLE_FONT = 13.0, 7.0, 11.0  # inches, points, points
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A part of the step, ms."""
+    """A shown part of the step, ms."""
 
     start: float
     end: float
-    title: str  # empty for a whole step
+    title: str  # empty if the window shows the full step
 
 
 def save_timeline(plan: Plan, folder: Path) -> list[Path]:
@@ -53,7 +52,7 @@ def save_timeline(plan: Plan, folder: Path) -> list[Path]:
 
 
 def timeline_figure(plan: Plan) -> Figure:
-    """The picture, with one pair of axes per window."""
+    """Draw the picture, with one pair of axes per window."""
     pp = plan.stages.pp
     views = windows(plan)
     figure = Figure(figsize=(WIDTH, 1.5 + pp * max(0.2, min(0.45, 12 / pp))), layout="constrained")
@@ -69,18 +68,18 @@ def timeline_figure(plan: Plan) -> Figure:
 
 
 def title(plan: Plan) -> str:
-    """Schedule, sizes, bubble and estimated time of a step."""
+    """Return the title: schedule, sizes, bubble and estimated time of a step."""
     stages = f", {plan.stages.vpp} stages each" if plan.stages.vpp > 1 else ""
     what = f"{plan.schedule_name.value}: {count_of(plan.stages.pp, 'pipeline rank')}{stages}"
     line = plan.timeline
     counts = count_of(plan.run.num_microbatches, "microbatch", "microbatches")
     drawn, whole = figures(line.makespan * 1e3), figures(plan.step_seconds * 1e3)
-    ms = whole if drawn == whole else f"{drawn} of {whole}"  # reduction and update come behind
+    ms = whole if drawn == whole else f"{drawn} of {whole}"  # reduction and update are not drawn
     return f"{what}, {counts}, bubble {line.bubble_fraction:.1%}, {ms} ms per step (estimated)"
 
 
 def windows(plan: Plan) -> list[Window]:
-    """The whole step, or its beginning and its end."""
+    """Return one window over the full step, or two over its beginning and its end."""
     whole = plan.timeline.makespan * 1e3
     bars = max(map(len, plan.schedule))
     if bars <= MOST_BARS:
@@ -118,7 +117,7 @@ def _draw(axes: Any, plan: Plan, view: Window) -> None:
 
 
 def _visible(events: tuple[Event, ...], view: Window) -> Iterator[tuple[Compute, Event]]:
-    """The compute within the window."""
+    """Yield the compute actions within the window."""
     for event in events:
         if (
             isinstance(event.action, Compute)
@@ -137,7 +136,7 @@ def _corners(event: Event, rank: int) -> list[tuple[float, float]]:
 
 
 def colour(action: Compute, num_chunks: int) -> Colour:
-    """Hue by kind, lighter for later chunks, and a little lighter for odd microbatches."""
+    """Return hue by kind, lighter for later chunks and slightly lighter for odd microbatches."""
     base = next(value for kind, _, value in KINDS if type(action) is kind)
     white = CHUNK_WHITE * action.chunk / max(1, num_chunks - 1) + ODD_WHITE * (action.mb % 2)
     return whitened(base, white)
@@ -146,7 +145,7 @@ def colour(action: Compute, num_chunks: int) -> Colour:
 def _number(
     axes: Any, action: Compute, event: Event, rank: int, fill: Colour, points: float
 ) -> None:
-    """The microbatch, where its digits have room."""
+    """Draw the microbatch's number if its digits have room."""
     text = str(action.mb)
     middle = (event.start + event.end) / 2 * 1e3
     if (event.end - event.start) * 1e3 * points > FONT * 0.62 * len(text) + 3:
@@ -163,7 +162,7 @@ def _number(
 
 
 def _legend(plan: Plan) -> list[Patch]:
-    """A patch per kind and chunk that the step has, and one for idling."""
+    """Return a patch per kind and chunk that the step has, and one for idle time."""
     vpp = plan.stages.vpp
     used = {type(action) for actions in plan.schedule for action in actions}
     chunks = sorted({0, vpp // 2, vpp - 1} if vpp > 4 else range(vpp))

@@ -1,4 +1,4 @@
-"""times.svg and times.png: where a step's time goes, a bar per pipeline rank."""
+"""times.svg and times.png: a step's time by kind of kernel, a bar per pipeline rank."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from app.plan.plan import Plan
 
 WIDTH = 11.0  # inches
 GREY = "#E4E4E4"  # idle
-MOST_RANKS = 32  # bars; of more the first and the last half of them
+MOST_RANKS = 32  # bars; of more ranks, only the first and the last half as many
 
 
 def save_times(plan: Plan, folder: Path) -> list[Path]:
-    """Write both pictures into an existing folder; none where times by kind are not known. Raises
+    """Write both pictures into an existing folder, or none if times by kind are not known. Raises
     OSError.
     """
     return save_picture(times_figure(plan), folder, "times") if plan.times_of_ranks else []
 
 
 def times_figure(plan: Plan) -> Figure:
-    """The picture."""
+    """Draw the picture."""
     ranks = list(enumerate(plan.times_of_ranks))
     if len(ranks) > MOST_RANKS:
         ranks = ranks[: MOST_RANKS // 2] + ranks[-(MOST_RANKS // 2) :]

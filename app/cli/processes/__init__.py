@@ -1,1 +1,1 @@
-"""Processes of this host: starting ranks, ending with their parent, folders for the time being."""
+"""Processes of this host: start ranks, end with the parent, temporary folders."""

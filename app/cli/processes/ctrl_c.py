@@ -1,4 +1,7 @@
-"""Ctrl-C outside the steps of a run: a line instead of a stack trace. Imports little itself."""
+"""Ctrl-C outside the steps of a run: one line instead of a stack trace.
+
+Imports little, because programs install these handlers before their slow imports.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,15 @@ import os
 import signal
 from types import FrameType
 
-GRACE_S = 10.0  # seconds that an interrupted program has to tidy up
+GRACE_S = 10.0  # seconds that an interrupted program has to clean up
 
 
 def stop_quietly(program: str, speak: bool = True) -> None:
-    """End this program on Ctrl-C, with one line where it is to `speak`, until `interrupt_again`
-    or another handler.
+    """End this program at once on Ctrl-C, with one line if it is to `speak`, until
+    `interrupt_again` or another handler is installed.
 
-    At once and without an exception, which argparse, Hydra and OmegaConf lose or take for a mistake
-    where it meets them at work.
+    Raises no KeyboardInterrupt, because argparse, Hydra and OmegaConf swallow it or report it as a
+    mistake of the user.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -24,11 +27,12 @@ def stop_quietly(program: str, speak: bool = True) -> None:
 
 
 def interrupt_then_end(said: str) -> None:
-    """Raise KeyboardInterrupt on Ctrl-C, and end this program with the line `said` where it is
-    still there GRACE_S seconds later, or when Ctrl-C is pressed again: the exception may be lost on
-    its way, and `threading` may wait for ever for a lock that it met.
+    """Raise KeyboardInterrupt on Ctrl-C; if the program still runs GRACE_S seconds later, or at a
+    second Ctrl-C, end it with the line `said`.
 
-    A process that waits inside of C, for other ranks, hears of neither before that returns.
+    The exception alone is not enough: a library may swallow it, and `threading` may wait forever
+    for a lock that it left taken. Python runs neither handler while the process waits in C code,
+    for example in a collective.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -50,5 +54,5 @@ def _end(said: str) -> None:
 
 
 def interrupt_again() -> None:
-    """Raise KeyboardInterrupt on Ctrl-C, as Python does: what begins now has to be ended."""
+    """Raise KeyboardInterrupt on Ctrl-C, as Python does: the work that begins now needs cleanup."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

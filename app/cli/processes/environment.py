@@ -1,6 +1,6 @@
-"""The environment of the programs that use a trained model; train.py has its own.
+"""Environment variables of the programs that use a trained model; train.py handles its own.
 
-Their ranks too are started by torchrun or SLURM, which say in it who is who.
+torchrun or SLURM start the ranks of these programs too, and set rank and world size there.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from app.cli.processes.openmp import waiting_threads
 
 
 def environment() -> MutableMapping[str, str]:
-    """What this process has been started with, to read and to hand on."""
+    """Return the environment of this process, to read and to pass to children."""
     return os.environ
 
 
 def joined_launch(parent: int) -> Launch:
-    """The place of this process, which process `parent` has started and takes along when it ends,
-    among its launcher's; sets what torch and its network libraries read. Raises ConfigError.
+    """Return the place of this process among its launcher's; make it end with process `parent`, and
+    set the variables that torch, gloo and NCCL read. Raises ConfigError.
     """
     launch = Launch.from_environment(os.environ)
     launch.end_with_launcher(parent)

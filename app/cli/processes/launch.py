@@ -1,4 +1,4 @@
-"""Carrying out a run: on this rank, or by starting the ranks of this host when nobody did."""
+"""Carry out a run on this rank, or start the ranks of this host if no launcher has."""
 
 from __future__ import annotations
 
@@ -62,27 +62,25 @@ from app.plan.formatting import gib
 from app.plan.plan import Plan
 from app.shell import shell_line
 
-GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # where none is, torch need not be asked
-
+# device files of NVIDIA, AMD and WSL: without any, there is no GPU and torch need not be loaded
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 CPU_RANKS_PER_CORE = 4  # more gloo processes than that only wait for each other
 
+TORCHRUN = "leave it out: the default is hydra/launcher=torchrun"  # advice
 
-TORCHRUN = "leave it away, which is hydra/launcher=torchrun"  # advice
-
-
-SUBMITIT_REQUEUES = -1  # exit code with which it leaves once SLURM has the job back in its queue
-SPEAK_S = 10.0  # seconds that the others give rank 0 to tell a mistake, with what it tries
+SUBMITIT_REQUEUES = -1  # exit code of submitit once SLURM has requeued the job
+SPEAK_S = 10.0  # seconds that other ranks wait for rank 0 to find advice and report a mistake
 
 
 def check_room(run: Run, gpus: int) -> None:
-    """ConfigError when this host is too small for the ranks, on so many GPUs (0: on the CPU)."""
+    """Raise ConfigError if this host has fewer GPUs than ranks, or for `gpus` 0 too few cores."""
     most = gpus or CPU_RANKS_PER_CORE * (os.cpu_count() or 1)
     if run.world_size > most:
         what = "GPUs" if gpus else "processes on its cores"
         world = run.world_size
         ranks = "" if world == run.parallel.dp else f" and these are {world} ranks;"
-        rule = f"this host has room for {most} {what};{ranks} torchrun joins several hosts"
+        rule = f"this host has room for {most} {what};{ranks} use torchrun for several hosts"
         degrees = {axis: getattr(run.parallel, axis) or 1 for axis in ("dp", "tp", "cp", "pp")}
         axis = max(degrees, key=lambda axis: degrees[axis])
         raise ConfigError(
@@ -94,19 +92,19 @@ def check_room(run: Run, gpus: int) -> None:
 
 
 def check_packages(run: Run, kind: type[ConfigError] = ConfigError) -> None:
-    """Raise an error of this kind when a package is missing that comes with an extra only."""
+    """Raise an error of this kind if the run needs an optional package that is not installed."""
     if run.log.tensorboard and find_spec("tensorboard") is None:
         rule = "the package tensorboard is not installed"
         raise kind("log.tensorboard", True, rule, advice="pip install tensorboard")
 
 
 def check_cpu(plan: Plan, ranks_here: int | None = None) -> None:
-    """Raise ConfigError for what needs a GPU, and when the ranks of this host keep more between
-    steps than it has memory. `ranks_here` is their number; None: all ranks of the run.
+    """Raise ConfigError for options that need a GPU, and if the ranks of this host hold more
+    between steps than its memory. `ranks_here` is their number; None means all ranks of the run.
     """
     impl = plan.run.cuda_graph.impl
     if impl is GraphImpl.transformer_engine:
-        rule = "captures on GPUs only, and this run is on a CPU"
+        rule = "captures on GPUs only, and this run is on the CPU"
         raise ConfigError("cuda_graph.impl", impl, rule, nearest=GraphImpl.local)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     ranks = plan.run.world_size
@@ -115,21 +113,21 @@ def check_cpu(plan: Plan, ranks_here: int | None = None) -> None:
     if kept > memory:
         room = gib(memory)
         rule = f"its ranks keep {gib(kept)} GiB between steps, and this host has {room} GiB"
-        advice = "the same overrides behind python -m app.cli.plan what=memory show each part of it"
+        advice = "python -m app.cli.plan what=memory with the same overrides shows each part"
         raise ConfigError("train.device", "cpu", rule, advice=advice)
 
 
 def _fewer(degree: int, world_size: int, most: int) -> FirstOf:
-    """Degrees that leave at most `most` ranks: as many as possible, then powers of two."""
+    """Return degrees that leave at most `most` ranks: the largest, then powers of two."""
     largest = most * degree // world_size
     halves = (2**power for power in reversed(range(largest.bit_length())))
     return FirstOf(dict.fromkeys((largest, *halves)) if largest else ())
 
 
 def mistakes_in_one_line(launch: Launch, arguments: Sequence[str]) -> AbstractContextManager[None]:
-    """Within it rank 0 tells mistakes in one line, with advice that was tried.
+    """Within the context rank 0 reports mistakes in one line, with advice that was tried.
 
-    Ranks of other hosts wait for it too: their launcher may keep the meeting point of all.
+    Ranks of other hosts wait for it too: their launcher may host the rendezvous of all.
     """
     return readable_errors(
         "train.py",
@@ -141,8 +139,8 @@ def mistakes_in_one_line(launch: Launch, arguments: Sequence[str]) -> AbstractCo
 
 
 def _when_stopped(launch: Launch, arguments: Sequence[str]) -> str:
-    """Return what a run says that Ctrl-C ends outside of its steps: the command that continues it,
-    if it has saved anything.
+    """Return the line printed when Ctrl-C ends a run outside its steps: the command that continues
+    it from its newest checkpoint.
     """
     resume = [] if any(word.startswith("resume=") for word in arguments) else ["resume=auto"]
     command = f"{launch.command} {shell_line([*arguments, *resume])}"
@@ -150,7 +148,9 @@ def _when_stopped(launch: Launch, arguments: Sequence[str]) -> str:
 
 
 def asked_start(arguments: Sequence[str], launch: Launch) -> Asked:
-    """The run that is asked for, loaded as far as it came: with its data once they were read."""
+    """Return the requested run, which advice is tried on, as far as it was loaded: with its data
+    once these were read.
+    """
     has_data = "app.engine.run.start" in sys.modules
     asked = typed_of(flags_to_overrides(arguments))
 
@@ -177,10 +177,10 @@ def asked_start(arguments: Sequence[str], launch: Launch) -> Asked:
 
 
 def runnable(config: DictConfig, launch: Launch) -> Run:
-    """The checked run of a composed configuration, in one of the processes of a launch.
+    """Return the checked run of a composed configuration.
 
-    The first process of each host looks for the Hugging Face model that the run starts from.
-    Raises ConfigError; that process says itself what is wrong with the model there.
+    The first process of each host looks for the Hugging Face model that the run starts from, and
+    reports itself what is wrong with it there. Raises ConfigError.
     """
     leads = launch.local_rank == 0
     try:
@@ -194,7 +194,7 @@ def runnable(config: DictConfig, launch: Launch) -> Run:
 
 
 def _gpus_here(run: Run) -> int:
-    """GPUs that the run may use; torch, slow to load, is asked only where there may be some."""
+    """Return the number of GPUs that the run may use; load torch only if there may be any."""
     if run.train.device is Device.cpu or not any(Path(device).exists() for device in GPU_DEVICES):
         return 0
     from app.engine.run.start import usable_gpus
@@ -203,15 +203,15 @@ def _gpus_here(run: Run) -> int:
 
 
 def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, str]) -> int:
-    """Train on this rank, or start the ranks that the layout asks for; returns the exit code.
+    """Train on this rank, or start the ranks that the layout asks for; return the exit code.
     Raises ConfigError.
     """
     for name, value in {**launch.network(), **waiting_threads(env)}.items():
         env.setdefault(name, value)
-    # All ranks look, so that those of other hosts do not wait for a rank that has ended.
+    # All ranks check: otherwise ranks of other hosts would wait for one that has ended.
     speaks_for_its_host = launch.rank > 0 and launch.local_rank == 0
     check_packages(run, OwnError if speaks_for_its_host else ConfigError)
-    # torch is loaded here, after the first mistakes have been reported.
+    # torch is slow to load: only after the first mistakes have been reported
     from app.engine.run.attempt import Attempt
     from app.engine.run.start import preflight, usable_gpus
     from app.engine.train import train
@@ -237,7 +237,7 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
 
 
 def _settings() -> str | None:
-    """Return what this run says of the settings that it continues with; None for its own."""
+    """Return the line on settings taken over from an earlier run; None if there are none."""
     return settings_line(typed_of(sys.argv[1:])) if HydraConfig.initialized() else None
 
 
@@ -247,8 +247,8 @@ def start_ranks(
     """Run `script` as `world_size` ranks of this host under torchrun and return the exit code of
     the first rank to fail.
 
-    Being told to end, this process passes it on and waits, so that no rank is left behind; killed,
-    it takes them along.
+    This process passes signals on and waits, so that no rank is left behind; if it is killed, the
+    ranks die with it.
     """
     threads = str(max(1, (os.cpu_count() or 1) // world_size))
     torchrun = [sys.executable, "-m", "app.cli.torchrun", "--standalone"]
@@ -270,16 +270,16 @@ def start_ranks(
 
 
 def given_overrides(arguments: Sequence[str]) -> list[str]:
-    """The overrides of this run: the program's arguments, or those of this job of a sweep."""
+    """Return the overrides of this run: the program's arguments, or those of this sweep's job."""
     return typed_of(arguments).words if _in_sweep() else list(arguments)
 
 
 def typed_of(arguments: Sequence[str]) -> Typed:
-    """What describes this run: arguments, or what Hydra has composed this job of a sweep from."""
+    """Return the overrides and flags of this run: from its arguments, or in a sweep from Hydra."""
     if not _in_sweep():
         return Typed.parse(arguments)
     hydra = HydraConfig.get()
-    assert isinstance(hydra, DictConfig), "what Hydra composes, whatever its types say"
+    assert isinstance(hydra, DictConfig), "HydraConfig.get() returns a DictConfig at run time"
     typed = Typed.of_config(hydra)
     return dataclasses.replace(typed, overrides=(*typed.overrides, *hydra.overrides.task))
 
@@ -290,10 +290,10 @@ def _in_sweep() -> bool:
 
 @contextmanager
 def submitted_job_ends_quietly(launch: Launch) -> Iterator[None]:
-    """Let a job that submitit calls end even where it fails, having said so in its log.
+    """Let a job called by submitit end normally even if it fails; its log has the stack trace.
 
-    An exception would travel to the process that submitted the sweep, which would then no longer
-    wait for the other jobs.
+    submitit would send an exception to the process that submitted the sweep, which would then stop
+    waiting for the other jobs.
     """
     try:
         yield
@@ -307,10 +307,10 @@ def submitted_job_ends_quietly(launch: Launch) -> Iterator[None]:
 
 
 def checked_arguments(arguments: Sequence[str], launch: Launch) -> list[str]:
-    """What hydra.main is to read: the arguments, once they are no mistake; says what an experiment
-    overlays.
+    """Check the arguments and return those that hydra.main reads; warn about options that an
+    experiment overrides.
 
-    Raises ConfigError for unknown flags, and sweeps that this process must not run.
+    Raises ConfigError for unknown flags, and for sweeps that this process must not run.
     """
     if COMPLETION & set(arguments):
         check_completion(arguments)
@@ -335,9 +335,10 @@ def checked_arguments(arguments: Sequence[str], launch: Launch) -> list[str]:
 
 
 def best_loss_or_exit(run: Run, code: int) -> float | None:
-    """The lowest validation loss of a run in a folder of its own, for sweepers that search for it.
+    """Return the lowest validation loss of a run, which sweepers such as Optuna minimize; None
+    without a run folder.
 
-    Raises SystemExit for any other exit code than 0.
+    Raises SystemExit for any exit code but 0.
     """
     if code:
         sys.exit(code)
@@ -345,7 +346,7 @@ def best_loss_or_exit(run: Run, code: int) -> float | None:
 
 
 def with_sweep_run_dir(config: DictConfig) -> DictConfig:
-    """Give a job of another sweeper, which names no folder, one in the folder of its sweep."""
+    """Give a job of another sweeper a run folder within its sweep's, unless it names one."""
     if _in_sweep() and config.run_dir is None:
         hydra = HydraConfig.get()
         folder = Path(hydra.sweep.dir)
@@ -356,8 +357,8 @@ def with_sweep_run_dir(config: DictConfig) -> DictConfig:
 
 
 def _refuse_sweep(arguments: Sequence[str], launch: Launch) -> None:
-    """Raise ConfigError for jobs in this one process, and where several ranks would each start
-    every job.
+    """Raise ConfigError for a sweep whose jobs would share this process, and for one started under
+    torchrun or srun, where each rank would start every job.
     """
     if "hydra/launcher=basic" in arguments:
         rule = "would train all jobs in this one process"

@@ -1,4 +1,4 @@
-"""What has launched this process, as torchrun, srun or nobody has said in its environment."""
+"""Rank, world size and rendezvous of this process, read from the variables of torchrun or srun."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from app.cli.processes.slurm_step import end_with_daemon
 from app.engine.run.address import LOOPBACK, loopback_address
 from app.errors import ConfigError
 
-STARTED_AS = "GRAPHFOLD_STARTED_AS"  # variable: how the parent of a run's ranks was typed
-# where the tasks of SLURM jobs meet, below the ports that systems hand out
+STARTED_AS = "GRAPHFOLD_STARTED_AS"  # variable: command by which the parent of the ranks was typed
+# ports for the rendezvous of SLURM tasks, below those that operating systems assign
 FIRST_PORT, PORTS = 20_000, 10_000
 
 
@@ -25,7 +25,7 @@ MOST_PORT = 65_535
 
 
 def ask_slurm(*command: str) -> str:
-    """What a SLURM command prints."""
+    """Run a SLURM command and return its output."""
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
@@ -35,23 +35,23 @@ class Launch:
 
     rank: int  # global rank
     local_rank: int  # rank on this host
-    world_size: int | None  # processes in all; None: started by hand, alone
-    master: tuple[str, int] | None = None  # host and port at which the processes meet
-    requeues: int = 0  # times that SLURM has started this job again
-    agent_store: bool = False  # at `master` is a key-value store that outlives restarts
-    one_host: bool = False  # the launcher has started all of them on this host
-    submitted: bool = False  # a function that submitit calls, not a program
-    launched: bool = False  # a program that torchrun, or srun as one of several tasks, has started
-    # how this program was started, to be told to whoever continues a run
+    world_size: int | None  # processes in all; None means started alone, without a launcher
+    master: tuple[str, int] | None = None  # host and port of the rendezvous
+    requeues: int = 0  # times that SLURM has requeued this job
+    agent_store: bool = False  # torchrun's agent keeps a store at `master`, which outlives restarts
+    one_host: bool = False  # all processes are on this host
+    submitted: bool = False  # a function called by submitit, not a program
+    launched: bool = False  # a program started by torchrun, or by srun as one of several tasks
+    # command that started this program, printed as advice on how to continue a run
     command: str = field(default="python train.py", compare=False)
 
     @classmethod
     def from_environment(
         cls, env: Mapping[str, str], ask: Callable[..., str] = ask_slurm
     ) -> Launch:
-        """Read torchrun's variables, else srun's for one of several tasks; `ask` runs scontrol.
+        """Read torchrun's variables, or else srun's for one of several tasks; `ask` runs scontrol.
 
-        Raises ConfigError for a variable that is missing, no number, or contradicts another.
+        Raises ConfigError for a variable that is missing, not a number, or contradicts another.
         """
         found = cls._placed(env, ask)
         typed = env.get(STARTED_AS) or started_as(sys.argv[0])
@@ -75,8 +75,8 @@ class Launch:
                 requeues=requeues,
                 submitted=submitted,
             )
-        # A batch script has SLURM_NTASKS too; only srun's tasks have a step. One task alone may
-        # start ranks itself.
+        # A batch script has SLURM_NTASKS too; only srun's tasks have SLURM_STEP_… A single task is
+        # treated as started by hand, and may start ranks itself.
         if "SLURM_STEP_ID" in env and _number(env, "SLURM_NTASKS") > 1:
             rank, local_rank, world_size = _place(
                 env, "SLURM_PROCID", "SLURM_LOCALID", ranks="SLURM_NTASKS"
@@ -95,26 +95,28 @@ class Launch:
         return cls(0, 0, None, requeues=requeues, one_host=True, submitted=submitted)
 
     def end_with_launcher(self, parent: int) -> None:
-        """Have this process end with its launcher, process `parent`, or SLURM's daemon."""
+        """Make this process end with its launcher, process `parent`, or with SLURM's daemon."""
         if self.launched:
             end_with_parent(parent)
         end_with_daemon()
 
     def network(self) -> dict[str, str]:
-        """Variables that keep gloo and NCCL off the network where all ranks are on this host."""
+        """Return variables that keep gloo and NCCL on the loopback interface if all ranks are on
+        this host.
+        """
         if not self.one_host:
             return {}
         loopback = "lo" if sys.platform.startswith("linux") else "lo0"
-        # NCCL takes a bare name for the beginning of one.
+        # NCCL takes a name without = as a prefix, and "lo" would match others.
         return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
 
 
 def started_as(program: str) -> str:
-    """Return how a program of this path is started: `python train.py`, or by the name of an
-    installed command.
+    """Return the command that starts the program at this path: `python train.py`, or the name of
+    an installed command.
     """
     path = Path(program)
-    if path == PACKAGE / "cli" / "train.py":  # as jobs of a sweep are started
+    if path == PACKAGE / "cli" / "train.py":  # the path by which sweeps start their jobs
         return "graphfold-train" if INSTALLED else "python train.py"
     return f"python {shlex.quote(program)}" if path.suffix == ".py" else path.name
 
@@ -130,17 +132,19 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 def _place(
     env: Mapping[str, str], rank: str, local_rank: str, *, ranks: str
 ) -> tuple[int, int, int]:
-    """Rank, local rank and number of ranks, from the variables of these names."""
+    """Return rank, local rank and world size from the variables with these names."""
     world_size = _number(env, ranks)
     for name in (rank, local_rank):
         if not 0 <= (found := _number(env, name, 0)) < world_size:
-            rule = f"is none of the {world_size} ranks that {ranks} says there are, counted from 0"
+            rule = f"must be from 0 to {world_size - 1}: {ranks} is {world_size}"
             raise ConfigError(name, found, rule)
     return _number(env, rank), _number(env, local_rank, 0), world_size
 
 
 def _on_one_host(env: Mapping[str, str], world_size: int) -> bool:
-    """Whether all ranks are of this host, as their launcher or where they meet says."""
+    """Return whether all ranks are on this host: they meet at a loopback address, or
+    LOCAL_WORLD_SIZE counts them all.
+    """
     meet_here = loopback_address(env.get("MASTER_ADDR", "")) is not None
     return meet_here or _number(env, "LOCAL_WORLD_SIZE", 0) == world_size
 
@@ -148,8 +152,8 @@ def _on_one_host(env: Mapping[str, str], world_size: int) -> bool:
 def _torchrun_master(env: Mapping[str, str]) -> tuple[str, int]:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not env.get(name):
-            rule = "RANK and WORLD_SIZE are set, but not where the ranks meet"
-            raise ConfigError(name, "", rule, advice="start it by torchrun, which sets them all")
+            rule = "is not set, but RANK and WORLD_SIZE are"
+            raise ConfigError(name, "", rule, advice="start it with torchrun, which sets them all")
     return env["MASTER_ADDR"], _port(env)
 
 
@@ -163,8 +167,8 @@ def _port(env: Mapping[str, str], default: int | None = None) -> int:
 def _slurm_master(
     env: Mapping[str, str], ask: Callable[..., str], *, one_host: bool
 ) -> tuple[str, int]:
-    """Host and port at which the tasks of a step meet: its first node, and a port of this job's
-    unless MASTER_PORT is set.
+    """Return host and port of the rendezvous of a SLURM step: its first node, and MASTER_PORT or a
+    port derived from the job id.
     """
     port = _port(env, FIRST_PORT + _number(env, "SLURM_JOB_ID") % PORTS)
     if one_host:
@@ -172,7 +176,7 @@ def _slurm_master(
     host = ask("scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]).split()[0]
     try:
         socket.getaddrinfo(host, port)
-    except OSError:  # the name is known to SLURM only
+    except OSError:  # the node's name does not resolve; SLURM knows its address
         fields = ask("scontrol", "show", "node", "--oneliner", host).split()
         host = next(
             field.removeprefix("NodeAddr=") for field in fields if field.startswith("NodeAddr=")

@@ -1,9 +1,11 @@
-"""How long OpenMP's threads spin for work before they sleep, which torch reads when it is loaded.
+"""Spin count of OpenMP threads: how long they wait for work before they sleep (GOMP_SPINCOUNT).
 
-Longer than what lies between two operations, shorter than a scheduler's turn: with libgomp's own
-300,000 rounds they take the cores from other programs, and from each other. Where others wait for
-the cores already, half as long. Measured by bench/busy.py. Linux counts programs and cores of the
-whole host: who shares a few of its cores with others, in a container, is not seen as crowded.
+Long enough to bridge the gap between two operations, shorter than a time slice of the scheduler:
+with libgomp's default of 300,000 rounds idle threads take cores from other programs and from each
+other. Half as long if other programs already wait for cores. Measured by bench/busy.py.
+
+Limitation: Linux reports load and cores of the whole host, so a container that shares a few cores
+is not recognised as crowded.
 """
 
 from __future__ import annotations
@@ -14,15 +16,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SPINS, SPINS_IN_A_CROWD = 2_000, 1_000
-LOOKS, BETWEEN_S = 3, 0.01  # so that a program that only woke up for a moment is no crowd
+LOOKS, BETWEEN_S = 3, 0.01  # samples of the load: a program that woke up for a moment is no crowd
 LOAD = Path("/proc/loadavg")
 
 
 def waiting_threads(env: Mapping[str, str]) -> dict[str, str]:
-    """The variable that says it; none where the user does.
+    """Return GOMP_SPINCOUNT, or nothing if the user has set it or OMP_WAIT_POLICY.
 
-    It changes how fast a run is, not what it computes: the number of threads stays the user's or
-    torch's.
+    torch reads it when it is loaded. It changes speed, not results: the number of threads stays.
     """
     if env.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
         return {}
@@ -30,12 +31,12 @@ def waiting_threads(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def crowded(load: Path = LOAD) -> bool:
-    """Whether programs besides this one want as many cores as this host has, or more."""
+    """Return whether other programs want at least as many cores as this host has."""
     return all(_others(load, wait=look > 0) >= (os.cpu_count() or 1) for look in range(LOOKS))
 
 
 def _others(load: Path, wait: bool) -> int:
-    """Threads on a core or waiting for one, without this one; 0 where Linux does not tell."""
+    """Return the number of other threads that run or wait for a core; 0 if it is not known."""
     time.sleep(BETWEEN_S * wait)
     try:
         words = load.read_text(encoding="utf-8").split()  # 0.20 0.18 0.12 1/80 11206: proc(5)

@@ -1,11 +1,12 @@
-"""Processes that end with the one that started them, however that has ended.
+"""Processes that end with their parent, however that has ended.
 
-A killed launcher cannot tell its ranks: Linux does, for those that have asked for it (prctl(2),
-PR_SET_PDEATHSIG), also once they have become another program. Programs that a person starts stay
-as they are; they may be meant to outlive a shell.
+A launcher that is killed cannot end its ranks. Linux does it for processes that have asked for it
+(prctl(2), PR_SET_PDEATHSIG), and the request survives exec. Programs started by a person do not
+ask: they may be meant to outlive a shell.
 
-    python app/cli/processes/parent.py 1234 /usr/bin/python3 train.py …     as a child of process
-    1234
+As a child of process 1234:
+
+    python app/cli/processes/parent.py 1234 /usr/bin/python3 train.py …
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ PR_SET_PDEATHSIG = 1
 
 
 def bound(command: Sequence[str]) -> list[str]:
-    """The command with which this process starts a program by path that is to end with it."""
+    """Return the command that starts a program, given by its path, as a child that ends with this
+    process.
+    """
     return [sys.executable, "-P", __file__, str(os.getpid()), *command]
 
 
 def end_with_parent(parent: int) -> None:
-    """Have this process killed when its starter, process `parent`, dies or has died.
+    """Have this process killed when process `parent`, which started it, dies or has died.
 
-    What has been committed stays, as after any kill; nothing is saved.
+    Complete checkpoints stay; no new one is saved.
     """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it had died before
+    if os.getppid() != parent:  # the parent died before prctl: no signal will come
         os._exit(128 + signal.SIGKILL)
 
 

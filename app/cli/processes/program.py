@@ -1,5 +1,5 @@
-"""A program of several ranks: its help, its place among them, its mistakes in one line. No torch is
-loaded for it.
+"""Frame of a program that may have several ranks: help, place among the ranks, mistakes reported in
+one line. Loads no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from app.cli.processes.launcher import Launch
 from app.cli.processes.reader import ends_with_its_reader
 from app.engine.report.lasting import print_every_character
 
-Work = Callable[[Sequence[str], Launch], int]  # arguments and place -> exit code
+Work = Callable[[Sequence[str], Launch], int]  # arguments, place among the ranks -> exit code
 
 
 def run_program(
@@ -26,8 +26,9 @@ def run_program(
     work: Work,
     bare: bool = False,
 ) -> int:
-    """Run the command line of a process that process `parent` has started; the exit code. `bare`:
-    without arguments it works, where others explain themselves.
+    """Run the command line of this process, started by process `parent`; return the exit code.
+
+    Without arguments the program prints its help, unless it is `bare` and needs none.
     """
     if not (arguments or bare) or {"--help", "-h"} & set(arguments):
         with ends_with_its_reader():

@@ -1,5 +1,5 @@
-"""Programs whose output is read by another one, which may have seen enough, like `head`, or knows
-fewer characters.
+"""Output into a pipe: the reader may close it early, like `head`, or use an encoding with fewer
+characters.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from contextlib import contextmanager
 
 from app.engine.report.lasting import print_every_character
 
-ENDED = 128 + signal.SIGPIPE  # what shells report of programs that end with their reader
+ENDED = 128 + signal.SIGPIPE  # exit code that shells report for a program ended by a closed pipe
 
 
 @contextmanager
 def ends_with_its_reader() -> Iterator[None]:
-    """Within the block, a reader of stdout that has ended ends this program quietly: SystemExit.
-    Characters that it does not know are printed as escapes, also after the block.
+    """End this program quietly (SystemExit) if the reader of stdout closes the pipe within the
+    block. Characters outside its encoding are printed as escapes, also after the block.
     """
     print_every_character()
     try:
@@ -26,6 +26,6 @@ def ends_with_its_reader() -> Iterator[None]:
         sys.stdout.flush()
     except BrokenPipeError:
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # where Python writes the rest to as it ends
+        os.dup2(nowhere, sys.stdout.fileno())  # Python flushes its buffer once more as it ends
         os.close(nowhere)
         sys.exit(ENDED)

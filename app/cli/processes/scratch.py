@@ -1,4 +1,4 @@
-"""Folders for temporary files that nobody has to clear away."""
+"""Temporary folders that are removed even after their program was killed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PREFIX = ".graphfold-torchrun-"
-NAMES = re.compile(re.escape(PREFIX) + r"[a-z0-9_]{8}")  # that mkdtemp makes of it
-OURS = "temporary-files-of-a-launcher"  # a file in each: what lacks it is somebody else's
+NAMES = re.compile(re.escape(PREFIX) + r"[a-z0-9_]{8}")  # names that mkdtemp makes of the prefix
+OURS = "temporary-files-of-a-launcher"  # marker file: folders without it are not ours to remove
 
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A new folder among the system's temporary ones, gone after the block.
+    """Make a folder in the system's temporary folder, removed after the block.
 
-    What a program that was killed has left there goes too, with the next one's first.
+    Also removes the folders of earlier programs that were killed.
     """
     _remove_left()
     while (made := _made()) is None:
@@ -34,7 +34,9 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def _made() -> tuple[Path, int] | None:
-    """A folder and the handle that holds it; None where another start has removed it meanwhile."""
+    """Make a folder and lock it; return it with the open handle that holds the lock. None if
+    another program removed it before it was locked.
+    """
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     with suppress(FileNotFoundError):
         held = os.open(folder, os.O_RDONLY)
@@ -47,9 +49,9 @@ def _made() -> tuple[Path, int] | None:
 
 
 def _remove_left() -> None:
-    """Remove this user's folders that no living program holds."""
+    """Remove this user's folders that no living program has locked."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError):  # another start removes it
+        with suppress(OSError):  # another program may remove it at the same time
             ours = NAMES.fullmatch(folder.name) and (folder / OURS).is_file()
             if ours and not folder.is_symlink() and folder.stat().st_uid == os.getuid():
                 _remove_unless_held(folder)

@@ -1,8 +1,8 @@
-"""Programs of a SLURM step end with slurmstepd, the daemon that has started them on this host.
+"""End the programs of a SLURM step with slurmstepd, the daemon that started them on this host.
 
-SLURM lets the processes of a daemon that was killed go on, and no longer knows of them. Whoever
-else keeps a step it looks after itself: srun has a second process that ends the step when the
-first is killed, and the end of a batch script ends its job.
+If slurmstepd is killed, its processes continue and SLURM no longer knows them. SLURM handles the
+other cases itself: when srun is killed, its second process ends the step, and the end of a batch
+script ends its job.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 DAEMON = "slurmstepd"
-POLL_S = 0.5  # seconds between looks at it
+POLL_S = 0.5  # seconds between checks that the daemon lives
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of this host that has not ended."""
+    """A running process of this host."""
 
     pid: int
-    began: int  # clock ticks since the host was started: ids are used again
+    began: int  # start time, clock ticks since boot: tells a reused pid from the original process
     name: str = field(compare=False)
     parent: int = field(compare=False)
 
 
 def end_with_daemon() -> None:
-    """Have this process killed when the daemon that has started it, or a process above it, ends.
+    """Have this process killed when slurmstepd, its parent or a further ancestor, ends.
 
-    A parent-death signal would not do: a shell may be between the two.
+    A parent-death signal is not enough, since a shell may be between the two.
     """
     try:
         daemon = _process(os.getppid())
         while daemon is not None and daemon.name != DAEMON:
             daemon = _process(daemon.parent)
-    except OSError:  # processes of others may be hidden
+    except OSError:  # /proc may hide processes of other users
         return
     if daemon is not None:
         threading.Thread(target=_end_after, args=(daemon,), daemon=True, name=DAEMON).start()
@@ -50,7 +50,9 @@ def _end_after(process: Process) -> None:
 
 
 def _lives(process: Process) -> bool:
-    """Whether it still runs, as far as can be told: this process may have no file handle left."""
+    """Return whether the process still runs; True if /proc cannot be read, for example because this
+    process has no file handle left.
+    """
     try:
         return _process(process.pid) == process
     except OSError:

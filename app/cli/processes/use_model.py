@@ -1,4 +1,4 @@
-"""What the programs that use a trained model do alike: join the ranks, load it, end together."""
+"""Shared by the programs that use a trained model: join the ranks, load the model, end together."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from app.errors import say
 
 @contextmanager
 def loaded_model(source: WeightSource, run: Run, launch: Launch) -> Iterator[TrainedModel]:
-    """A model over all ranks, which rank 0 tells of; they leave the block together. Raises
-    ConfigError.
+    """Load a model over all ranks; rank 0 describes it on stderr. The ranks leave the block
+    together. Raises ConfigError.
     """
     attempt = Attempt(launch.requeues, launch.master, store_stays=launch.agent_store)
     store = attempt.meeting_store(launch.rank, run.world_size)

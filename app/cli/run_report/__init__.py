@@ -1,1 +1,1 @@
-"""A report of runs: the facts of each, and one page."""
+"""Report of runs: results of each run, table and HTML page."""

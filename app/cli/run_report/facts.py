@@ -1,4 +1,4 @@
-"""What the files of a run tell about it, whoever started it."""
+"""Results of a run, read from the files of its run folder."""
 
 from __future__ import annotations
 
@@ -19,53 +19,53 @@ from app.engine.checkpoint.folder import newest_checkpoint
 from app.engine.run.run_folder import CONFIG, PLAN, read_metrics
 from app.plan.plan import GIB
 
-# where a run writes and how it was started, not what it does
+# keys that say where a run writes and how it was started, not what it computes
 PLACE = ("run_dir", "resume", "log.", "parallel.world_size")
-FP8_KINDS = ("inputs", "weights", "grads")  # of matrices, each with a metric of its own
+FP8_KINDS = ("inputs", "weights", "grads")  # kinds of FP8 matrices, each with its own metric
 
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """One run; None where nothing was measured."""
+    """Results of one run; None for what was not measured."""
 
     finished: bool  # trained to its last step, validated and saved
     step: int  # optimizer steps taken
-    steps: int | None  # that were asked for
-    reruns: int  # steps taken again, as experts had no memory for all their rows
+    steps: int | None  # steps asked for (train.steps)
+    reruns: int  # steps rerun because experts lacked memory for their dispatched tokens
     tokens: int | None  # trained on
     tokens_per_s: float | None  # all ranks; median over the second half of the steps
-    # the same as plan.json has it, where that was made of measured speeds
+    # tokens_per_s as planned in plan.json; None unless planned from measured speeds
     tokens_per_s_planned: float | None
-    tflops_per_gpu: float | None  # model TFLOP/s per rank; likewise
-    memory_peak_gib: float | None  # of the rank that needed most
-    memory_planned_gib: float | None  # the same as plan.json has it, tensors on a GPU only
-    on_gpu: bool  # whether the peak is of tensors on a GPU; otherwise of the process's memory
-    fp8_recipe: str | None  # of products in FP8
-    # share of the matrices in FP8 with entries beyond the largest number of their type: the
-    # largest of inputs, weights or gradients at a log line, as of the shares below
+    tflops_per_gpu: float | None  # model TFLOP/s per rank; median over the second half of the steps
+    memory_peak_gib: float | None  # peak of the rank that needed most
+    memory_planned_gib: float | None  # that peak as planned in plan.json, for tensors on a GPU only
+    on_gpu: bool  # True: the peak counts tensors on a GPU; False: all memory of the process
+    fp8_recipe: str | None  # recipe of FP8 GEMMs
+    # The shares below are the largest over inputs, weights, gradients and all log lines.
+    # share of FP8 matrices with entries beyond the largest number of their type
     fp8_overflow: float | None
-    fp8_overflow_worst: float | None  # the largest of all entries over that number
-    fp8_underflow: float | None  # share of entries that became zero
+    fp8_overflow_worst: float | None  # largest ratio of an entry to that number
+    fp8_underflow: float | None  # share of entries rounded to zero
     fp8_clipped: float | None  # share of entries beyond the largest number of their type
-    loss: float | None  # of the last step, nats per token
-    val_loss: float | None  # of the last validation, nats per token
+    loss: float | None  # loss of the last step, nats per token
+    val_loss: float | None  # loss of the last validation, nats per token
     curve: tuple[tuple[int, float], ...]  # (step, loss) of every step
     validations: tuple[tuple[int, float], ...]  # (step, val_loss)
 
     @property
     def best_loss(self) -> float | None:
-        """The lowest of all validations, nats per token; None without one, NaN if all are."""
+        """Return the lowest validation loss, nats per token; None without one, NaN if all are."""
         losses = [loss for _, loss in self.validations]
         return min((loss for loss in losses if not isnan(loss)), default=(*losses, None)[0])
 
     @property
     def final_loss(self) -> float | None:
-        """The last validation's, or else the last step's, nats per token."""
+        """Return the loss of the last validation, or else of the last step, nats per token."""
         return self.loss if self.val_loss is None else self.val_loss
 
 
 def run_facts(run_dir: Path) -> RunFacts:
-    """Read a run folder, which may be empty or still grow."""
+    """Read a run folder, which may be empty or of a run that still writes."""
     rows = read_metrics(run_dir)
     asked = settings(run_dir)
     trained = [row for row in rows if "loss" in row]
@@ -96,12 +96,12 @@ def run_facts(run_dir: Path) -> RunFacts:
 
 
 def clock(seconds: float) -> str:
-    """Wall time as hours, minutes and seconds: 0:01:05."""
+    """Format wall time as hours, minutes and seconds: 0:01:05."""
     return str(timedelta(seconds=round(seconds)))
 
 
 def settings(run_dir: Path) -> dict[str, Any]:
-    """Dotted key -> value of a run's configuration; empty where none has been written."""
+    """Return dotted key -> value of a run's configuration; empty if none has been written."""
     path = run_dir / CONFIG
     if not path.is_file():
         return {}
@@ -111,7 +111,7 @@ def settings(run_dir: Path) -> dict[str, Any]:
 
 
 def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested dictionaries as (dotted key, value), without what only says where a run writes."""
+    """Yield nested dictionaries as (dotted key, value), without keys of where a run writes."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict):
@@ -151,7 +151,7 @@ def _planned(run_dir: Path, read: Callable[[Any], float | None]) -> float | None
     try:
         return read(json.loads((run_dir / PLAN).read_text(encoding="utf-8")))
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return None  # a run that wrote no plan, or none of this form
+        return None  # no plan.json, or one of another version
 
 
 def _largest_share(trained: list[dict[str, Any]], what: str) -> float | None:
@@ -163,6 +163,6 @@ def _largest(trained: list[dict[str, Any]], keys: Sequence[str]) -> float | None
 
 
 def _steady(trained: list[dict[str, Any]], key: str) -> float | None:
-    # The first steps also warm caches up.
+    # the first half includes warm-up
     values = [row[key] for row in trained[len(trained) // 2 :] if key in row]
     return median(values) if values else None

@@ -1,6 +1,6 @@
-"""A report as one HTML file: a table, loss curves, throughput and memory.
+"""Report as one HTML file: table, loss curves, throughput and memory.
 
-Pictures are inside, so it opens without a network.
+Pictures are embedded, so the page needs no network.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from app.cli.run_report.table import OPTIONAL, Report, Row, heads_and_cells
 from app.cli.sweeps.record import JobState
 from app.plan.formatting import drawable, figures, literal_text
 
-POINTS = 500  # of a curve that are drawn at most
-FEW = 10  # runs that have colours of their own; more take theirs from a scale, best first
-BAR_IN, TOP_IN, WIDTH_IN = 0.28, 0.9, 10.0  # inches of a bar, of a picture's margins, of its width
-LABEL = 60  # characters of a run's label in a picture
-SAME = 0.004  # of the height of a plot: curves that are nowhere farther apart cannot be told apart
-DASH = 7.0  # points of one colour, where curves take turns
-SMALL, LINE_IN = 8, 0.19  # size of labels, points; inches of one line of them
+POINTS = 500  # most points drawn of a curve
+FEW = 10  # up to so many runs have distinct colours; more are coloured by a scale, best first
+BAR_IN, TOP_IN, WIDTH_IN = 0.28, 0.9, 10.0  # inches: a bar, a picture's margins, its width
+LABEL = 60  # most characters of a run's label in a picture
+SAME = 0.004  # share of a plot's height: curves that are nowhere farther apart look the same
+DASH = 7.0  # length of a dash where curves that look the same alternate colours, points
+SMALL, LINE_IN = 8, 0.19  # size of labels, points; height of one line of labels, inches
 SKIPPED_COLOUR = "transparent"
 Curve = Sequence[tuple[int, float]]  # (step, loss)
 STYLE = """
@@ -52,7 +52,7 @@ img { width: 100%; height: auto; }  .wide { overflow-x: auto; }
 
 @literal_text()
 def page(report: Report) -> str:
-    """The whole file."""
+    """Return the HTML file."""
     rows = report.rows
     colours = _colours(report.rows)
     body = [f"<h1>{escape(report.title)}</h1>", _quiet(_summary(rows))]
@@ -81,15 +81,15 @@ def page(report: Report) -> str:
 
 
 LEGEND = (
-    "Best loss first. Loss in nats per token: the last validation's; * of the last step. "
+    "Best loss first. Loss in nats per token: of the last validation; with *, of the last step. "
     "Tokens/s of all ranks and model TFLOP/s "
     "per rank: median over the second half of the steps. Peak: memory of the rank that needed most."
 )
 LOSSES = (
-    "The first tenth of the steps may lie above the plot. Several runs have the same curve where "
-    "colours take turns along a line."
+    "The first tenth of the steps may lie above the plot. A line of alternating colours stands for "
+    "several runs with the same curve."
 )
-PLANNED = "Of the rank that needed most; planned is what its plan.json has for tensors."
+PLANNED = "Peak of the rank that needed most; planned: tensors according to plan.json."
 
 
 def _quiet(text: str) -> str:
@@ -103,7 +103,7 @@ def _summary(rows: Sequence[Row]) -> str:
 
 
 def _table(rows: Sequence[Row], colours: Sequence[str]) -> str:
-    """What the runs have come to, and what the columns mean."""
+    """Return the table of results and the explanation of its columns."""
     heads, texts = heads_and_cells(rows)
     last = len(heads) - 1
     head = "".join(
@@ -129,7 +129,7 @@ def _class(name: str) -> str:
 
 
 def _colours(rows: Sequence[Row]) -> list[str]:
-    """One per row; runs without a curve have none."""
+    """Return a colour per row; empty for runs without a curve."""
     drawn = [row for row in rows if row.facts.curve]
     few = matplotlib.colormaps["tab10"]
     scale = matplotlib.colormaps["viridis"]
@@ -142,21 +142,23 @@ def _colours(rows: Sequence[Row]) -> list[str]:
 
 
 def _losses(drawn: Sequence[tuple[Row, str]]) -> Figure:
-    """Lines: training; marks: validation. Along the line of several runs they take turns."""
+    """Plot losses: lines for training, marks for validation. Runs with the same curve share a line
+    of alternating colours.
+    """
     curves = [row.facts.curve for row, _ in drawn]
     low, high = shown([*curves, *(row.facts.validations for row, _ in drawn)])
     groups = alike(curves, least=SAME * (high - low))
     named = list(_entries(groups, drawn))
-    lines = len(named) // 2 + 1  # of the legend
+    lines = len(named) // 2 + 1  # lines of the legend
     figure = Figure(figsize=(WIDTH_IN, 4.5 + LINE_IN * lines), layout="constrained")
     axes = figure.subplots()
-    for group in reversed(groups):  # the best on top
+    for group in reversed(groups):  # the best is drawn last, on top
         for turn, number in reversed([*enumerate(group)]):
             row, colour = drawn[number]
             dashes = (turn * DASH, (DASH, DASH * (len(group) - 1))) if len(group) > 1 else "-"
             steps, losses = _columns(thinned(row.facts.curve))
             axes.plot(steps, losses, color=colour, linewidth=1.3, linestyle=dashes)
-            size = 3 + 2 * turn  # rings
+            size = 3 + 2 * turn  # marks of the same curve become concentric rings
             axes.plot(*_columns(row.facts.validations), "o", color=colour, markersize=size)
     margin = (high - low) / 20 or 1.0
     axes.set(xlabel="step", ylabel="loss, nats per token", ylim=(low - margin, high + margin))
@@ -171,9 +173,9 @@ def _losses(drawn: Sequence[tuple[Row, str]]) -> Figure:
 
 
 def shown(curves: Sequence[Curve]) -> tuple[float, float]:
-    """The least and greatest loss of a plot that tells the ends of curves apart.
+    """Return the lowest and highest loss to plot, so that the ends of the curves can be told apart.
 
-    The first tenth of each, where all fall alike, may lie above it.
+    The first tenth of each curve, where all fall steeply, may lie above the plot.
     """
     late = [loss for curve in curves for step, loss in curve if step > curve[-1][0] / 10]
     losses = [loss for loss in late if isfinite(loss)]
@@ -181,9 +183,9 @@ def shown(curves: Sequence[Curve]) -> tuple[float, float]:
 
 
 def alike(curves: Sequence[Curve], least: float) -> list[list[int]]:
-    """Numbers of curves, those together that are nowhere farther apart than `least`.
+    """Group the indices of curves that are nowhere farther apart than `least`.
 
-    Groups begin with their first member, in order.
+    Groups are ordered by their first member.
     """
     groups: list[list[int]] = []
     firsts: list[dict[int, float]] = []
@@ -204,7 +206,7 @@ def _lies_over(curve: Curve, first: Mapping[int, float], least: float) -> bool:
     for step, loss in curve:
         if step in first:
             common += 1
-            if not abs(loss - first[step]) <= least:  # nor where one is not finite
+            if not abs(loss - first[step]) <= least:  # written so that NaN counts as different
                 return False
     return common > 1
 
@@ -212,9 +214,9 @@ def _lies_over(curve: Curve, first: Mapping[int, float], least: float) -> bool:
 def _entries(
     groups: Sequence[Sequence[int]], drawn: Sequence[tuple[Row, str]]
 ) -> Iterator[tuple[str, str]]:
-    """Colour and text of the lines of the legend.
+    """Yield colour and text of the legend's entries.
 
-    Of many runs these are the best, the worst, and those that lie over each other.
+    With many runs these are the best, the worst, and those with the same curve as another.
     """
     few = len(drawn) <= FEW
     ends = (0, len(drawn) - 1)
@@ -227,7 +229,7 @@ def _entries(
 
 
 def _throughput(drawn: Sequence[tuple[Row, str]]) -> Figure:
-    """A bar per run; where one was planned by measured speeds, an empty one below."""
+    """Plot a bar per run, with an outlined one for the plan if it was made from measured speeds."""
     if any(row.facts.tokens_per_s_planned is not None for row, _ in drawn):
         pairs = [(row.facts.tokens_per_s, row.facts.tokens_per_s_planned) for row, _ in drawn]
         return _beside_planned(drawn, "tokens/s", pairs)
@@ -240,7 +242,7 @@ def _throughput(drawn: Sequence[tuple[Row, str]]) -> Figure:
 
 def _memory(drawn: Sequence[tuple[Row, str]]) -> Figure:
     on_cpu = not all(row.facts.on_gpu for row, _ in drawn)
-    beside = "; on the CPU all memory of the process, of which tensors alone are planned"
+    beside = "; on the CPU: all memory of the process, but the plan counts tensors only"
     pairs = [(row.facts.memory_peak_gib, row.facts.memory_planned_gib) for row, _ in drawn]
     return _beside_planned(drawn, f"GiB at the peak{beside * on_cpu}", pairs)
 
@@ -250,7 +252,7 @@ def _beside_planned(
     unit: str,
     pairs: Sequence[tuple[float | None, float | None]],
 ) -> Figure:
-    """Two bars per run: filled, what was measured; empty, what was planned."""
+    """Plot two bars per run: filled for measured, outlined for planned values."""
     figure, axes = _bars(drawn, unit, height=1.6)
     for number, ((_, colour), (measured, planned)) in enumerate(zip(drawn, pairs, strict=True)):
         for place, value, face in ((-0.2, measured, colour), (0.2, planned, "none")):
@@ -264,7 +266,7 @@ def _beside_planned(
 
 
 def _bars(drawn: Sequence[tuple[Row, str]], unit: str, height: float = 1.0) -> tuple[Figure, Any]:
-    """An empty picture of bars, with a place per run, `height` times as high as a plain bar's."""
+    """Return an empty bar chart with a labelled row per run, `height` times as high as usual."""
     inches = TOP_IN + BAR_IN * height * len(drawn)
     figure = Figure(figsize=(WIDTH_IN, inches), layout="constrained")
     axes = figure.subplots()
@@ -277,7 +279,7 @@ def _bars(drawn: Sequence[tuple[Row, str]], unit: str, height: float = 1.0) -> t
 
 
 def thinned(points: Curve) -> Curve:
-    """At most about POINTS of them, evenly, the last included."""
+    """Return about POINTS evenly spaced points at most, including the last."""
     stride = -(-len(points) // POINTS)
     return points if stride <= 1 else [*points[:-1:stride], points[-1]]
 
@@ -299,7 +301,7 @@ def _plain(axes: Any) -> None:
 
 
 def _picture(figure: Figure, what: str) -> str:
-    """An SVG inside an <img>: its names cannot meet those of another."""
+    """Embed an SVG as <img>, in which its ids cannot clash with those of other pictures."""
     file = BytesIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "graphfold"}):
         figure.savefig(file, format="svg", metadata={"Date": None})

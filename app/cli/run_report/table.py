@@ -1,4 +1,4 @@
-"""The rows of a report: what every run of a folder has come to."""
+"""Rows of a report: the result of every run of a folder."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from app.plan.formatting import count_of, figures
 
 COLUMNS = ("run", "tokens/s", "TFLOP/s", "peak GiB", "loss", "fp8", "overflow", "underflow",
            "state")  # fmt: skip
-# columns that are left out where no run has anything in them, and what a legend says of them
+# columns left out if empty for all runs -> their explanation in the legend
 OPTIONAL = {
-    "fp8": "fp8: recipe of products in FP8.",
-    "overflow": "Overflow: matrices in FP8 with clipped entries, the largest share of "
-    "inputs, weights or gradients at a log line.",
-    "underflow": "Underflow: entries that FP8 have made zero, the largest share of "
-    "inputs, weights or gradients at a log line.",
+    "fp8": "fp8: recipe of FP8 GEMMs.",
+    "overflow": "Overflow: share of FP8 matrices with clipped entries, the largest over inputs, "
+    "weights, gradients and log lines.",
+    "underflow": "Underflow: share of entries rounded to zero in FP8, the largest over inputs, "
+    "weights, gradients and log lines.",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One run, or one that never was."""
+    """One run, or a job that never ran."""
 
-    name: str  # of its folder
-    label: str  # the overrides that set it apart
+    name: str  # name of its folder
+    label: str  # the overrides that distinguish it
     state: JobState
     reason: str | None  # why it was skipped or failed
     seconds: float | None  # wall time of its last start
@@ -40,7 +40,7 @@ class Row:
 
     @property
     def order(self) -> tuple[bool, float, str]:
-        """Finished runs by loss, then the others by name."""
+        """Return the sort key: finished runs by loss, then the others by name."""
         loss = self.facts.final_loss
         if self.state is not JobState.done or loss is None or isnan(loss):
             return True, 0.0, self.name
@@ -49,17 +49,17 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A folder of runs."""
+    """Results of a folder of runs."""
 
     folder: Path
     title: str
-    command: str | None  # that began the sweep
-    began: str | None  # when, ISO 8601
+    command: str | None  # command that began the sweep
+    began: str | None  # when it began, ISO 8601
     rows: tuple[Row, ...]  # best loss first
 
 
 def read_report(folder: Path) -> Report:
-    """What the folder's runs have come to. Raises ConfigError for a folder without any."""
+    """Read the results of the folder's runs. Raises ConfigError for a folder without any."""
     sweep = Sweep.load(folder) if folder.is_dir() else None
     rows = _rows_of_sweep(sweep) if sweep else _rows_of_runs(folder)
     if not rows:
@@ -69,7 +69,7 @@ def read_report(folder: Path) -> Report:
             for path in (parent, *parent.glob("*"))
             if path.is_dir()
         ]
-        rule = "holds no run" if folder.exists() else "does not exist"
+        rule = "contains no run" if folder.exists() else "does not exist"
         raise ConfigError("folder", folder, rule, guess=nearest(str(folder), known))
     command, began = (sweep.command, sweep.began) if sweep else (None, None)
     return Report(
@@ -85,7 +85,7 @@ def _rows_of_sweep(sweep: Sweep) -> list[Row]:
     rows = []
     for job in sweep.jobs:
         facts = run_facts(sweep.folder / job.folder)
-        # Jobs that another launcher submitted may end after the sweep's own process has.
+        # the sweep's own process may end before its SLURM jobs, and then records no result of them
         ended = facts.finished and job.exit_code is None
         state, reason = (JobState.done, None) if ended else (job.state, job.reason)
         rows.append(
@@ -127,7 +127,7 @@ def _rows_of_runs(folder: Path) -> list[Row]:
 
 
 def _typed(value: Any) -> str:
-    """A value as one would type it."""
+    """Format a value as it would be typed."""
     match value:
         case None:
             return "null"
@@ -140,8 +140,8 @@ def _typed(value: Any) -> str:
 
 
 def heads_and_cells(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Names of the columns, those of OPTIONAL only where some run has anything there, and the rows
-    of the table under them.
+    """Return the columns' names and the table's rows, without columns of OPTIONAL that are empty
+    for all runs.
     """
     lines = [cells(row) for row in rows]
     columns = zip(COLUMNS, zip(*lines, strict=True), strict=True)
@@ -150,7 +150,7 @@ def heads_and_cells(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[st
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """A row of the table, under COLUMNS."""
+    """Return a row of the table, one cell per entry of COLUMNS."""
     facts = row.facts
     star = "*" if facts.val_loss is None else ""
     loss = "" if facts.final_loss is None else f"{facts.final_loss:.4f}{star}"
@@ -173,10 +173,10 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def standing(row: Row) -> str:
-    """The state of a run, how far it came if not to its end, why, and steps taken again."""
+    """Return a run's state, the step reached if it is not done, the reason, and steps rerun."""
     part = ""
     if row.state is not JobState.done and row.facts.steps:
         part = f" at step {row.facts.step}/{row.facts.steps}"
     again = row.facts.reruns
-    part += f", {count_of(again, 'step')} taken again" if again else ""
+    part += f", {count_of(again, 'step')} rerun" if again else ""
     return f"{row.state.value}{part}" + (f": {row.reason}" if row.reason else "")

@@ -1,1 +1,1 @@
-"""Sweeps: their combinations, jobs and record."""
+"""Sweeps: combinations, jobs and the record sweep.json."""

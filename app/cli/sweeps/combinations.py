@@ -1,5 +1,5 @@
-"""What a sweep is going to do: its combinations, each composed, checked and planned, before
-anything is written or started.
+"""Combinations of a sweep: each is composed, checked and planned before anything is written or
+started.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ import torch
 gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
 print(*(gpu.total_memory for gpu in gpus))
 """
-NAME_PART, NAME = 32, 120  # characters of one value and of all, in the name of a folder
+NAME_PART, NAME = 32, 120  # most characters of one override, and of all, in a folder's name
 
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """One job to be: a run, or why there is none."""
+    """One planned job: its run, or the reason why it is skipped."""
 
     overrides: tuple[str, ...]  # all of them
     swept: tuple[str, ...]  # those that differ between combinations
     model: str  # name of the model
-    run: Run | None  # None: impossible or too big
-    reason: str | None  # why
+    run: Run | None  # None if impossible or too big
+    reason: str | None  # why `run` is None
 
 
 def combinations(
@@ -52,10 +52,10 @@ def combinations(
     compose: Callable[[list[str]], DictConfig],
     gpus: Sequence[int] | None,
 ) -> list[Combination]:
-    """Every combination of the values given, the last key varying fastest.
+    """Return every combination of the values given, the last key varying fastest.
 
-    `gpus` are bytes of memory of this host's GPUs; None: the jobs run elsewhere. A mistake in the
-    overrides themselves, like an unknown key, raises what composing raises, or ConfigError.
+    `gpus` are the bytes of memory of each GPU of this host; None if the jobs run elsewhere. A
+    mistake in the overrides themselves, like an unknown key, raises ConfigError or Hydra's error.
     """
     choices = {override.get_key_element(): _values(override) for override in overrides}
     places = [place for place, values in enumerate(choices.values()) if len(values) > 1]
@@ -90,7 +90,7 @@ def _values(override: Override) -> list[str]:
         raise ConfigError(
             key,
             str(override.input_line).partition("=")[2],
-            "a sweep goes over listed values",
+            "a grid sweep takes lists of values only",
             advice=f"list them like {key}=1,2,3",
         )
     return [f"{key}={value}" for value in override.sweep_string_iterator()]
@@ -141,10 +141,10 @@ def _asked(
 
 
 def check_host(run: Run, gpus: Sequence[int] | None) -> None:
-    """Raise ConfigError when this host lacks a package, room for the ranks, or memory for one.
+    """Raise ConfigError if this host lacks a package, GPUs or cores for the ranks, or memory.
 
-    `hardware.gpu_memory_gib` counts before what the GPUs have; a run on the CPU without it is not
-    held to any memory.
+    `hardware.gpu_memory_gib` takes precedence over the memory of the GPUs. Without it, memory is
+    not checked for a run on the CPU.
     """
     usable = () if gpus is None or run.train.device is Device.cpu else gpus
     if gpus is not None:
@@ -165,8 +165,8 @@ def check_host(run: Run, gpus: Sequence[int] | None) -> None:
 
 
 def host_gpus() -> tuple[int, ...]:
-    """Bytes of memory of each GPU that torch sees here; another process asks, since torch is not
-    for the parent of a sweep.
+    """Return the bytes of memory of each GPU of this host. Asks torch in another process, so that
+    the sweep's own process does not load it.
     """
     if not any(Path(device).exists() for device in GPU_DEVICES):
         return ()
@@ -177,7 +177,7 @@ def host_gpus() -> tuple[int, ...]:
 
 
 def folder_names(found: Sequence[Combination]) -> Iterator[str]:
-    """A readable name per job: its number, then what sets it apart."""
+    """Yield a readable folder name per job: its number, then the overrides that differ."""
     width = len(str(len(found) - 1))
     for number, combination in enumerate(found):
         yield "_".join((f"{number:0{width}}", *map(_name_part, combination.swept)))[:NAME].rstrip(

@@ -1,8 +1,8 @@
-"""The launcher of sweeps on this host: one fresh process per job, one line of progress each.
+"""Launcher of sweeps on this host: one job after another, each in fresh processes, with one line of
+progress.
 
-A job is what `python train.py …` would be: one process, or a torchrun with the ranks that its
-layout asks for, on a free port. What it prints goes to job.log in its run folder; how it stands, to
-the sweep's sweep.json.
+A job runs as `python train.py …` would: one process, or torchrun with the ranks of its layout on a
+free port. Its output goes to job.log in its run folder, its state to the sweep's sweep.json.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from app.errors import CLEAR, ConfigError
 from app.plan.formatting import amount
 from app.shell import quoted
 
-POLL_S = 0.5  # seconds between looks at a job's metrics.jsonl
-TAIL = 1 << 14  # bytes of a file that are read from its end
-REASON = 300  # characters of a reason that are kept
-STOPPED = (75, 130, -signal.SIGTERM, -signal.SIGINT)  # exit codes of a job that was told to end
-# Lines that say what went wrong: ours, SLURM's, or the end of a stack trace. What torchrun adds
-# about a failed rank says nothing new, unless a signal has ended it.
+POLL_S = 0.5  # seconds between reads of a job's metrics.jsonl
+TAIL = 1 << 14  # bytes read from the end of a file
+REASON = 300  # longest reason kept, characters
+STOPPED = (75, 130, -signal.SIGTERM, -signal.SIGINT)  # exit codes of a job stopped by a signal
+# Lines of a log that name the error: ours, SLURM's, or the end of a stack trace. torchrun's line
+# about a failed rank only counts if a signal ended the rank; otherwise the rank printed the error.
 SAID = (
     r"train\.py: |slurmstepd: error: |torchrun: (?!.*ended with exit code)"
     r"|(?!.*ChildFailedError)[\w.]+(?:Error|Exception)\b"
@@ -52,10 +52,10 @@ TOLD = re.compile(rf"^(?:\[rank\d+\]: ?)?((?:{SAID}).*)$", re.MULTILINE)
 def run_jobs(
     script: str, folder: Path, job_overrides: Sequence[Sequence[str]], typed: Typed
 ) -> list[JobReturn]:
-    """Run the jobs that the sweep in `folder` knows by these overrides, one after the other.
+    """Run the jobs of the sweep in `folder` that have these overrides, one after another.
 
-    `typed` are the flags that all of them take. A job returns its best validation loss, nats per
-    token; one that fails is recorded, and the next begins. Raises KeyboardInterrupt when one was
+    `typed` holds the flags passed to every job. A job returns its best validation loss in nats per
+    token; if one fails, it is recorded and the next begins. Raises KeyboardInterrupt if one was
     interrupted.
     """
     command = [sys.executable, script, *typed.words]
@@ -71,9 +71,11 @@ def run_trials(
     fixed: Sequence[str],
     log: DictConfig,
 ) -> list[JobReturn]:
-    """As `run_jobs`, for jobs that another sweeper has chosen: they are put on record first.
+    """Record jobs that another sweeper has chosen, such as Optuna's trials, and run them like
+    `run_jobs`.
 
-    `fixed` are keys that all of them have the same value of, and `log` is where they report to.
+    `fixed` are keys with the same value in all jobs, left out of their labels. `log` is the config
+    section that says where they report to.
     """
     interrupt_again()
     with locked(folder):
@@ -90,7 +92,7 @@ def run_trials(
 
 
 def _job(folder: Path, number: int, overrides: Sequence[str], fixed: Sequence[str]) -> Job:
-    name = f"{number:03}"  # tells jobs apart: a sweeper may choose the same values twice
+    name = f"{number:03}"  # a number, because a sweeper may choose the same values twice
     swept = tuple(override for override in overrides if key_of(override) not in fixed)
     return Job(number, name, (*overrides, f"run_dir={quoted(folder / name)}"), swept=swept)
 
@@ -116,9 +118,9 @@ def _run(command: Sequence[str], folder: Path, overrides: list[str]) -> JobRetur
 
 
 def _note(folder: Path, overrides: Sequence[str], **changes: Any) -> tuple[Job, str]:
-    """Record a change of the job's state; returns the job and its title."""
+    """Record a change of the job's state; return the job and its title."""
     sweep = Sweep.load(folder)
-    assert sweep is not None, "jobs are put on record before they run"
+    assert sweep is not None, "jobs are recorded before they run"
     sweep = sweep.changed(sweep.job_of(overrides).number, **changes)
     sweep.save()
     job = sweep.job_of(overrides)
@@ -126,10 +128,10 @@ def _note(folder: Path, overrides: Sequence[str], **changes: Any) -> tuple[Job, 
 
 
 def run_process(command: Sequence[str], run_dir: Path, line: ProgressLine) -> tuple[int, bool]:
-    """Run a job to its end; returns its exit code, and whether this process was interrupted.
+    """Run a job to its end; return its exit code, and whether this process was interrupted.
 
-    Interrupted, it tells the job to end and waits; interrupted once more, it kills it. The job has
-    a session of its own, so that Ctrl-C reaches only us, and inherits the sweep's lock.
+    The first interrupt tells the job to end and waits for it, a second one kills it. The job has a
+    session of its own, so that Ctrl-C reaches only this process; it inherits the sweep's lock.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / JOB_LOG).open("wb") as log:
@@ -155,7 +157,7 @@ def run_process(command: Sequence[str], run_dir: Path, line: ProgressLine) -> tu
 
 
 def outcome(code: int, told_to_end: bool, run_dir: Path) -> tuple[JobState, str | None]:
-    """How a job ended, and if it failed why: the last line printed about it, or its exit code."""
+    """Return a job's final state and, if it failed, the reason: last error line or exit code."""
     if code == 0:
         return JobState.done, None
     if told_to_end or code in STOPPED:
@@ -165,13 +167,13 @@ def outcome(code: int, told_to_end: bool, run_dir: Path) -> tuple[JobState, str 
 
 
 def last_told(log: Path) -> str | None:
-    """The last line of a log that says what went wrong, None without one."""
+    """Return the last line of a log that names an error; None without one."""
     told = TOLD.findall(_tail(log))
     return told[-1].removeprefix("train.py: ")[:REASON].rstrip() if told else None
 
 
 def closing(job: Job, run_dir: Path) -> str:
-    """The end of a job in a few words."""
+    """Return a job's result in a few words: state, duration, loss or reason."""
     took = clock(job.seconds or 0)
     if job.state is JobState.done:
         loss = run_facts(run_dir).final_loss
@@ -180,8 +182,8 @@ def closing(job: Job, run_dir: Path) -> str:
 
 
 class ProgressLine:
-    """A job's line: drawn anew on a terminal while the job runs; elsewhere printed when it
-    begins and when it ends.
+    """Progress line of a job: redrawn on a terminal while the job runs; elsewhere printed when the
+    job begins and ends.
     """
 
     def __init__(self, title: str, run_dir: Path, stream: TextIO | None = None) -> None:
@@ -191,7 +193,7 @@ class ProgressLine:
         self.live = self.stream.isatty()
 
     def follow(self, process: subprocess.Popen[bytes]) -> int:
-        """Wait for the job and show how far it has come; returns its exit code."""
+        """Wait for the job and show its progress; return its exit code."""
         if not self.live:
             self.draw("started")
             return process.wait()
@@ -209,13 +211,13 @@ class ProgressLine:
         print(line, end="" if self.live else "\n", file=self.stream, flush=True)
 
     def end(self, text: str) -> None:
-        """Let the line stand with its last text, whole."""
+        """Print the line a last time, untruncated, and leave it."""
         start = CLEAR if self.live else ""
         print(f"{start}{self.title}  {text}", file=self.stream, flush=True)
 
 
 def progress(run_dir: Path) -> str:
-    """How far a running job has come, from the end of its metrics.jsonl."""
+    """Return a running job's progress, read from the end of its metrics.jsonl."""
     rows = list(_last_steps(run_dir))
     steps = settings(run_dir).get("train.steps")
     if not rows or not steps:
@@ -232,7 +234,7 @@ def progress(run_dir: Path) -> str:
 
 def _last_steps(run_dir: Path) -> Iterator[dict[str, Any]]:
     for line in _tail(run_dir / METRICS).splitlines():
-        with suppress(BadLineError):  # the first line is cut, and the last may be
+        with suppress(BadLineError):  # the first line read is cut, and the last may be
             row = row_of(line)
             if "loss" in row and "step_ms" in row:
                 yield row

@@ -1,7 +1,9 @@
-"""What is on record about a sweep, so that the same command goes on and a report can be made later.
+"""Record of a sweep, from which the same command resumes and a report is made.
 
-sweeps/<name>/  sweep.json  report.{txt,csv,html}  0_…/ 1_…/ …: the run folder of each job, and in
-it job.log, what it printed
+sweeps/<name>/
+    sweep.json              this record
+    report.{txt,csv,html}   the report
+    0_…/ 1_…/ …             the run folder of each job, with its output in job.log
 """
 
 from __future__ import annotations
@@ -28,15 +30,15 @@ JOB_LOG = "job.log"
 
 
 class JobState(Enum):
-    """How a job stands."""
+    """State of a job."""
 
     waiting = "waiting"
     running = "running"
     done = "done"
     failed = "failed"
-    skipped = "skipped"  # impossible or too big, or too many ranks for this host
+    skipped = "skipped"  # impossible, too big, or too many ranks for this host
     interrupted = "interrupted"
-    # of a run that no sweep has on record: it runs, or has ended before its last step
+    # a run without a record in sweep.json that is running, or ended before its last step
     unfinished = "unfinished"
 
 
@@ -49,19 +51,19 @@ class Job:
     overrides: tuple[str, ...]  # all of them
     swept: tuple[str, ...]  # those that differ between jobs
     state: JobState = JobState.waiting
-    reason: str | None = None  # why it was skipped, or failed
-    # of its process; negative: the number of the signal that ended it; None: not known
+    reason: str | None = None  # why it was skipped or failed
+    # exit code of its process; negative for the signal that ended it; None if not known
     exit_code: int | None = None
     seconds: float | None = None  # wall time of its last start
 
     @property
     def label(self) -> str:
-        """What sets it apart, as text."""
+        """Return the overrides that distinguish it from other jobs, as text."""
         return " ".join(self.swept or self.overrides) or "defaults"
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Job:
-        """Back from what `Sweep.save` wrote."""
+        """Read a job as `Sweep.save` writes it."""
         lists = {name: with_present_names(values[name]) for name in ("overrides", "swept")}
         return cls(**values | lists | {"state": JobState(values["state"])})
 
@@ -70,28 +72,28 @@ class Job:
 class Sweep:
     """A sweep and all its jobs."""
 
-    folder: Path  # of the sweep
-    command: str  # that began it
-    began: str  # local time of that, ISO 8601
+    folder: Path  # folder of the sweep
+    command: str  # command that began it
+    began: str  # local time when it began, ISO 8601
     jobs: tuple[Job, ...]
 
     @property
     def name(self) -> str:
-        """Name of the sweep, and of its group in Weights & Biases."""
+        """Return the name of the sweep, also its group in Weights & Biases."""
         return self.folder.resolve().name
 
     def job_of(self, overrides: Sequence[str]) -> Job:
-        """The job that begins with these overrides; StopIteration without one."""
+        """Return the job whose overrides these begin with. Raises StopIteration without one."""
         return next(
             job for job in self.jobs if tuple(overrides[: len(job.overrides)]) == job.overrides
         )
 
     def title(self, job: Job) -> str:
-        """The beginning of a job's line."""
+        """Return the beginning of a job's line: its number and label."""
         return f"[{job.number + 1}/{len(self.jobs)}] {job.label}"
 
     def changed(self, number: int, **changes: Any) -> Sweep:
-        """The sweep with other values in one job."""
+        """Return the sweep with the fields of one job changed."""
         jobs = [
             dataclasses.replace(job, **changes) if job.number == number else job
             for job in self.jobs
@@ -99,7 +101,7 @@ class Sweep:
         return dataclasses.replace(self, jobs=tuple(jobs))
 
     def save(self) -> None:
-        """Write sweep.json, whole or not at all."""
+        """Write sweep.json atomically."""
         values = dataclasses.asdict(self) | {"folder": self.name}
         for job in values["jobs"]:
             job["state"] = job["state"].value
@@ -109,7 +111,7 @@ class Sweep:
 
     @classmethod
     def load(cls, folder: Path) -> Sweep | None:
-        """The sweep of a folder, None where there is none."""
+        """Read the sweep of a folder; None if it has none."""
         path = folder / RECORD
         if not path.exists():
             return None
@@ -120,16 +122,18 @@ class Sweep:
 
 
 def left_to_sweep(log: LogConfig | DictConfig, sweep: str) -> dict[str, str]:
-    """What tells Weights & Biases that a run is of the sweep of this name; not what `log` sets."""
+    """Return the log keys that group a run under its sweep in Weights & Biases, without those that
+    `log` already sets.
+    """
     values = {"group": sweep, "job_type": "sweep"}
     return {name: value for name, value in values.items() if getattr(log, name) is None}
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep a folder to one sweep at a time. Raises ConfigError.
+    """Lock a folder for one sweep at a time. Raises ConfigError.
 
-    Jobs inherit the lock: it outlasts a sweep that was killed and whose job still runs.
+    Jobs inherit the lock, so it is held as long as a job runs, even if its sweep was killed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)

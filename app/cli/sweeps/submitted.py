@@ -1,8 +1,8 @@
-"""Jobs that another launcher submits: what comes of an attempt to submit them, and how they ended.
+"""Jobs that another launcher submits: submit them, and read how they ended.
 
-submitit keeps in the sweep's folder what it has submitted, .submitit/<job>/<job>_submitted.pkl, a
-function and its arguments, and what that prints, <job>_<task>_log.{err,out}; a job that SLURM
-starts again appends to them.
+submitit writes into the sweep's folder, below .submitit/<job>/:
+    <job>_submitted.pkl          the submitted function and its arguments
+    <job>_<task>_log.{err,out}   output of each task; a requeued job appends to it
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from app.cli.sweeps.record import RECORD, JobState
 from app.errors import ConfigError
 
 SUBMITIT = ".submitit"  # in the sweep's folder
-STOPPED = "stopped by SIG"  # begins what a run says that was told to end
-BY_SLURM = "slurmstepd: "  # begins what SLURM says when it ends a job itself
+STOPPED = "stopped by SIG"  # beginning of the line that a run prints when a signal stops it
+BY_SLURM = "slurmstepd: "  # beginning of the line that SLURM prints when it ends a job
 
 
 class NotSubmittedError(ConfigError):
@@ -30,14 +30,14 @@ class NotSubmittedError(ConfigError):
 
 
 def missing(folder: Path) -> Path | None:
-    """The topmost part of a path that does not exist; None where all does."""
+    """Return the topmost folder of a path that does not exist; None if all exist."""
     return next((path for path in (*reversed(folder.parents), folder) if not path.exists()), None)
 
 
 @contextmanager
 def taken_back(folder: Path, made: Path | None) -> Iterator[None]:
-    """Leave a sweep's folder as it was where no job could be submitted; what `missing` has found
-    before is removed again.
+    """Restore a sweep's folder if no job could be submitted (NotSubmittedError): remove new files,
+    and the folder `made`, which did not exist before.
     """
     record = folder / RECORD
     before = _entries(folder)
@@ -49,7 +49,7 @@ def taken_back(folder: Path, made: Path | None) -> Iterator[None]:
             if path.is_dir():
                 shutil.rmtree(path)
             else:
-                path.unlink(missing_ok=True)  # it may have gone with its folder
+                path.unlink(missing_ok=True)  # its folder may already be removed
         if recorded is not None:
             record.write_bytes(recorded)
         if made is not None:
@@ -67,10 +67,10 @@ def _entries(folder: Path) -> set[Path]:
 def submit(
     name: str, launch: Callable[[], object], folder: Path, run_dirs: Sequence[Path]
 ) -> str | None:
-    """Let the launcher called `name` submit jobs and wait for them; returns what it raised once
-    some had begun, or None.
+    """Let the launcher called `name` submit jobs and wait for them; return the text of an error
+    that it raised after some had begun, or None.
 
-    Raises NotSubmittedError where none could be submitted, in place of what was printed about that.
+    Raises NotSubmittedError if no job could be submitted; the launcher's own output is dropped.
     """
     before = _submitted(folder)
     printed = io.StringIO()
@@ -100,9 +100,11 @@ def _in_a_line(error: Exception) -> str:
 def how_it_ended(
     folder: Path, run_dir: Path, argument: str, problem: str | None
 ) -> tuple[JobState, str | None]:
-    """State and reason of a job that ran elsewhere with `argument` among its own, from its files.
+    """Return state and reason of the submitted job that has `argument` among its own, read from its
+    files.
 
-    `problem` is what the launcher raised, which may be about another job.
+    `problem` is the launcher's error, used as the reason if the job's logs have none: it may be
+    about another job.
     """
     if run_facts(run_dir).finished:
         return JobState.done, None
@@ -111,15 +113,14 @@ def how_it_ended(
         return JobState.interrupted, reason
     return (
         JobState.failed,
-        reason
-        or problem
-        or f"ended before its last step; what it printed is in {folder / SUBMITIT}",
+        reason or problem or f"ended before its last step; its output is in {folder / SUBMITIT}",
     )
 
 
 def _logs(folder: Path, argument: str) -> list[Path]:
-    """What a job's tasks have printed, first the one that ended first; of the newest submission."""
-    # Arguments are plain text in a pickle, whatever it takes to load the function.
+    """Return the logs of a job's tasks in its newest submission, in order of their last write."""
+    # Search the pickle's bytes for the argument, which is stored as plain text: unpickling would
+    # import the submitted function.
     ours = [path for path in _submitted(folder) if argument.encode() in path.read_bytes()]
     newest = max(ours, key=lambda path: path.stat().st_mtime_ns, default=None)
     if newest is None:
@@ -129,8 +130,8 @@ def _logs(folder: Path, argument: str) -> list[Path]:
 
 
 def _last_told(logs: Sequence[Path]) -> str | None:
-    """Why SLURM ended a job, or else the last error of the task that ended first: others follow
-    it with errors of their own.
+    """Return SLURM's reason for ending a job, or else the last error of the task that ended first:
+    the other tasks fail as a consequence.
     """
     reasons = [reason for log in logs if (reason := last_told(log))]
     by_slurm = [reason for reason in reasons if reason.startswith(BY_SLURM)]

@@ -1,9 +1,11 @@
 """Sweeps: `python train.py -m key=value,value …` trains every combination of the values given
 (docs/sweeps.md).
 
-All are planned before anything is written or started. What is impossible or too big is skipped with
-the reason; what an earlier start of the same sweep has finished stays. The rest goes to a Hydra
-launcher: ours (app.cli.sweeps.jobs), or one that submits to SLURM. At the end there is a report.
+1. All combinations are composed and planned before anything is written or started.
+2. Combinations that are impossible or too big are skipped with the reason; jobs that an earlier
+   start of the same sweep has finished are not repeated.
+3. The other jobs go to a Hydra launcher: ours (app.cli.sweeps.jobs), or one that submits to SLURM.
+4. A report is written.
 """
 
 from __future__ import annotations
@@ -43,31 +45,31 @@ from app.errors import ConfigError
 from app.plan.formatting import count_of
 from app.shell import quoted
 
-NAME = "{name}"  # in hydra.sweep.dir: model and digest of the overrides
+NAME = "{name}"  # in hydra.sweep.dir: replaced by model and digest of the overrides
 
 
 @dataclass(frozen=True, slots=True)
 class SweepRequest:
-    """What Hydra hands to a sweeper."""
+    """Arguments that Hydra passes to a sweeper."""
 
-    hydra_context: HydraContext  # composes
+    hydra_context: HydraContext  # composes configurations
     task_function: TaskFunction  # main of train.py
-    config: DictConfig  # composed without what is swept, Hydra's own part included
+    config: DictConfig  # composed without the swept overrides; includes Hydra's own part
     arguments: tuple[str, ...]  # overrides as typed
 
     @property
     def here(self) -> bool:
-        """Whether the jobs run on this host, by our launcher."""
+        """Return whether our launcher runs the jobs on this host."""
         return self.launcher_name == "torchrun"
 
     @property
     def launcher_name(self) -> str:
-        """The option chosen for hydra/launcher."""
+        """Return the option chosen for hydra/launcher."""
         return str(self.config.hydra.runtime.choices["hydra/launcher"])
 
     @property
     def command(self) -> str:
-        """What was typed, about."""
+        """Return the command line of the sweep, rebuilt from what Hydra has parsed."""
         own = [
             override
             for override in self.config.hydra.overrides.hydra
@@ -78,11 +80,13 @@ class SweepRequest:
 
     @property
     def flags(self) -> list[str]:
-        """Where options are looked for, besides conf/, as typed."""
+        """Return the typed flags that name folders of options, such as --config-dir FOLDER."""
         return dataclasses.replace(Typed.of_config(self.config.hydra), overrides=()).words
 
     def combinations(self) -> list[Combination]:
-        """Every job to be. Raises what composing raises for a mistake, or ConfigError."""
+        """Return every combination of the sweep. Raises ConfigError, or Hydra's error for a mistake
+        in the overrides.
+        """
         loader = self.hydra_context.config_loader
         overrides = OverridesParser.create(config_loader=loader).parse_overrides(
             list(self.arguments)
@@ -93,7 +97,7 @@ class SweepRequest:
         )
 
     def launcher(self, folder: Path) -> Launcher:
-        """The launcher chosen, to work in the sweep's folder."""
+        """Return the chosen launcher, set up for the sweep's folder."""
         self.config.hydra.sweep.dir = str(folder)
         self.config.hydra.overrides.hydra.append(f"hydra.sweep.dir={quoted(folder)}")
         return Plugins.instance().instantiate_launcher(
@@ -102,8 +106,8 @@ class SweepRequest:
 
 
 def run_sweep(asked: SweepRequest) -> None:
-    """Plan, launch, report. Raises ConfigError; SystemExit with 1 for a job that failed, with
-    130 when interrupted.
+    """Plan, launch, report. Raises ConfigError; SystemExit with 1 if a job failed, with 130 if
+    interrupted.
     """
     _check_launcher(asked.launcher_name)
     found = asked.combinations()
@@ -119,21 +123,21 @@ def run_sweep(asked: SweepRequest) -> None:
         print("train.py: nothing to train: every combination was skipped", file=sys.stderr)
         sys.exit(1)
     interrupt_again()
-    # jobs that save must not end with the terminal that shows them
+    # a closed terminal must not end jobs that are still saving
     with lasting_output(), locked(folder):
         with taken_back(folder, made):
             sweep.save()
             interrupted = _launch(asked, sweep, found)
         report(folder)
     if interrupted:
-        print("stopped; the same command goes on", file=sys.stderr)
+        print("stopped; the same command resumes", file=sys.stderr)
         sys.exit(130)
     if any(job.state not in (JobState.done, JobState.skipped) for job in _reloaded(folder).jobs):
         sys.exit(1)
 
 
 def _launch(asked: SweepRequest, sweep: Sweep, found: Sequence[Combination]) -> bool:
-    """Run what waits; returns whether that was interrupted. Raises NotSubmittedError."""
+    """Run the waiting jobs; return whether they were interrupted. Raises NotSubmittedError."""
     runs = {frozenset(combination.overrides): combination.run for combination in found}
     waiting = [
         (job, runs[frozenset(job.overrides)]) for job in sweep.jobs if job.state is JobState.waiting
@@ -155,7 +159,7 @@ def _launch(asked: SweepRequest, sweep: Sweep, found: Sequence[Combination]) -> 
 
 
 def _submit(name: str, start: Callable[[], object], sweep: Sweep) -> None:
-    """Have another launcher run what waits, and note how it ended. Raises NotSubmittedError."""
+    """Let another launcher run the waiting jobs; record their ends. Raises NotSubmittedError."""
     waiting = [
         (job, sweep.folder / job.folder) for job in sweep.jobs if job.state is JobState.waiting
     ]
@@ -180,21 +184,21 @@ def _check_launcher(name: str) -> None:
 
 
 def sweep_name(found: Sequence[Combination], arguments: Sequence[str]) -> str:
-    """The model, and eight hexadecimal digits of the overrides in any order."""
+    """Return model and eight hexadecimal digits of the overrides, independent of their order."""
     models = {combination.model for combination in found}
     digest = hashlib.sha256("\n".join(sorted(arguments)).encode()).hexdigest()
     return f"{models.pop() if len(models) == 1 else 'models'}-{digest[:8]}"
 
 
 def planned(folder: Path, command: str, found: Sequence[Combination]) -> Sweep:
-    """The sweep as it will begin or go on: every job done, skipped or waiting. Raises
-    ConfigError for what is in the way.
+    """Return the sweep as it will begin or resume, with every job done, skipped or waiting. Raises
+    ConfigError if the folder holds something else, or settings have changed.
     """
     sweep = Sweep.load(folder)
     if sweep is None:
         if folder.exists() and any(folder.iterdir()):
             raise ConfigError(
-                "hydra.sweep.dir", folder, "holds something else", advice="choose a new folder"
+                "hydra.sweep.dir", folder, "has files but no sweep", advice="choose a new folder"
             )
         names = enumerate(zip(folder_names(found), found, strict=True))
         jobs = tuple(
@@ -206,7 +210,7 @@ def planned(folder: Path, command: str, found: Sequence[Combination]) -> Sweep:
         raise ConfigError(
             "hydra.sweep.dir",
             folder,
-            f"holds another sweep ({sweep.command})",
+            f"contains another sweep ({sweep.command})",
             advice="choose a new folder",
         )
     jobs = tuple(
@@ -228,16 +232,18 @@ def _as_it_stands(folder: Path, job: Job, combination: Combination) -> Job:
 
 
 def _check_settings(folder: Path, job: Job, run: Run) -> None:
-    # The same overrides mean something else once a YAML file or a default has changed.
+    # The same overrides give other settings once a YAML file or a default has changed.
     was = settings(folder / job.folder)
     for key, now in flat(plain(dataclasses.asdict(run))):
         if key in was and was[key] != now:
-            rule = f"{job.folder} was trained with {key}={was[key]}, which is {now} now"
+            rule = f"{job.folder} was trained with {key}={was[key]}, but it is {now} now"
             raise ConfigError("hydra.sweep.dir", folder, rule, advice="choose a new folder")
 
 
 def job_arguments(sweep: Sweep, job: Job, run: Run) -> list[str]:
-    """The overrides that a job is started with: its own, where it writes, and how it goes on."""
+    """Return the overrides that start a job: its own, its run folder, and resume=auto if it has
+    already begun.
+    """
     run_dir = sweep.folder / job.folder
     where = [f"run_dir={quoted(run_dir)}", "log.console=false"]
     left = left_to_sweep(run.log, sweep.name)
@@ -263,7 +269,7 @@ def _print_opening(sweep: Sweep) -> None:
 
 @contextmanager
 def _told_to_end_is_ctrl_c() -> Iterator[None]:
-    """Let being told to end, or a closed terminal, interrupt as Ctrl-C does, unless ignored."""
+    """Handle SIGTERM, SIGUSR1 and SIGHUP like Ctrl-C within the block, unless they are ignored."""
     told = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     numbers = [number for number in told if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, _interrupt) for number in numbers}

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from app.engine.checkpoint.load import MAIN, bias_name, part_name, rank_file
-from app.hf.piece import refined
+from app.hf.weight_part import refined
 from app.hf.write import DTYPES
 from app.plan.sharding.reshard import Block
 from app.plan.shards import Bounds

@@ -1,9 +1,10 @@
-"""Boxes of our weights, and where the same elements lie in the tensors of a Hugging Face file.
+"""Correspondence between boxes of our weights and boxes of tensors in Hugging Face files.
 
-Both tensors are seen with dimensions taken apart: query, key and value heads, which we keep per
-key/value head in one weight of (N + 2G)·H rows, are boxes of G × (N/G + 2) × H × D. A piece is such
-a box and the box of theirs that has its elements, whose dimensions may come in another order.
-Nothing here holds elements: reading, writing and checking all go by the same pieces.
+Dimensions of both tensors are split first. Example: our weight of queries, keys and values has
+(N + 2G)·H rows, ordered by key/value head; split, it is G × (N/G + 2) × H × D, and the queries are
+a box of it. A part pairs such a box with the box of their tensor that has the same elements,
+possibly with permuted dimensions. It holds no elements: reading, writing and checking all use the
+same parts.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from app.plan.sharding.reshard import Block
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of one of our weights, and the box with the same elements in one of their tensors."""
+class WeightPart:
+    """Box of one of our weights, and the box with the same elements in one of their tensors."""
 
-    name: str  # of their tensor
-    shape: tuple[int, ...]  # of their whole tensor, as in its file
+    name: str  # name of their tensor
+    shape: tuple[int, ...]  # shape of their full tensor, as in its file
     ours: Block
     theirs: Block
-    order: tuple[int, ...]  # for each dimension of ours, which of theirs it is
+    order: tuple[int, ...]  # dimension of ours -> dimension of theirs
 
     @classmethod
-    def same(cls, name: str, shape: Sequence[int]) -> Piece:
-        """A tensor that both have alike."""
+    def same(cls, name: str, shape: Sequence[int]) -> WeightPart:
+        """Build the part of a tensor that is the same in both."""
         whole = Block.whole(*shape)
         return cls(name, tuple(shape), whole, whole, tuple(range(len(shape))))
 
     def within(self, have: Block) -> Cut | None:
-        """What of this piece lies in `have`, a block of our weight; None: nothing."""
+        """Return the intersection with `have`, a block of our weight; None if it is empty."""
         held = refined(have, self.ours.shape)
         shared = held.intersection(self.ours)
         return Cut(self, held, shared) if shared.numel else None
@@ -40,43 +41,43 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The part of a piece that somebody holds."""
+    """Intersection of a part with the block of our weight that a rank holds."""
 
-    piece: Piece
-    held: Block  # what is held of our weight
-    shared: Block  # of that, what belongs to the piece
+    part: WeightPart
+    held: Block  # block of our weight that the rank holds
+    shared: Block  # intersection of that block with the part
 
     @property
     def box(self) -> tuple[slice, ...]:
-        """Where it is in what is held."""
+        """Return its position in the held block."""
         return _slices(self.shared, self.held.start)
 
     @property
     def region(self) -> tuple[tuple[int, int], ...]:
-        """Where it is in their file: from and to, for each dimension of the tensor there."""
-        piece = self.piece
-        bounds = [(0, 0)] * len(piece.order)
-        for mine, other in enumerate(piece.order):
-            shift = piece.theirs.start[other] - piece.ours.start[mine]
+        """Return its position in their tensor: (start, stop) for each dimension in the file."""
+        part = self.part
+        bounds = [(0, 0)] * len(part.order)
+        for mine, other in enumerate(part.order):
+            shift = part.theirs.start[other] - part.ours.start[mine]
             bounds[other] = (self.shared.start[mine] + shift, self.shared.stop[mine] + shift)
         return tuple(
-            _range([(bounds[dim], piece.theirs.shape[dim]) for dim in dims])
-            for dims in grouped(piece.shape, piece.theirs.shape)
+            _range([(bounds[dim], part.theirs.shape[dim]) for dim in dims])
+            for dims in grouped(part.shape, part.theirs.shape)
         )
 
     @property
     def their_sizes(self) -> tuple[int, ...]:
-        """Shape of the part with their dimensions taken apart."""
-        sizes = [0] * len(self.piece.order)
-        for mine, other in enumerate(self.piece.order):
+        """Return its shape in their split dimensions."""
+        sizes = [0] * len(self.part.order)
+        for mine, other in enumerate(self.part.order):
             sizes[other] = self.shared.sizes[mine]
         return tuple(sizes)
 
 
 def refined(block: Block, shape: tuple[int, ...]) -> Block:
-    """The same block of a tensor whose dimensions are taken apart so that it has this shape.
+    """Return the same block of a tensor whose dimensions are split into this shape.
 
-    AssertionError where the block cuts through what stays together: a head.
+    Raises AssertionError if the block cuts through an inner dimension, such as a head.
     """
     start, stop = list(shape), list(shape)
     for low, high, dims in zip(block.start, block.stop, grouped(block.shape, shape), strict=True):
@@ -90,7 +91,7 @@ def refined(block: Block, shape: tuple[int, ...]) -> Block:
 
 
 def grouped(shape: tuple[int, ...], apart: tuple[int, ...]) -> list[list[int]]:
-    """For each dimension of `shape`, the dimensions of `apart` that it is taken apart into."""
+    """Return, for each dimension of `shape`, the dimensions of `apart` that it is split into."""
     assert prod(shape) == prod(apart), f"{apart} are not the dimensions of {shape}"
     groups: list[list[int]] = []
     dims = iter(range(len(apart)))
@@ -99,14 +100,14 @@ def grouped(shape: tuple[int, ...], apart: tuple[int, ...]) -> list[list[int]]:
         while prod(apart[dim] for dim in group) != size:
             group.append(next(dims))
         groups.append(group)
-    groups[-1] += dims  # of size 1
+    groups[-1] += dims  # left-over dimensions of size 1
     return groups
 
 
 def _range(parts: list[tuple[tuple[int, int], int]]) -> tuple[int, int]:
-    """From and to in a dimension, of bounds and sizes of what it is taken apart into."""
+    """Return (start, stop) in a dimension from the bounds and sizes of its split dimensions."""
     low = high = 0
-    several = False  # of an outer part, so that the inner ones have to be whole
+    several = False  # an outer dimension spans several indices: the inner ones must be complete
     for (start, stop), size in parts:
         assert not several or (start, stop) == (0, size), "not one range of the file's dimension"
         low = low * size + start
@@ -120,6 +121,6 @@ def _slices(block: Block, origin: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(low - at, high - at) for low, high, at in bounds)
 
 
-def names(pieces: Sequence[Piece]) -> Iterator[str]:
-    """Their tensors, each once, in order."""
-    yield from dict.fromkeys(piece.name for piece in pieces)
+def names(parts: Sequence[WeightPart]) -> Iterator[str]:
+    """Yield the names of their tensors, each once, in order."""
+    yield from dict.fromkeys(part.name for part in parts)
