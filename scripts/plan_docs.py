@@ -2,8 +2,9 @@
 
     python scripts/plan_docs.py
 
-A `console` block that begins with the plan command is that and its output; a `bash` command with
-out=plan/<name> is followed by its picture, which is docs/<page>/<name>.svg.
+A `console` block that begins with the plan command is that and its output, in which a line `…`
+stands for lines left out; a `bash` command with out=plan/<name> is followed by its picture, which
+is docs/<page>/<name>.svg.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ import re
 import shlex
 import shutil
 import tempfile
+from collections.abc import Sequence
+from difflib import SequenceMatcher
 from pathlib import Path
 
 from app.cli.plan import main
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, README = ROOT / "docs", ROOT / "README.md"
-TEXTS = (README, DOCS / "tutorial.md", DOCS / "planning.md")  # pages without pictures
+TEXTS = (README, DOCS / "quickstart.md", DOCS / "planning.md")  # pages without pictures
 PAGES = {"schedules": "timeline", "parallelism": "layout"}  # page -> the picture that it shows
-CONSOLE = re.compile(r"```console\n\$ (python -m app\.cli\.plan .*)\n(?:.*\n)*?```")
+CONSOLE = re.compile(r"```console\n\$ (python -m app\.cli\.plan .*)\n((?:.*\n)*?)```")
+LEFT_OUT = "…"
 PICTURE = re.compile(r"^python -m app\.cli\.plan .*out=plan/(\w+).*$", re.MULTILINE)
 
 
@@ -37,9 +41,37 @@ def printed(line: str) -> str:
     return "".join(f"{text.rstrip()}\n" for text in out.getvalue().rstrip().splitlines())
 
 
+def shortened(shown: Sequence[str], output: Sequence[str]) -> list[str]:
+    """Return the lines of `output` in place of those shown, in the same order.
+
+    The line behind a `…` is the one in the rest of the output most like the shown line; without a
+    `…` between them, lines follow each other in the output too.
+    """
+    kept: list[str] = []
+    place = 0
+    for line in shown:
+        if line == LEFT_OUT:
+            kept.append(line)
+            continue
+        if kept and kept[-1] == LEFT_OUT:
+            rest = range(place, len(output))
+            place = max(rest, key=lambda at: SequenceMatcher(None, line, output[at]).ratio())
+        kept.append(output[place])
+        place += 1
+    return kept
+
+
+def refreshed_block(block: re.Match[str]) -> str:
+    """Return a block with its command's output as it is now."""
+    output, shown = printed(block[1]), block[2].splitlines()
+    if LEFT_OUT in shown:
+        output = "".join(f"{line}\n" for line in shortened(shown, output.splitlines()))
+    return f"```console\n$ {block[1]}\n{output}```"
+
+
 def refreshed(text: str) -> str:
-    """The page with every command's output as it is now."""
-    return CONSOLE.sub(lambda block: f"```console\n$ {block[1]}\n{printed(block[1])}```", text)
+    """Return the page with every command's output as it is now."""
+    return CONSOLE.sub(refreshed_block, text)
 
 
 def refresh(name: str, picture: str) -> None:
