@@ -23,7 +23,12 @@ from app.cli.plan import main
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, README = ROOT / "docs", ROOT / "README.md"
-TEXTS = (README, DOCS / "quickstart.md", DOCS / "planning.md")  # pages without pictures
+TEXTS = (
+    README,
+    DOCS / "quickstart.md",
+    DOCS / "two-gpus.md",
+    DOCS / "planning.md",
+)  # pages without pictures
 PAGES = {"schedules": "timeline", "parallelism": "layout"}  # page -> the picture that it shows
 CONSOLE = re.compile(r"```console\n\$ (python -m app\.cli\.plan .*)\n((?:.*\n)*?)```")
 LEFT_OUT = "…"

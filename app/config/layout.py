@@ -101,7 +101,7 @@ class ScheduleConfig:
     overlap_p2p: bool = True  # exchanges between stages run beside compute
     batch_p2p: bool = True  # all sends and receives of an exchange as one operation
     # seconds in one operation after which a rank is stuck and the run ends; a hang is told of after
-    # 20 s, or a quarter of it (docs/slurm.md)
+    # 20 s, or a quarter of it (docs/cluster.md)
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
