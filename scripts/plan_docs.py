@@ -23,7 +23,8 @@ from app.cli.plan import main
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, README = ROOT / "docs", ROOT / "README.md"
-TEXTS = (README, DOCS / "quickstart.md", DOCS / "planning.md")  # pages without pictures
+# pages without pictures
+TEXTS = (README, *(DOCS / f"{name}.md" for name in ("quickstart", "two-gpus", "planning")))
 PAGES = ("parallelism",)  # pages with pictures
 DRAWN = {"groups": "layout", "schedule": "timeline"}  # what= -> the picture of that name
 CONSOLE = re.compile(r"```console\n\$ (python -m app\.cli\.plan .*)\n((?:.*\n)*?)```")

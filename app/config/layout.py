@@ -103,7 +103,7 @@ class ScheduleConfig:
     # batch all sends and receives of one point in the schedule (batch_isend_irecv)
     batch_p2p: bool = True
     # seconds in one operation after which a rank counts as stuck and the run ends; a warning comes
-    # after 20 s, or a quarter of it (docs/slurm.md)
+    # after 20 s, or a quarter of it (docs/cluster.md)
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:

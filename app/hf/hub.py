@@ -33,7 +33,6 @@ TEXTS = (
 )
 PRETRAINED = "pretrained"  # subfolder of a run: configurations and tokenizer of its initial model
 NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")  # of a model on the hub
-MOST_TEXT = 300  # characters quoted from an error of the library
 SNAPSHOTS = "snapshots"  # in the library's cache: contains a folder per commit
 WAIT_S = 60.0  # seconds that a process waits for a small file that another one downloads
 POLL_S = 0.05

@@ -1,4 +1,4 @@
-"""docs/hugging-face.md: its commands, from a model to a trained one and back."""
+"""docs/fine-tune.md: its commands, from a model to a trained one and back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.hf_folders import save_byte_level, save_random, transformers
 from tests.programs import run_forked
 from tests.training import ROOT, corpus_in
 
-PAGE = (ROOT / "docs/hugging-face.md").read_text()
+PAGE = (ROOT / "docs/fine-tune.md").read_text()
 SMALLER = {"train.seq_len": "32", "train.steps": "2", "parallel.dp": "1"}
 TEXT = "def plan(run):"
 
@@ -57,7 +57,7 @@ def run_words(folder: Path, words: list[str]) -> None:
 def test_a_model_in_three_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     theirs = tmp_path / "theirs"
     save_model(theirs)
-    for words in map(smaller, commands(0)):
+    for words in map(smaller, commands(1)):
         run_words(tmp_path, words)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
@@ -73,12 +73,12 @@ def test_a_model_in_three_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_without_a_conversion(tmp_path: Path):
     """From the files themselves to an export at the end; two ranks instead of eight."""
-    download, *others = commands(1)
+    download, *others = commands(0)
     *_, brought = download
     assert download == ["hf", "download", "Qwen/Qwen3-0.6B", "--local-dir", brought]
     save_model(tmp_path / brought)
     for words in map(smaller, others):
         run_words(tmp_path, words)
-    (exported,) = tmp_path.glob("runs/*/hugging_face")
+    (exported,) = tmp_path.glob("runs/qwen3-tuned/hugging_face")
     model = transformers.AutoModelForCausalLM.from_pretrained(exported)
     assert model.dtype == torch.bfloat16 and (exported / "tokenizer_config.json").exists()

@@ -1,4 +1,4 @@
-"""docs/multi-node.md: its commands compose, and two launchers do on this host what nodes would."""
+"""docs/cluster.md: its commands compose, and two launchers do on this host what nodes would."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from app.engine.checkpoint.folder import newest_checkpoint
 from tests.ports import free_port
 from tests.training import ROOT
 
-PAGE = (ROOT / "docs/multi-node.md").read_text()
+PAGE = (ROOT / "docs/cluster.md").read_text()
 LINES = [
     line
     for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
     for line in block.splitlines()
 ]
-LAUNCHED = [line for line in LINES if "app.cli.torchrun" in line]
+LAUNCHED = [line for line in LINES if "app.cli.torchrun --nnodes" in line]
 SMALL = LAUNCHED[-1]
 
 
