@@ -261,7 +261,7 @@ class LogConfig:
 class LossConfig:
     """Cross-entropy over next tokens."""
 
-    normalize: Normalize = Normalize.token
+    normalize: Normalize = Normalize.token  # divisor of the summed token losses
     # tokens whose logits exist at once, computed again in backward; null: all, kept
     chunk_tokens: int | None = None
 
@@ -288,7 +288,7 @@ class TrainConfig:
     # times that a process goes back to a checkpoint, for on_bad_step=rollback
     max_rollbacks: int = 3
     seed: int = 1  # of initial weights and data order
-    device: Device = Device.auto
+    device: Device = Device.auto  # where the run computes
     # equal runs repeat bit for bit; on a GPU this takes slower attention kernels
     deterministic: bool = True
     # what computes attention; transformer_engine: on GPUs, cuDNN's kernels, ordered ones too
