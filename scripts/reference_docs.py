@@ -258,7 +258,10 @@ def summary_of(section: str) -> str:
     comment = cell(comments(owner_of(holder))[name])
     if not comment.startswith("null"):
         return comment
-    return re.split(r"\. | \(|[:,]", first_paragraph(owner_of(section)))[0] + f"; {comment}"
+    return (
+        re.split(r"\. | \(|[:,]", first_paragraph(owner_of(section)))[0].rstrip(".")
+        + f"; {comment}"
+    )
 
 
 def keys_page() -> str:

@@ -32,11 +32,16 @@ AVOIDED = {
     r"(?:bring|brings|brought|bringing) (?:\w+ )?home": "combine, return",
     r"(?:comput\w+|tak(?:e|es|en|ing)) (?:\w+ )?again": "recompute, rerun",
     r"drafts?": "temporary folder",
-    r"(?<!dot )(?<!outer )(?<!inner )(?<!scalar )(?<!cartesian )products?(?! ?\()"
+    r"(?<!dot )(?<!outer )(?<!inner )(?<!scalar )(?<!cartesian )(?<!degree )products?(?! ?\()"
     r"(?! of (?:the )?(?:\w+ )?(?:degrees|sizes|factors|numbers))": "GEMM, matmul, linear layer",
 }
 # Places where the word is right: (file, word as it stands there).
-ALLOWED: set[tuple[str, str]] = set()
+ALLOWED = {
+    ("app/config/renamed.py", "product"),  # former names of keys
+    ("app/config/renamed.py", "stash"),
+    ("app/kernels/peer_sums.py", "products"),  # of a value and its weight
+    ("app/kernels/rows.py", "products"),
+}
 ALLOWED_MAX = 15
 
 
