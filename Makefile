@@ -9,7 +9,7 @@ ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help train gpu test test-all test-sample test-gpu test-slurm test-index lint types checks bench clean
+.PHONY: help train gpu test test-all test-sample test-gpu test-slurm test-index lint types checks docs bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -46,11 +46,14 @@ types: $(VENV)/installed-test ## mypy, strict
 
 checks: lint types test ## what a change must pass before it is proposed
 
+docs: $(VENV)/installed-docs ## build the site of docs/ into site/; fails on a broken link
+	@$(BIN)/python scripts/docs_site.py
+
 bench: $(VENV)/installed ## engine overhead against a plain PyTorch loop
 	@$(BIN)/python bench/overhead.py $(ARGS)
 
-clean: ## remove .venv and caches; runs/ stays
-	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+clean: ## remove .venv, site/ and caches; runs/ stays
+	@rm -rf $(VENV) site .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -79,6 +82,10 @@ $(VENV)/installed-optuna: $(VENV)/installed-test
 
 $(VENV)/installed-eval: $(VENV)/installed-test
 	@$(PIP) --editable '.[test,eval]'
+	@touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed-test
+	@$(PIP) --editable '.[test,docs]'
 	@touch $@
 
 $(VENV)/installed-slurm: $(VENV)/installed-test

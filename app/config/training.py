@@ -265,7 +265,7 @@ class LogConfig:
 class LossConfig:
     """Cross-entropy over next tokens."""
 
-    normalize: Normalize = Normalize.token
+    normalize: Normalize = Normalize.token  # divisor of the summed token losses
     # tokens per chunk of logits, which are recomputed in backward; null: all at once, saved
     chunk_tokens: int | None = None
 
@@ -292,7 +292,7 @@ class TrainConfig:
     # rollbacks of one process at most (on_bad_step=rollback)
     max_rollbacks: int = 3
     seed: int = 1  # of initial weights and data order
-    device: Device = Device.auto
+    device: Device = Device.auto  # where the run computes
     # make equal runs repeat bit for bit; slower attention kernels on a GPU
     deterministic: bool = True
     # library that computes attention; transformer_engine: cuDNN on GPUs, deterministic ones too

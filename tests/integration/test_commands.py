@@ -27,7 +27,8 @@ from app.errors import ConfigError
 from app.plan.plan import Plan
 from tests.training import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+ROOT_PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS")]
+PAGES = [*ROOT_PAGES, *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = sorted((ROOT / "scripts").glob("*.s*"))
 PROGRAMS = ("plan", "report", "convert", "generate", "evaluate", "calibrate")
 # commands of others, of the shell, and what they write with <<

@@ -72,7 +72,7 @@ def test_ranks_that_a_launcher_has_started_tell_a_mistake_once(tmp_path: Path):
     )
     said = "train.py: parallel.ep=3: must divide model.moe.num_experts=8; nearest that works: 2\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
-    assert f"\n{said}```" in (ROOT / "docs/troubleshooting.md").read_text()
+    assert f"\n{said}```" in (ROOT / "docs/messages.md").read_text()
 
 
 def test_the_table_has_what_people_do():

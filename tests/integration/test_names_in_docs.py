@@ -11,7 +11,8 @@ import pytest
 
 from tests.training import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+ROOT_PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS")]
+PAGES = [*ROOT_PAGES, *sorted((ROOT / "docs").glob("*.md"))]
 NAME = re.compile(r"(?<![\w./-])app(?:\.\w+)+")
 PATH = re.compile(r"(?<![\w./-])(?:app|tests|bench|scripts|conf|docs)/[\w./-]*\w")
 
