@@ -1,1 +1,1 @@
-"""From what is typed to a checked configuration, or to one line that says what is wrong."""
+"""Turn typed arguments into a checked configuration, or a mistake into one line."""

@@ -1,4 +1,4 @@
-"""What is typed behind `train.py`: overrides, and Hydra's flags, which say where options lie."""
+"""Arguments of `train.py`: overrides, and Hydra's flags for folders of options."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OF_SWEEPS = (
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """Overrides, and where the configuration that they change is found."""
+    """Overrides, and the folders and file of the configuration that they change."""
 
     overrides: tuple[str, ...] = ()
     config_dir: str | None = None  # more folders of options, beside conf/
@@ -67,7 +67,7 @@ class Typed:
 
     @classmethod
     def of_config(cls, hydra: DictConfig) -> Typed:
-        """What a composed configuration says about itself in its part `hydra`.
+        """Return the arguments that a composed configuration records in its section `hydra`.
 
         Overrides are those of Hydra that jobs of a sweep need as well.
         """
@@ -83,7 +83,9 @@ class Typed:
 
     @property
     def folder(self) -> Path:
-        """Where the first YAML file lies; relative to train.py, installed to the current folder."""
+        """Folder of the first YAML file: relative to train.py, or to the current folder if
+        installed.
+        """
         return CONF if self.config_path is None else BASE / self.config_path
 
     @property
@@ -97,14 +99,16 @@ class Typed:
                 yield from (f"--{field.replace('_', '-')}", value)
 
     def with_overrides(self, overrides: Sequence[str]) -> Typed:
-        """The same with other overrides, each in the place of those of the same key."""
+        """Return a copy with these overrides in place of those of the same keys."""
         new = {key_of(override) for override in overrides}
         kept = (override for override in self.overrides if key_of(override) not in new)
         return dataclasses.replace(self, overrides=(*kept, *overrides))
 
     @contextmanager
     def looked_up(self) -> Iterator[None]:
-        """Let `hydra.compose` look where these flags say. ConfigError for a missing folder."""
+        """Let `hydra.compose` search the folders of these flags. Raises ConfigError for a missing
+        one.
+        """
         for flag, folder in (
             ("--config-dir", self.config_dir),
             ("--config-path", self.config_path and self.folder),
@@ -137,8 +141,8 @@ def _parsed(parser: ArgumentParser, arguments: Sequence[str]) -> tuple[Namespace
 
 
 def flags_first(arguments: Sequence[str], typed: Typed, beside: Sequence[str] = ()) -> list[str]:
-    """Return the arguments as hydra.main wants them: overrides behind flags, those typed after
-    those that are given `beside` them, and no path relative to where it is called.
+    """Return the arguments in the order that hydra.main needs: flags, then the overrides `beside`,
+    then those typed, which so take precedence. Paths become absolute.
     """
     flags = list(arguments)
     for override in reversed(_parsed(get_args_parser(), arguments)[0].overrides):
@@ -148,8 +152,8 @@ def flags_first(arguments: Sequence[str], typed: Typed, beside: Sequence[str] = 
 
 
 def with_sweep_folder(arguments: Sequence[str]) -> list[str]:
-    """The arguments with a folder for the sweep of a sweeper that is not ours, which would take
-    conf/'s by the letter.
+    """Return the arguments with a sweep folder if another sweeper than ours runs: it would take the
+    name in conf/ literally.
 
     Like ours, it depends on what is typed, but not on its order.
     """
@@ -162,9 +166,8 @@ def with_sweep_folder(arguments: Sequence[str]) -> list[str]:
 
 
 def foreign_flags(arguments: Sequence[str], known: Sequence[str]) -> Iterator[tuple[int, str, str]]:
-    """Flags that are none of the `known` ones: place among the arguments, the override that each
-    would be, and what was typed. Behind one without a value follows its value, unless that is a
-    flag or an override.
+    """Yield flags that are not `known`: index, the equivalent override, and the words as typed. A
+    flag without `=` takes the next word as its value, unless that is a flag or an override.
     """
     for place, word in enumerate(arguments):
         name, equals, value = word.partition("=")
@@ -177,7 +180,7 @@ def foreign_flags(arguments: Sequence[str], known: Sequence[str]) -> Iterator[tu
 
 
 def flags_to_overrides(arguments: Sequence[str], known: Sequence[str] = ()) -> list[str]:
-    """The arguments with overrides in the place of flags that there are not."""
+    """Return the arguments with overrides in place of unknown flags."""
     words: list[str | None] = list(arguments)
     for place, override, typed in foreign_flags(arguments, known or hydra_flags()):
         words[place] = override
@@ -187,10 +190,10 @@ def flags_to_overrides(arguments: Sequence[str], known: Sequence[str] = ()) -> l
 
 
 def hydra_flags() -> tuple[str, ...]:
-    """The flags that `hydra.main` has."""
+    """Return the flags of `hydra.main`."""
     return tuple(name for action in get_args_parser()._actions for name in action.option_strings)
 
 
 def key_of(override: str) -> str:
-    """What an override changes: "model" of +model=small."""
+    """Return the key or group of an override: "model" for +model=small."""
     return override.lstrip("+~").partition("=")[0].partition("@")[0]

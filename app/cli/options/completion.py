@@ -1,5 +1,5 @@
-"""Values that tab completion offers: all that a key takes, as one types them, where Hydra has
-the present one as Python does.
+"""Tab completion of values, spelt as one types them; Hydra offers the current value in Python's
+spelling.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HYDRAS = CompletionPlugin._get_matches
 
 
 def complete_values_as_typed() -> None:
-    """From here on Hydra's completion, of whatever shell, offers what one may type."""
+    """Replace the values that Hydra's completion offers, for every shell."""
     CompletionPlugin._get_matches = staticmethod(_matches)  # type: ignore[method-assign]
 
 
@@ -29,7 +29,9 @@ def _matches(config: Any, word: str) -> list[str]:
 
 
 def values_of(key: str) -> list[str]:
-    """What a key takes where that is a closed set, or its default; nothing for an unknown key."""
+    """Return the values of a key with a closed set of them, else its default; none if it is
+    unknown.
+    """
     kind = type_of(key)
     found = list[str]()
     for hint in (kind, *typing.get_args(kind)):

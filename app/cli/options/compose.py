@@ -1,4 +1,4 @@
-"""The bridge from Hydra's composed YAML to the frozen `Run`."""
+"""Compose YAML and overrides by Hydra into the frozen `Run`."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def register_schema() -> None:
 
 
 def settle_saved(typed: Typed, world_size: int | None) -> None:
-    """Have what is composed from here on hold the settings of the run that these arguments
-    continue. To be called where `typed.looked_up()`, after `register_schema`.
+    """Store the settings of the run that these arguments continue, for later compositions to start
+    from. Call it within `typed.looked_up()`, after `register_schema`.
     """
     saved = RunSettings.of(typed)
     node = {} if saved is None else saved.beside(typed, all_keys(), world_size)
@@ -61,7 +61,7 @@ def settle_saved(typed: Typed, world_size: int | None) -> None:
 
 
 def settings_line(typed: Typed) -> str | None:
-    """Return what a run says of the settings that it continues with; None where it has its own."""
+    """Return the line about the saved settings that a run continues with; None for a new run."""
     saved = RunSettings.of(typed)
     if saved is None:
         return None
@@ -72,7 +72,7 @@ def settings_line(typed: Typed) -> str | None:
 
 
 def run_schema() -> DictConfig:
-    """The types of `Run`, with its defaults, as what others merge into."""
+    """Return `Run` with its defaults as the typed configuration that YAML files merge into."""
     schema = OmegaConf.structured(defaults())
     assert isinstance(schema, DictConfig)
     _make_writable(schema)
@@ -122,8 +122,8 @@ def load_run(config: DictConfig, world_size: int | None, asks_hub: bool = True) 
 
 
 def load_overrides(overrides: Sequence[str], world_size: int | None = None) -> Run:
-    """The checked run that overrides of train.py describe, whatever the working directory.
-    Raises as `load_run`.
+    """Return the checked run of these overrides, whatever the working directory. Raises as
+    `load_run`.
     """
     return load_typed(Typed(tuple(overrides)), world_size)
 
@@ -141,7 +141,7 @@ def refuse_deletions(typed: Typed) -> None:
 
 
 def load_typed(typed: Typed, world_size: int | None = None) -> Run:
-    """The checked run that arguments of train.py describe.
+    """Return the checked run of these arguments.
 
     Raises as `load_run`, and what composing raises.
     """
@@ -171,7 +171,7 @@ def _refuse_secrets(config: DictConfig) -> None:
 
 
 def _is_secret(variable: str) -> bool:
-    """Whether an environment variable holds a key or password, by its name."""
+    """Return whether the name of an environment variable is that of a key or password."""
     parts = variable.upper().split("_")
     last = parts[-1]
     return (
@@ -183,7 +183,7 @@ def _is_secret(variable: str) -> bool:
 
 
 def _as_typed(values: object, key: str) -> Iterator[tuple[str, str]]:
-    """Dotted key and text of every string, as it was before interpolations were resolved."""
+    """Yield dotted key and text of every string, with interpolations unresolved."""
     if isinstance(values, dict):
         for name, value in values.items():
             yield from _as_typed(value, f"{key}.{name}" if key else str(name))
@@ -204,8 +204,8 @@ def _present(node: DictConfig, prefix: str) -> Iterator[str]:
 
 
 def check_named(run: Run, overrides: Sequence[str]) -> None:
-    """ConfigError where one of these overrides names files that are not here, or a dataset of the
-    hub, which nobody has asked yet.
+    """Raise ConfigError if one of these overrides names missing files or a dataset of the hub: a
+    hint must not offer what nobody has looked up.
     """
     keys = {key_of(word) for word in overrides}
     tokenizer, resume = run.data.tokenizer, run.resume

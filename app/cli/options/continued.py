@@ -1,5 +1,5 @@
-"""The settings with which a run continues: `resume=RUN`, or `resume=auto run_dir=RUN`, starts from
-those that RUN has saved, and what is typed counts over them.
+"""Settings of a continued run: `resume=RUN`, or `resume=auto run_dir=RUN`, starts from those that
+RUN has saved; typed overrides take precedence.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ def _chosen(typed: Typed) -> set[str]:
 
 
 def _leave_out_unread(values: dict[str, Any]) -> None:
-    """Take away numbers of an FP8 recipe that a saved configuration does not have: an earlier
-    version may have had other defaults, and they are refused without the recipe.
+    """Remove the FP8 keys of a recipe that the saved run does not use: defaults of its version may
+    differ, and other values than today's defaults are refused without the recipe.
     """
     fp8 = (values.get("precision") or {}).get("fp8")
     if isinstance(fp8, dict) and fp8.get("recipe") != Fp8Recipe.delayed.value:
@@ -199,8 +199,8 @@ def _leave_out_unread(values: dict[str, Any]) -> None:
 
 
 def _set_replicas(parallel: dict[str, Any], world_size: int | None, anew: bool) -> None:
-    """Have a saved section `parallel` describe as many data-parallel replicas as before; those of
-    a launcher's processes where there is one, and no number where it is given `anew`.
+    """Set `dp` of a saved section `parallel`: as before, or from a launcher's `world_size`, or open
+    if the number of processes is typed (`anew`).
     """
     ranks = 1
     for axis in ("tp", "cp", "pp"):

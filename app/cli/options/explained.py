@@ -1,5 +1,5 @@
-"""What Hydra and OmegaConf raise while a configuration is composed, in this project's words: the
-key and the value as typed, the rule, and what may work instead.
+"""Translate exceptions of Hydra and OmegaConf into ConfigError: key and value as typed, the rule,
+and what may work instead.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ SWEEP = r"(?:Ambiguous value for argument|Sweep parameters) '"
 
 
 def is_mistake(error: Exception) -> bool:
-    """Whether one of COMPOSING is about what the user gave."""
+    """Return whether an exception of COMPOSING is a mistake of the user's."""
     if isinstance(error, ConfigError | HydraException | OmegaConfBaseException | YAMLError):
         return True
     return str(error).startswith(_PLAIN)
 
 
 def explained(error: Exception) -> Exception:
-    """What was wrong, where, and what may work instead; a ConfigError where the key is known."""
+    """Return the exception to show: a ConfigError if the key is known, else a ValueError."""
     match error:
         case ConfigError():
             return error
@@ -82,7 +82,9 @@ def explained(error: Exception) -> Exception:
 
 
 def _override(error: Exception) -> Override | None:
-    """What Hydra was applying when it raised this: few of its messages have it whole."""
+    """Return the override that Hydra was applying, from its frames: few of its messages hold it
+    whole.
+    """
     found = None
     for frame, _ in walk_tb(error.__traceback__):
         local = frame.f_locals.get("override")
@@ -95,7 +97,7 @@ def _value(override: str) -> str:
 
 
 def _unreadable(override: str) -> ConfigError:
-    """An override that Hydra's grammar does not know."""
+    """Return the error for an override that Hydra's grammar rejects."""
     key, equals, value = override.partition("=")
     name = key.lstrip("+~")
     if not equals or not key:
@@ -114,7 +116,7 @@ def _unreadable(override: str) -> ConfigError:
 
 
 def _no_override(word: str) -> ConfigError:
-    """A word without a value."""
+    """Return the error for a word that is not key=value."""
     name = word.strip("=:").lstrip("+~")
     rule = "is no key=value"
     if is_section(name):
@@ -132,7 +134,7 @@ def _no_override(word: str) -> ConfigError:
 
 
 def _several(override: str) -> ConfigError:
-    """Values of a sweep, for one run."""
+    """Return the error for several values of a key without -m."""
     key, value = key_of(override), _value(override)
     listed = [] if "(" in value else value.split(",")
     rule = "is for a sweep over several values (train.py -m)"
@@ -145,7 +147,7 @@ def _several(override: str) -> ConfigError:
 
 
 def _below_null(override: Override) -> ConfigError:
-    """An override of a key in a section that this configuration does not have."""
+    """Return the error for a key below a section that is null here."""
     key, value = override.key_or_group, _value(str(override.input_line))
     section = key.rpartition(".")[0]
     if section.startswith("hardware"):
@@ -163,7 +165,7 @@ def _has_profile(name: str) -> bool:
 
 
 def _no_option(override: Override) -> ConfigError:
-    """A number where a group's option is to be chosen."""
+    """Return the error for a number in place of a group's option."""
     group = override.key_or_group
     options = _options(group)
     if not options:
@@ -174,7 +176,9 @@ def _no_option(override: Override) -> ConfigError:
 
 
 def _like_option(group: str, word: str, options: Sequence[str]) -> str | None:
-    """The option of a group that a word may be a slip of; a model's family names its only size."""
+    """Return the option that a word may misspell; the name of a model family stands for its only
+    size.
+    """
     if group != "model":
         return nearest(word, options)
     size = re.compile(rf"{re.escape(word)}(?!(?<=\d)\d)")  # llama3 is no beginning of llama31
@@ -183,7 +187,7 @@ def _like_option(group: str, word: str, options: Sequence[str]) -> str | None:
 
 
 def _options(group: str) -> list[str]:
-    """This project's own options of a group."""
+    """Return the options of a group in conf/."""
     return sorted(path.stem for path in (CONF / group).glob("*.yaml")) if group else []
 
 
@@ -200,7 +204,7 @@ def _explained_option(error: MissingConfigException) -> ConfigError:
 
 
 def _typed_choice(error: Exception, group: str) -> Override | None:
-    """What was typed for a group; Hydra's own error has one option of a list."""
+    """Return the typed choice for a group: Hydra's error names only one option of a list."""
     for frame, _ in walk_tb(error.__traceback__):
         for each in frame.f_locals.get("parsed_overrides") or ():
             if isinstance(each, Override) and each.key_or_group == group:
@@ -209,7 +213,7 @@ def _typed_choice(error: Exception, group: str) -> Override | None:
 
 
 def _of_composed(error: Exception, override: Override | None) -> Exception:
-    """What OmegaConf says of a value or key, typed or from a file."""
+    """Return the error for a value or key that OmegaConf rejects, typed or from a file."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     text = str(cause)
     said = text.partition("\n    full_key")[0]
@@ -243,21 +247,21 @@ def _of_composed(error: Exception, override: Override | None) -> Exception:
 
 
 def _unset(key: str, variable: str) -> ConfigError:
-    """A key that refers to an environment variable that is not set."""
+    """Return the error for a reference to an unset environment variable."""
     rule = f"the environment variable {variable} is not set"
     advice = f"set it, or type ${{oc.env:{variable},DEFAULT}}"
     return ConfigError(key, f"${{oc.env:{variable}}}", rule, advice=advice)
 
 
 def _in_file(error: ConfigError, file: str) -> ConfigError:
-    """The mistake where no override mends it, since the file is read before."""
+    """Return the error as one in a file, where overrides do not help: files are read first."""
     near = [as_typed(each.candidates[0]) for each in error.alternatives]
     guess = near[0] if near else error.guess
     return ConfigError(error.key, error.value, f"{error.rule}, in {file}", guess=guess)
 
 
 def _not_added(key: str, value: str) -> ConfigError:
-    """A group that is in no run by itself."""
+    """Return the error for a group that needs `+`."""
     near = Instead(f"+{key}={value}")
     return ConfigError(key, value, "is no part of every run, so it is added", nearest=near)
 
@@ -272,7 +276,7 @@ def _explained_key(override: Override, key: str) -> ConfigError:
 
 
 def _explained_value(key: str, reason: str, typed: str | None, *, given: object) -> ConfigError:
-    """A value that is not of the key's type. `typed`: None where it comes from a file."""
+    """Return the error for a value of the wrong type. `typed` is None if it comes from a file."""
     if "is not Optional" in reason:
         if key.startswith(PROFILE):
             return ConfigError(key, None, "must have a value", advice=MEASURE)
@@ -302,7 +306,7 @@ BOOLS = ("true", "false")
 
 
 def _no_list(key: str, value: str, one: bool) -> ConfigError:
-    """One value, or something else, where a list belongs, or a pair."""
+    """Return the error for a value in place of a list or pair."""
     rule, listed = "must be a list of texts", f"[{value}]"
     if key.startswith(PROFILE) and key.removeprefix(PROFILE) in PAIRS:
         rule, listed = "must be a pair, of forward and backward", f"[{value},{value}]"
@@ -313,7 +317,7 @@ def _no_list(key: str, value: str, one: bool) -> ConfigError:
 
 
 def _told(reason: str) -> str:
-    """The value in a file, which OmegaConf's words may have."""
+    """Return the value that OmegaConf's message quotes, NOT_TOLD if it quotes none."""
     found = re.match(
         r"(?:Invalid v|V)alue (?!assigned)'?(.+?)'?(?: of type | is not a |, expected )", reason
     ) or re.match(r"Invalid type assigned: .* value: (.+)", reason)
@@ -323,7 +327,7 @@ def _told(reason: str) -> str:
 def _no_choice(
     key: str, value: str, texts: Sequence[str], *, names: Sequence[str], several: bool
 ) -> ConfigError:
-    """Not one of a closed set, or for a list of them not a list."""
+    """Return the error for a value outside a closed set, or not a list of such values."""
     close = list(dict.fromkeys(each for text in texts if (each := _like(text, names))))
     rule = f"must be one of {', '.join(names)}"
     if _takes_list(key):
@@ -335,20 +339,20 @@ def _no_choice(
 
 
 def _like(text: str, names: Sequence[str]) -> str | None:
-    """The name that a text is a slip of, or that is short for it: attn for attention."""
+    """Return the name that a text misspells or spells out: attn for attention."""
     close = nearest(text, names)
     short = (name for name in names if name[:2] == text[:2] and _within(name, text))
     return close or next(short, None)
 
 
 def _within(name: str, text: str) -> bool:
-    """Whether the letters of a name are in a text, in this order."""
+    """Return whether a text contains the letters of a name in order."""
     letters = iter(text)
     return all(letter in letters for letter in name)
 
 
 def _no_section(key: str, value: str, section: str) -> ConfigError:
-    """A value for what has keys of its own; it may be an option of the group around it."""
+    """Return the error for a value of a section; it may be an option of the group around it."""
     group = section.partition(".")[0]
     guess = f"{group}={value}" if value in _options(group) else None
     first = next(each for each in all_keys() if each.startswith(f"{section}."))
@@ -356,7 +360,7 @@ def _no_section(key: str, value: str, section: str) -> ConfigError:
 
 
 def _kinds(key: str) -> Iterator[object]:
-    """The types of a key's value, or of the elements of its list, but for null."""
+    """Yield the types of a key's value or list elements, null excepted."""
     hint = type_of(key)
     for kind in typing.get_args(hint) or (hint,):
         if kind not in (NoneType, Ellipsis):
@@ -372,13 +376,15 @@ def _takes_list(key: str) -> bool:
 
 
 def _usual(key: str) -> object:
-    """The default of a key; a number where that is null, None for what is no number."""
+    """Return the default of a key; if that is null, 1 for numbers and None otherwise."""
     found = default_of(key)
     return 1 if found is None and _kind(key) in (int, float) else found
 
 
 def _no_number(key: str, value: str, texts: Sequence[str], whole: bool) -> ConfigError:
-    """Text for a number: the numbers that it may stand for, else one as an example."""
+    """Return the error for text in place of a number, with the numbers that it may mean or an
+    example.
+    """
     rule = "must be a whole number" if whole else "must be a number"
     found = dict.fromkeys(number for text in texts for number in _numbers(text, key, whole))
     if found:
@@ -387,7 +393,9 @@ def _no_number(key: str, value: str, texts: Sequence[str], whole: bool) -> Confi
 
 
 def _numbers(text: str, key: str, whole: bool) -> list[float]:
-    """The numbers that a text may stand for: 4k is 4096 tokens, and 4000 of all else first."""
+    """Return the numbers that a text may mean, likeliest first: 4k is 4096 for keys of IN_BINARY
+    and 4000 for others; 5% is 0.05.
+    """
     match = re.match(r"\s*(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?)\s*([a-z%]*)", text.lower())
     found = inf if match is None else float(match[1])
     if match is None or not isfinite(found):

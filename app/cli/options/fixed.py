@@ -1,4 +1,4 @@
-"""What a hint leaves as it is: keys that were typed, and the sizes of a chosen model."""
+"""Keys that a hint must not change: those typed, and the sizes of a chosen model."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ TOYS = ("moe_tiny", "dense_tiny")  # models whose sizes nobody has published
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Names of keys and groups, as overrides have them."""
+    """Names of keys and groups that are fixed."""
 
     typed: frozenset[str] = frozenset()  # on the command line, with what typed options set
     sizes: frozenset[str] = frozenset()  # of the chosen model
 
     @classmethod
     def of(cls, typed: Typed) -> Fixed:
-        """What the words of a command line fix."""
+        """Return what these arguments fix."""
         names = set[str]()
         sizes = set[str]()
         for word in typed.overrides:
@@ -50,7 +50,7 @@ def _folders(typed: Typed) -> Iterator[Path]:
 
 
 def _read(path: Path) -> dict[str, object]:
-    """What a file of options sets; nothing where it is none, which composing says."""
+    """Read a YAML file of options; empty if it is missing or broken, which composing reports."""
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
@@ -67,7 +67,7 @@ def _keys(values: dict[str, object], prefix: str) -> Iterator[str]:
 
 
 def _model_of(experiment: dict[str, object], folder: Path) -> set[str]:
-    """The sizes of the model that an experiment, or the one that it extends, chooses."""
+    """Return the keys of the model that an experiment, or the one that it extends, chooses."""
     found = set[str]()
     listed = experiment.get("defaults")
     for each in listed if isinstance(listed, list) else ():

@@ -1,5 +1,5 @@
-"""Words of Hydra's that this program answers itself: flags that it lacks, keys for folders that it
-chooses by keys of its own, plugins that are not installed.
+"""Checks of Hydra's own words: flags that this program lacks, keys of folders that it replaces by
+its own, plugins that are not installed.
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ from app.config import ModelConfig, MoEConfig, Run
 
 
 def defaults() -> Run:
-    """A run of defaults, with a section for experts, so that overrides can reach into it."""
+    """Return a run of defaults with a section `model.moe`, so that overrides can reach into it."""
     return Run(ModelConfig(moe=MoEConfig()))
 
 
 def all_keys() -> list[str]:
-    """Every dotted key of the configuration, sections included."""
+    """Return every dotted key of the configuration, sections included."""
     return list(_keys(Run, ""))
 
 
@@ -31,7 +31,7 @@ def _keys(section: type, prefix: str) -> Iterator[str]:
 
 
 def type_of(key: str) -> Any:
-    """The annotation of a dotted key, None for what is no key."""
+    """Return the annotation of a dotted key, None for an unknown key."""
     section: Any = Run
     for name in key.split("."):
         hints = typing.get_type_hints(section) if dataclasses.is_dataclass(section) else {}
@@ -42,12 +42,12 @@ def type_of(key: str) -> Any:
 
 
 def is_section(key: str) -> bool:
-    """Whether a dotted key has keys of its own."""
+    """Return whether a dotted key is a section."""
     return dataclasses.is_dataclass(type_of(key))
 
 
 def default_of(key: str) -> object:
-    """The default of a dotted key, None where it has none."""
+    """Return the default of a dotted key, None where it has none."""
     section: object = defaults()
     for name in key.split("."):
         section = getattr(section, name, None)

@@ -1,4 +1,4 @@
-"""From an exception while composing to one line that a person can act on."""
+"""Report a mistake in the configuration as one line, with advice that was tried."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A configuration that somebody asked for."""
+    """Configuration as asked for on the command line."""
 
     typed: Typed
     load: Callable[[Typed], Run]  # raises what is wrong with it, or with one in its place
     check_host: Callable[[Run], None] | None = None  # raises ConfigError where a host cannot run it
 
     def advised(self, error: ConfigError) -> ConfigError:
-        """Its error with advice that was tried: what keeps all that was typed, on this host or
-        else on a larger one, comes before what changes some of it.
+        """Return the error with the candidates that were tried and work: on this host, else on a
+        larger one.
         """
         if error.tried or not error.alternatives:
             return error
@@ -71,8 +71,8 @@ class Asked:
 
 
 def _of_all(error: ConfigError, wrong: Sequence[str], ours: Sequence[str]) -> ConfigError:
-    """The error for several names of other programs: what is typed in the place of all of them.
-    Nothing is where two of them give one key different values; names without a key are named.
+    """Return one error for several names of other programs, with overrides that replace all of
+    them. It offers none if two names are one key here, and lists names without a key.
     """
     if len(set(map(key_of, ours))) < len(set(ours)):
         twice = "two of these names are one key here: type one"
@@ -90,7 +90,7 @@ def _for_another_host(error: ConfigError) -> ConfigError:
 
 
 def _caught(call: Callable[[], T]) -> T | ConfigError:
-    """What a call returns, or the mistake that it raises."""
+    """Return the result of a call, or the mistake that it raises."""
     try:
         return call()
     except COMPOSING as error:
@@ -146,8 +146,8 @@ def readable_errors(
 
 @contextmanager
 def _interrupts_kept() -> Iterator[None]:
-    """Turn what a library has raised while Ctrl-C was on its way out of it into that interrupt:
-    conditions of `threading`, for one, complain that they have lost their lock.
+    """Re-raise KeyboardInterrupt when a library has turned it into another exception: conditions of
+    `threading` complain about a lock that is not held.
     """
     try:
         yield

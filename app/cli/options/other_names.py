@@ -1,4 +1,4 @@
-"""What other programs call our keys: other_names.txt, read by hints and by docs/other-names.md.
+"""Names of our keys in other programs: other_names.txt, for hints and docs/other-names.md.
 
 A row is `names | ours | note`. `ours` is a key, which takes the value as typed (`key*60` takes it
 60 times), or a list of `value>overrides`, where `*` is any value; empty: there is no such thing
@@ -21,7 +21,7 @@ TRUE, FALSE = ("true", "1", "yes", "on", ""), ("false", "0", "no", "off")
 
 @dataclass(frozen=True, slots=True)
 class OtherName:
-    """One or more names of another program, and what is typed here instead."""
+    """Names of one setting in another program, and the overrides that replace it here."""
 
     names: tuple[str, ...]
     ours: str  # as in TABLE
@@ -29,21 +29,21 @@ class OtherName:
 
     @property
     def choices(self) -> tuple[tuple[str, str], ...]:
-        """Pairs of a typed value (`*`: any) and overrides; none for a plain key."""
+        """Pairs of a typed value (`*`: any) and overrides; empty for a plain key."""
         pairs = (each.partition(">") for each in self.ours.split(", ") if ">" in each)
         return tuple((value.strip(), overrides.strip()) for value, _, overrides in pairs)
 
     @property
     def key(self) -> str | None:
-        """The key that takes the value as typed, None where there is none."""
+        """Key that takes the value as typed, None where there is none."""
         return None if not self.ours or self.choices else self.ours.partition("*")[0]
 
     def choice(self, value: str) -> tuple[str, ...]:
-        """The overrides of a value that the table lists, empty for any other one."""
+        """Return the overrides of a value that the table lists, empty for any other."""
         return self.overrides(value) if value.lower() in dict(self.choices) else ()
 
     def overrides(self, value: str) -> tuple[str, ...]:
-        """What is typed here for this value, empty where the table does not know the value."""
+        """Return the overrides for a value, empty if the table does not cover it."""
         if self.key is not None:
             factor = self.ours.partition("*")[2]
             return (f"{self.key}={_times(value, factor)}",) if value else ()
@@ -62,7 +62,7 @@ def _times(value: str, factor: str) -> str:
 
 @cache
 def rows() -> tuple[tuple[str, tuple[OtherName, ...]], ...]:
-    """The table by program."""
+    """Return the rows of the table by program."""
     sections: dict[str, list[OtherName]] = {}
     for line in filter(None, TABLE.read_text(encoding="utf-8").splitlines()):
         if line.startswith("# "):
@@ -79,13 +79,13 @@ def _by_name() -> dict[str, OtherName]:
 
 
 def exact_row(name: str) -> OtherName | None:
-    """The row of a whole name, with dashes or underscores; None where there is none."""
+    """Return the row of a whole name, with dashes or underscores; None where there is none."""
     return _by_name().get(name.lstrip("-+~").replace("-", "_").lower())
 
 
 def row_of(name: str) -> OtherName | None:
-    """The row of a name as typed, with dashes or underscores, by its last part if the whole has
-    none; None: no program is known that has it.
+    """Return the row of a name as typed, with dashes or underscores, or else of its last part; None
+    if no known program has it.
     """
     section, _, last = name.rpartition(".")
     alone = not section or not (CONF / last).is_dir()  # data in parallel.data is no group
@@ -93,7 +93,7 @@ def row_of(name: str) -> OtherName | None:
 
 
 def page() -> Iterator[str]:
-    """The lines of the tables of docs/other-names.md; Megatron-LM has a page of its own."""
+    """Yield the lines of the tables of docs/other-names.md; Megatron-LM has a page of its own."""
     for program, listed in rows()[1:]:
         yield from ("", f"## {program}", "", "| there | here | |", "|---|---|---|")
         for row in listed:

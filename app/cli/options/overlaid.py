@@ -1,6 +1,4 @@
-"""Options that an experiment overlays: `+experiment=` is merged last, so what it has counts,
-whatever group was chosen.
-"""
+"""Find typed options whose keys an experiment overrides: `+experiment=` is merged last."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ SHOWN = 3  # keys of one group
 
 
 def overlaid(typed: Typed) -> list[str]:
-    """A line for each option typed of which the experiment typed beside it has changed keys."""
+    """Return a line for each typed option of which the typed experiment changes keys."""
     experiments = [each for each in typed.overrides if key_of(each) == "experiment"]
     chosen = [each for each in typed.overrides if _is_choice(each)]
     if not experiments or not chosen:
@@ -42,12 +40,12 @@ def overlaid(typed: Typed) -> list[str]:
 
 
 def _is_of_hydra(override: str) -> bool:
-    """Whether this is about Hydra itself: where options lie, for one."""
+    """Return whether an override concerns Hydra itself, such as folders of options."""
     return key_of(override).startswith("hydra")
 
 
 def _is_choice(override: str) -> bool:
-    """Whether this chooses an option of a group that is a section of the configuration."""
+    """Return whether an override chooses an option of a group."""
     key, _, value = override.partition("=")
     return bool(value) and key.isidentifier() and key not in ("experiment", "run_dir", "resume")
 
@@ -61,7 +59,7 @@ def _section(config: DictConfig, name: str) -> object:
 def _changed(
     alone: DictConfig, whole: DictConfig, section: str, typed: tuple[str, ...]
 ) -> Iterator[str]:
-    """Keys of a section with other values, but for those that are typed."""
+    """Yield the keys of a section that differ, as key=value, except typed ones."""
     before, after = (_section(config, section) for config in (alone, whole))
     if not isinstance(before, dict) or not isinstance(after, dict):
         return

@@ -1,4 +1,4 @@
-"""Sizes of a model that starts from Hugging Face weights: as in config.json, or equal to them."""
+"""Sizes of a model that starts from Hugging Face weights: filled in or checked by config.json."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OF_KINDS = ("mla", "yarn", "llama3_rope")  # sections that few models have
 
 
 def of_config_json(field: str, _root_: DictConfig) -> object:
-    """What `${config_json:num_layers}` stands for where a composed configuration is shown.
+    """Resolve `${config_json:num_layers}` where a composed configuration is shown.
 
     What is said of experts that a model lacks is the default: a reference cannot be left out.
     """
@@ -37,8 +37,8 @@ def _their_model(model: DictConfig, asks_hub: bool = True) -> ModelConfig:
 
 
 def adopt(model: DictConfig, asks_hub: bool) -> ModelConfig | None:
-    """Give a composed section `model` what it leaves to config.json; returns the model that this
-    describes, None where nobody names one.
+    """Fill in what a composed section `model` leaves to config.json; return the model that the file
+    describes, None if none is named.
 
     `asks_hub`: as `load_run`. Raises ConfigError.
     """
@@ -60,14 +60,14 @@ def adopt(model: DictConfig, asks_hub: bool) -> ModelConfig | None:
 
 
 def _left(section: DictConfig) -> list[str]:
-    """Keys of a section that are config.json's."""
+    """Return the keys of a section that are left to config.json."""
     values = OmegaConf.to_container(section, resolve=False)
     assert isinstance(values, dict)
     return [str(key) for key, value in values.items() if str(value).startswith(OF_CONFIG_JSON)]
 
 
 def _asks_for_none(moe: DictConfig) -> bool:
-    """Whether nothing in a section for experts asks for any."""
+    """Return whether a section `moe` leaves all keys of OF_EXPERTS to config.json."""
     return set(OF_EXPERTS) <= set(_left(moe))
 
 

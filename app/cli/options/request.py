@@ -1,4 +1,4 @@
-"""Command lines of the programs that use a trained model: where it is, options, overrides."""
+"""Command lines of the programs that use a trained model: source, options, overrides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_WHOLE = 2**63 - 1  # what torch takes for sizes and seeds
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What is typed behind a program's name."""
+    """Parsed arguments of a program."""
 
     source: Path  # a run or a checkpoint
     options: tuple[tuple[str, str], ...]  # of the program itself, as typed
@@ -25,7 +25,7 @@ class Words:
 
     @classmethod
     def parse(cls, arguments: Sequence[str], own: Collection[str]) -> Words:
-        """Tell a program's own options from overrides. Raises ConfigError."""
+        """Separate a program's own options from overrides. Raises ConfigError."""
         first = arguments[0] if arguments else ""
         if not first or first.startswith("-") or ("=" in first and not Path(first).exists()):
             rule = "the first argument is the folder of a run or a checkpoint"
@@ -47,7 +47,7 @@ class Words:
         return cls(Path(source), tuple(options), tuple(overrides))
 
     def all(self, key: str) -> tuple[str, ...]:
-        """Every value that an option has been given."""
+        """Return every value of an option."""
         return tuple(value for name, value in self.options if name == key)
 
     def texts(self, key: str) -> tuple[str, ...]:
@@ -57,11 +57,11 @@ class Words:
         return tuple(map(_as_utf8, self.all(key)))
 
     def text(self, key: str) -> str | None:
-        """The last value of an option; None: it is not given."""
+        """Return the last value of an option, None if it is not given."""
         return next(reversed(self.all(key)), None)
 
     def whole(self, key: str, default: int, least: int = 1, most: int = MOST_WHOLE) -> int:
-        """The last value of an option, a whole number. Raises ConfigError."""
+        """Return the last value of an option as a whole number. Raises ConfigError."""
         text = self.text(key)
         if text is None:
             return default
@@ -78,7 +78,7 @@ class Words:
         return int(digits)
 
     def number(self, key: str, default: float) -> float:
-        """The last value of an option, a finite number. Raises ConfigError."""
+        """Return the last value of an option as a finite number. Raises ConfigError."""
         text = self.text(key)
         try:
             found = default if text is None else float(text)
@@ -89,8 +89,8 @@ class Words:
         return found
 
     def choice(self, key: str, choices: Sequence[str]) -> str:
-        """The last value of an option, one of these; the first where it is not given. Raises
-        ConfigError.
+        """Return the last value of an option, one of `choices`; the first if it is not given.
+        Raises ConfigError.
         """
         text = self.text(key)
         if text is not None and text not in choices:
@@ -110,8 +110,8 @@ def _as_utf8(argument: str) -> str:
 
 
 def check_characters(key: str, value: object, text: str, where: str = "") -> None:
-    """Raise ConfigError for halves of characters: of arguments that are no UTF-8, or as JSON can
-    spell them. Tokenizers take none.
+    """Raise ConfigError for lone surrogates, from arguments that are not UTF-8 or from escapes of
+    JSON: tokenizers take none.
     """
     try:
         text.encode()
@@ -121,8 +121,8 @@ def check_characters(key: str, value: object, text: str, where: str = "") -> Non
 
 
 def text_lines(path: Path) -> list[str]:
-    """The lines of a file in UTF-8, without its byte order mark: what ends one inside of JSON
-    strings, as U+2028 does elsewhere, does not here. Raises Fault and OSError.
+    """Return the lines of a UTF-8 file without its byte order mark. Only newlines and carriage
+    returns end a line: JSON strings may contain U+2028. Raises Fault and OSError.
     """
     text = file_text(path.read_bytes())
     return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")

@@ -1,4 +1,4 @@
-"""The run in which a trained model is used: what its checkpoint says it is, laid out anew."""
+"""Build the run in which a trained model is used: the model of its checkpoint in a new layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_LOSSES = {"aux_loss_coeff": 0.0, "z_loss_coeff": 0.0}
 
 @ctrl_c_held_back()
 def saved_run(config: dict[str, Any], overrides: Sequence[str], world_size: int | None) -> Run:
-    """The run that a checkpoint's configuration and overrides of its keys describe.
+    """Return the run of a checkpoint's configuration with overrides.
 
     Of the configuration it takes the model, its data and number types, and the length of sequences;
     all else is as by default: one process, dropless experts. `world_size`: processes that a
@@ -63,7 +63,7 @@ def saved_run(config: dict[str, Any], overrides: Sequence[str], world_size: int 
 
 
 def _shapes(config: DictConfig) -> dict[str, tuple[int, ...]]:
-    """Those of all weights of the model that a configuration describes."""
+    """Return name -> shape of all weights of a configuration's model."""
     model = OmegaConf.to_object(config.model)
     assert isinstance(model, ModelConfig)
     return {each.name: each.weight.shape for each in model_weights(model)}

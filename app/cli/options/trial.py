@@ -1,5 +1,5 @@
-"""Trying what a message would advise: only a configuration that passes as a whole is called one
-that works, and nothing is changed that was typed beside the mistake.
+"""Try the candidates of an error: only those with which the whole configuration passes are offered
+as working, and no other typed key is changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Trial = Callable[[Sequence[str]], ConfigError | None]
 
 
 def tried(error: ConfigError, trial: Trial, fixed: Fixed | None = None) -> ConfigError:
-    """The error with those of its candidates that work, and leave alone what is fixed.
+    """Return the error with those of its candidates that work and change nothing fixed.
 
     First come candidates that change nothing typed but the key that was refused; then those with
     further changes that mend what it breaks. The number of trials is bounded, so that the words do
@@ -45,7 +45,7 @@ def tried(error: ConfigError, trial: Trial, fixed: Fixed | None = None) -> Confi
 
 
 class _Spent(Exception):
-    """As many trials as a message may have."""
+    """Raised when a message has used up its trials."""
 
 
 def _limited(trial: Trial) -> Trial:
@@ -68,7 +68,7 @@ def _until_spent(found: Iterable[object]) -> Iterator[object]:
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """The candidates of one error that work."""
+    """Search for the working candidates of one error."""
 
     error: ConfigError
     trial: Trial
@@ -76,7 +76,7 @@ class _Search:
 
     @property
     def own(self) -> set[str]:
-        """What may be changed though it was typed: the key that was refused."""
+        """Typed keys that may change: the one that was refused."""
         key = self.error.key.lstrip("+~")
         if key == "override":
             key = key_of(str(self.error.value))
@@ -90,12 +90,12 @@ class _Search:
         return [each for listed in self.error.alternatives for each in listed.candidates]
 
     def single(self) -> Iterator[object]:
-        """The first of each alternative that keeps what is fixed."""
+        """Yield the first working candidate of each alternative that keeps what is fixed."""
         yield from self._first(self._keeps)
 
     def mended(self) -> Iterator[object]:
-        """The first candidate that works once what it breaks is mended too, as by a larger
-        batch.
+        """Yield the first candidate that works together with changes that mend what it breaks, such
+        as a larger batch.
         """
         yield from self._first_mended(self._keeps)
 
@@ -108,7 +108,7 @@ class _Search:
                     return
 
     def _with_mends(self, words: tuple[str, ...], left: int) -> tuple[str, ...]:
-        """The words with others that mend each fault in turn; empty where that does not work."""
+        """Return the words with others that mend each fault in turn; empty if that fails."""
         fault = self.trial(words)
         if fault is None:
             return words
@@ -134,7 +134,7 @@ class _Search:
         return not self._changed(overrides)
 
     def _changed(self, overrides: Sequence[str]) -> set[str]:
-        """What overrides change that is fixed."""
+        """Return the fixed names that overrides change."""
         names = {key_of(each) for each in overrides}
         return (names & self.fixed.typed - self.own) | (names & self.fixed.sizes - self._typed_own)
 
@@ -144,7 +144,7 @@ class _Search:
 
 
 def _mends(fault: ConfigError, first: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """What may mend a fault, without a second value for a key that has one already."""
+    """Yield overrides that may mend a fault, without a second value for a key."""
     for alternative in fault.alternatives:
         second = fault.override(alternative.candidates[0])
         if {key_of(each) for each in second}.isdisjoint(map(key_of, first)):
@@ -152,6 +152,6 @@ def _mends(fault: ConfigError, first: Sequence[str]) -> Iterator[tuple[str, ...]
 
 
 def _same(fault: ConfigError, error: ConfigError) -> bool:
-    """Whether both are about the same value and rule, whatever they offer."""
+    """Return whether two errors have key, value and rule in common."""
     told = ((each.key, typed(each.value), each.rule) for each in (fault, error))
     return len(set(told)) == 1

@@ -1,4 +1,4 @@
-"""Names that are no key: those of other programs, slips, and neither."""
+"""Errors for unknown names: names of other programs, misspellings, and neither."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LISTED = "python train.py --cfg job prints the keys"
 
 
 def no_such_key(key: str, value: str, where: str = "") -> ConfigError:
-    """The error for a name that is no key: what it is called here, what it may be a slip of, or
-    where the keys are listed. `where`: the file that has it, for which no override helps.
+    """Return the error for an unknown key: its name here, the key that it may misspell, or where
+    keys are listed. `where` names the file that has it, for which no override helps.
     """
     rule = f"there is no such key{where}"
     row = None if where else exact_row(key)
@@ -38,8 +38,8 @@ def no_such_key(key: str, value: str, where: str = "") -> ConfigError:
 
 
 def no_such_flag(arguments: Sequence[str], known: Sequence[str] = ()) -> ConfigError | None:
-    """The error for the first flag that another program has, or that is one of our keys behind
-    dashes; None where there is none. `known`: the program's own flags, if not Hydra's.
+    """Return the error for the first flag of another program, or key of ours behind dashes; None
+    without one. `known` are the program's own flags, if not Hydra's.
     """
     for _, override, typed in foreign_flags(arguments, known or hydra_flags()):
         key, _, value = override.partition("=")
@@ -66,9 +66,10 @@ def no_such_flag(arguments: Sequence[str], known: Sequence[str] = ()) -> ConfigE
 
 
 def like_key(word: str) -> str | None:
-    """The keys that a word may be a slip of, joined by "or": one with the same letters, else those
-    of its section that are spelt like it, else those that have its words, else those of its last
-    part elsewhere, else those that are spelt like it. None where there are none, or too many.
+    """Return the keys that a word may misspell, joined by "or": the first of these searches that
+    finds 1 to MOST_GUESSED keys. Same letters; similar spelling in its section; all of its words in
+    its section; its last part in another section; similar spelling in every part; similar last part
+    elsewhere. None if no search does.
     """
     if same := _same_letters(word):
         return same
@@ -88,8 +89,8 @@ def like_key(word: str) -> str | None:
 
 
 def refused_value(key: str, value: str, rule: str, guess: str | None) -> ConfigError:
-    """The error for a value that a key or group does not have, with what another program means by
-    it where nothing is near: float16 for fp16.
+    """Return the error for a value that a key or group lacks; without a guess, with the meaning of
+    the value in another program: float16 is fp16.
     """
     row = None if guess else exact_row(key)
     if row is None:
@@ -102,7 +103,7 @@ def refused_value(key: str, value: str, rule: str, guess: str | None) -> ConfigE
 
 
 def translated(word: str) -> tuple[str, ...]:
-    """The overrides in the place of one that is no key, empty where the table has none."""
+    """Return the overrides that replace one with an unknown key, empty if none is known."""
     key, value = key_of(word), word.partition("=")[2]
     if is_known(key):
         return found if (row := exact_row(key)) and (found := row.choice(value)) else (word,)
@@ -114,7 +115,7 @@ def translated(word: str) -> tuple[str, ...]:
 
 
 def unknown_words(typed: Typed) -> tuple[str, ...]:
-    """The overrides whose names are no keys, or whose values are those of another program."""
+    """Return the overrides with unknown keys or values of another program."""
     return tuple(
         word
         for word in typed.overrides
@@ -123,7 +124,7 @@ def unknown_words(typed: Typed) -> tuple[str, ...]:
 
 
 def is_known(key: str) -> bool:
-    """Whether a name is a key, a group of options, or Hydra's own."""
+    """Return whether a name is a key, a group of options, or Hydra's own."""
     return key in all_keys() or key.startswith("hydra") or (CONF / key).is_dir()
 
 
@@ -145,7 +146,7 @@ def _same_letters(word: str) -> str | None:
 
 
 def _same_leaf(word: str) -> str | None:
-    """The one key that ends in the last part of a word."""
+    """Return the only key that ends in the last part of a word, None if there are more or none."""
     leaf = word.rpartition(".")[2]
     found = [key for key in all_keys() if key.rpartition(".")[2] == leaf]
     found = [key for key in found if not key.startswith(MEASURED)]
@@ -157,7 +158,7 @@ def _leaves(keys: Sequence[str]) -> list[str]:
 
 
 def with_words(leaf: str, keys: Sequence[str]) -> Iterator[str]:
-    """The keys that have all words of a name, and fewest besides."""
+    """Yield the keys that contain all words of a name, and the fewest others."""
     words = set(re.split("[-_]", leaf))
     having = {key: set(key.rpartition(".")[2].split("_")) for key in keys}
     having = {key: found for key, found in having.items() if words <= found}
@@ -175,6 +176,11 @@ def _near_parts(word: str, key: str) -> bool:
 
 
 def _slip_of(word: str) -> str | None:
-    """Return the one dotted key that a dotted name misspells, None where there is none."""
+    """Return the one dotted key that a dotted name misspells, None where there is none: the last
+    part may be another program's name, as in model.n_layers.
+    """
+    leaf = word.rpartition(".")[2]
     found = [key for key in all_keys() if "." in word and _near_parts(word, key)]
-    return found[0] if len(found) == 1 and found[0] != word else None
+    if len(found) != 1 or found[0] == word:
+        return None
+    return found[0] if found[0].endswith(f".{leaf}") or exact_row(leaf) is None else None
