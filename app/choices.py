@@ -17,7 +17,8 @@ class CloneAlgorithm(Enum):
 
     one_shot_greedy = "one_shot_greedy"
     approx_bin_packing = "approx_bin_packing"
-    exact = "exact"  # fewest tokens on the fullest rank that the slots allow, with few clones
+    # tries many target loads and ways to reach them, and takes the plan of the lowest cost
+    target_search = "target_search"
 
 
 class DispatcherKind(Enum):

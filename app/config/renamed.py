@@ -55,6 +55,7 @@ CHANGED: tuple[Change, ...] = (
     Renamed("model.moe.static.stash", "model.moe.static.paged_buffer"),
     Renamed("hardware.profile.product_tflops", "hardware.profile.gemm_tflops"),
     Renamed("hardware.profile.product_memory", "hardware.profile.gemm_memory"),
+    RenamedValue("model.moe.echo.algorithm", "exact", "target_search"),
 )
 
 

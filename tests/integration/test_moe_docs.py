@@ -27,7 +27,7 @@ PIECES = {
     "combine, backward": "combine'",
     "dispatch, backward": "dispatch'",
 }
-PLANNERS = {"greedy": "one_shot_greedy", "packing": "approx_bin_packing", "exact": "exact"}
+PLANNERS = {"greedy": "one_shot_greedy", "packing": "approx_bin_packing", "target_search": "exact"}
 Json = dict[str, Any]
 
 
@@ -88,7 +88,7 @@ def test_echo_example_is_what_is_planned():
     assert sorted(slots) == [(2, 2, 50), (3, 2, 20), (3, 3, 180), (7, 2, 40)]
     assert [sum(n for e, _, n in slots if e == each) for each, _ in SPILLS] == [200, 50, 40]
     assert [AVERAGE - sum(LOADS[rank]) for rank, _ in ROOMS] == [room for _, room in ROOMS]
-    moved_ES, _ = plan_clones(counts_RE, 1, "exact")
+    moved_ES, _ = plan_clones(counts_RE, 1, "target_search")
     slots = [(e, s, int(moved_ES[e, s])) for e, s in moved_ES.nonzero().tolist()]
     assert slots == [(2, 2, 110), (3, 3, 180), (7, 0, 40)]
 

@@ -9,9 +9,6 @@ import torch
 from torch import Tensor
 
 from app.choices import CloneAlgorithm
-from app.cli.options.arguments import Typed
-from app.cli.options.compose import load_overrides
-from app.cli.options.old_values import old_value_lines
 from app.moe.echo import plan_clones
 from tests.cases import sampled
 from tests.echo_plans import PACKS, SEARCHES, check_plan, draw_counts, loads_after
@@ -199,17 +196,3 @@ def test_loads_within_the_bound_stay(threshold: float):
     one_token = torch.zeros(4, 8, dtype=torch.int64)
     one_token[1, 3] = 1
     assert plan_clones(one_token, 2, SEARCHES, threshold)[0].sum() == 0
-
-
-def test_former_name_exact_is_accepted():
-    counts_RE = draw_counts(3, 2, 100, seed=0)
-    former, now = (plan_clones(counts_RE, 1, name)[0] for name in ("exact", "target_search"))
-    assert torch.equal(former, now)
-    run = load_overrides(("model=moe_tiny", "model.moe.echo.algorithm=exact"))
-    assert run.model.moe is not None and run.model.moe.echo.algorithm is SEARCHES
-
-
-def test_line_names_new_name_of_exact():
-    typed = Typed(("model.moe.echo.algorithm=exact", "model.moe.echo.spares=1"))
-    (line,) = old_value_lines(typed)
-    assert line.endswith("type model.moe.echo.algorithm=target_search")

@@ -44,7 +44,6 @@ from app.cli.options.hydra_words import (
     check_plugins,
 )
 from app.cli.options.messages import Asked, readable_errors
-from app.cli.options.old_values import old_value_lines
 from app.cli.options.overlaid import overlaid
 from app.cli.options.pretrained import KEY as INIT_FROM
 from app.cli.options.unknown import no_such_flag
@@ -328,7 +327,7 @@ def checked_arguments(arguments: Sequence[str], launch: Launch) -> list[str]:
     if SWEEPS & set(arguments):
         _refuse_sweep(arguments, launch)
     elif launch.rank == 0 and (launch.world_size is None or not launch.launched):
-        for line in (*old_value_lines(typed), *overlaid(typed)):
+        for line in overlaid(typed):
             warn(line)
     beside = words_for_plain(typed, sweeps)
     return with_sweep_folder(flags_first(arguments, typed, beside))

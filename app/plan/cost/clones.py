@@ -12,7 +12,7 @@ from app.plan.model.experts import ExpertWeights
 from app.plan.trace.parts import BYTES
 
 # seconds per layer and microbatch of planning, barriers and launches, forward and backward, without
-# any clone: measured on two H200s (docs/echo.md)
+# any clone: measured on two H200s (docs/moe.md)
 OVERHEAD = 113e-6
 
 

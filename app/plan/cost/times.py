@@ -35,9 +35,9 @@ from app.plan.trace.stage import fold_stages
 from app.plan.trace.trace import ForwardTrace, Operation, Work
 
 # Standard deviation of experts' loads over their mean, of routers at the start of training: with
-# 128 experts on two ranks the busier one had 1.07 times the mean (docs/echo.md).
+# 128 experts on two ranks the busier one had 1.07 times the mean (docs/moe.md).
 SPREAD = 1.0
-CLONED_LOAD = 1.03  # load of the busiest rank with clones of hot experts (docs/echo.md)
+CLONED_LOAD = 1.03  # load of the busiest rank with clones of hot experts (docs/moe.md)
 # forward phases whose launches the GPU waits for after a host sync
 BEHIND_WAIT = (PhaseName.preprocess, PhaseName.dispatch)
 

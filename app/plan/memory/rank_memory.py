@@ -335,7 +335,7 @@ def _dispatch_parts(
 ) -> Iterator[MemoryPart]:
     """Yield memory of a static dispatcher, and of rerunning a step that exceeded its capacity.
 
-    A rerun has more capacity (docs/moe-dispatch.md). `alive`: bytes at the peak of other steps.
+    A rerun has more capacity (docs/moe.md). `alive`: bytes at the peak of other steps.
     """
     dispatcher = run_dispatcher(run, layout)
     if not isinstance(dispatcher, PlannedStatic):
