@@ -50,7 +50,7 @@ class EchoConfig:
 
     spares: int = 0  # slots of a rank for clones (replicas) of other ranks' experts; 0: off
     # algorithm that picks the experts to clone, and where
-    algorithm: CloneAlgorithm = CloneAlgorithm.exact
+    algorithm: CloneAlgorithm = CloneAlgorithm.target_search
     # tokens that a clone must take off the fullest rank, over the mean; with the other algorithms:
     # load above the mean, over the mean, from which a rank's experts are cloned
     threshold: float = 0.05

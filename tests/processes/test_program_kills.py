@@ -25,7 +25,7 @@ def test_programs(case: Case, tmp_path: Path, undisturbed: Undisturbed):
 
 
 def test_the_docs_count_them_as_they_are_drawn():
-    text = (ROOT / "docs/reliability.md").read_text()
+    text = (ROOT / "tests/RELIABILITY.md").read_text()
     for by, found in counted([*FORKED, *FRESH]).items():
         (line,) = re.findall(rf"^\| by {by} \| (.*) \|$", text, re.MULTILINE)
         told = {name: int(count) for name, count in re.findall(r"(\w+) (\d+)(?:, |$)", line)}
@@ -33,6 +33,6 @@ def test_the_docs_count_them_as_they_are_drawn():
 
 
 def test_the_docs_name_tests_that_are_there():
-    text = (ROOT / "docs/reliability.md").read_text()
+    text = (ROOT / "tests/RELIABILITY.md").read_text()
     names = set(re.findall(r"`(?:tests/)?([\w/]*test_\w+\.py)`", text))
     assert {name for name in names if not list((ROOT / "tests").rglob(name))} == set()

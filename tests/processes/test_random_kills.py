@@ -1,6 +1,6 @@
 """Runs that are killed, stopped and held up at drawn moments lose nothing that was saved.
 
-tests/ordeals.py says what they are held to; docs/reliability.md how many of what there are. A case
+tests/ordeals.py says what they are held to; tests/RELIABILITY.md how many of what there are. A case
 that fails prints its seed, its command lines, and what happened when.
 """
 
