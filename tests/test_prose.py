@@ -39,8 +39,6 @@ AVOIDED = {
 ALLOWED = {
     ("app/config/renamed.py", "product"),  # former names of keys
     ("app/config/renamed.py", "stash"),
-    ("app/kernels/peer_sums.py", "products"),  # of a value and its weight
-    ("app/kernels/rows.py", "products"),
 }
 ALLOWED_MAX = 15
 

@@ -123,7 +123,7 @@ def _alone(folder: Path) -> Iterator[None]:
         except OSError:  # a file system without locks: then several do the same work
             yield
             return
-        for left in folder.parent.glob(f".{folder.name}.draft-*"):
+        for left in folder.parent.glob(f".{folder.name}.partial-*"):
             shutil.rmtree(left)
         yield
 
@@ -131,7 +131,7 @@ def _alone(folder: Path) -> Iterator[None]:
 def _write(config: DataConfig, tokenizer: Tokenizer, sources: Sources, *, folder: Path) -> None:
     from app.data.corpus import write_tokens
 
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.draft-", dir=folder.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
     try:
         written = write_tokens(config, tokenizer, sources, folder=temporary)
         shutil.rmtree(temporary / "raw", ignore_errors=True)

@@ -181,7 +181,7 @@ class StreamReader:
         return tokens_T[: self.seq_len + 1]
 
     def state(self) -> dict[str, Any]:
-        """Everything needed to go on from here: numbers, strings, lists and dictionaries."""
+        """State needed to resume from here: numbers, strings, lists and dictionaries."""
         dp_rank, dp = self.rank
         return {
             "dp_rank": dp_rank,

@@ -196,7 +196,7 @@ class JsonTokenizer:
 def load_tokenizer(spec: str, end: str | None = None) -> Tokenizer:
     """The tokenizer named by `data.tokenizer`: "bytes", or the path of a `tokenizers` JSON file.
 
-    `end`: the token that has ended documents so far, and goes on to, where the vocabulary has it;
+    `end`: the token that has ended documents so far; still used if the vocabulary has it;
     None: the files say it (`app.data.special_tokens`). Raises ConfigError when the file is missing
     or unreadable, or nothing says which token ends a document.
     """

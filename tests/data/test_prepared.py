@@ -104,7 +104,7 @@ def test_a_broken_cache_is_made_anew_and_said(
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-def test_a_file_with_the_time_and_size_of_before_is_still_read_anew(
+def test_changed_file_of_equal_time_and_size_is_read_anew(
     kind: str, tmp_path: Path, texts: list[str]
 ):
     """The contents count, whatever the file system says of them; and back again."""
@@ -146,7 +146,7 @@ def test_what_a_killed_process_left_is_cleared(tmp_path: Path, texts: list[str])
     config = write("jsonl", tmp_path / "data", texts)
     folder = prepare(config, TOKENIZER)
     assert folder
-    (folder.with_name(f".{folder.name}.draft-dead") / "raw").mkdir(parents=True)
+    (folder.with_name(f".{folder.name}.partial-dead") / "raw").mkdir(parents=True)
     os.truncate(folder / "tokens.arrow", 0)
     prepare(config, TOKENIZER)
     assert [path.name for path in sorted(folder.parent.iterdir())] == [

@@ -214,7 +214,7 @@ def test_one_block_is_read_ahead_at_most(stream_config: Callable[..., DataConfig
         assert len(texts._block) == 4 and texts.place.block == (used - 1) // 4
 
 
-def test_a_failure_ahead_is_raised_when_the_batches_are_asked_for(
+def test_failure_ahead_is_raised_when_batches_are_asked_for(
     stream_config: Callable[..., DataConfig],
 ):
     one = feed(stream_config(SHARDS))

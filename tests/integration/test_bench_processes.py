@@ -45,7 +45,7 @@ def test_a_run_that_hangs_is_ended(processes: ModuleType):
     assert processes.start_and_wait(command, {}, 0.2) == (-1, "", "not done after 0 s")
 
 
-def test_a_run_that_has_said_its_figures_and_hangs_is_not_waited_for(
+def test_hanging_run_with_results_is_not_waited_for(
     processes: ModuleType, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(processes, "ENDING", 0.2)

@@ -115,7 +115,7 @@ def test_losses_are_measured_on_the_gpus_that_are_visible(monkeypatch: pytest.Mo
     assert losses.visible_gpus() == [""]  # a CPU
 
 
-def test_losses_off_those_of_bf16_are_told_with_their_standard_error():
+def test_losses_off_bf16_are_told_with_standard_error():
     losses = bench("fp8_losses")
     plain = {"bf16-0": 1.0, "bf16-1": 2.0, "bf16-2": 4.0}
     found = dict(losses.means({"current-0": 1.01, "current-1": 2.06, "block-3": 1.0}, plain))

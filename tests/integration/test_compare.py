@@ -176,7 +176,7 @@ def test_overrides_may_be_of_a_graph_mode(compare: ModuleType):
     assert run.cuda_graph.optimizer
 
 
-def test_both_sides_come_in_fp8_too_and_are_compared_with_their_like(compare: ModuleType):
+def test_both_sides_in_fp8_are_compared_with_their_like(compare: ModuleType):
     call = ["--peer", "p.py", "--fp8", "current,block"]
     settings = list(compare.all_settings(*compare.read_arguments(call)))
     recipes = ["", "", "current", "current", "block", "block"]

@@ -128,7 +128,7 @@ def test_the_plan_tells_what_its_experiment_overlays(capsys: pytest.CaptureFixtu
     )
 
 
-def test_keys_of_a_section_that_the_experiment_brings_are_no_mistake(
+def test_keys_of_a_section_of_the_experiment_are_accepted(
     capsys: pytest.CaptureFixture[str],
 ):
     own = "+experiment=deepseek_v3_2048", "model.mla.q_lora_rank=1024", "hardware=h200"

@@ -127,7 +127,7 @@ def test_unset_environment_variable_is_named(key: str, monkeypatch: pytest.Monke
     )
 
 
-def test_unset_variable_in_the_name_of_a_run_is_left_to_composing():
+def test_unset_variable_in_run_name_is_left_to_composing():
     assert Typed.parse(["resume=${oc.env:NOT_SET}"]).overrides == ("resume=${oc.env:NOT_SET}",)
     with pytest.raises(COMPOSING) as refused:
         load_overrides(["resume=${oc.env:NOT_SET}"])

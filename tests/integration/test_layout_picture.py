@@ -161,7 +161,7 @@ def test_a_line_per_group_with_a_dot_per_rank(name: str):
             assert apart, (kind, first, second)
 
 
-def test_interleaved_groups_lie_side_by_side_and_neighbours_share_a_lane():
+def test_interleaved_groups_are_adjacent_and_share_lanes():
     rows = Rows.of(8)
     assert [line.lane for line in group_lines([[0, 1], [2, 3], [4, 5], [6, 7]], rows)] == [
         0,

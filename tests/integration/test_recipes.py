@@ -113,7 +113,7 @@ def test_hooks_run_what_make_runs_and_load_nothing():
     assert named == {"ruff": ruff[:-1], "mypy": mypy} and ruff[-1] == "."
 
 
-def test_types_are_checked_strictly_everywhere_but_where_libraries_have_none():
+def test_types_are_strict_except_for_untyped_libraries():
     makefile = (ROOT / "Makefile").read_text()
     assert re.search(r"^\t@\$\(BIN\)/mypy (.*)$", makefile, re.MULTILINE)[1] == "app"
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]

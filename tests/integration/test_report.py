@@ -178,7 +178,7 @@ def test_before_its_first_validation_a_run_shows_its_last_step(tmp_path: Path):
     assert re.search(r" 5\.0000\* +unfinished at step 3/6", (tmp_path / "report.txt").read_text())
 
 
-def test_steps_that_were_taken_again_are_counted(tmp_path: Path):
+def test_rerun_steps_are_counted(tmp_path: Path):
     lines = (write_run(tmp_path / "a", loss=2.0) / "metrics.jsonl").read_text().splitlines()
     counted = [lines[0], *(f'{row[:-1]}, "reruns": {n % 2}}}' for n, row in enumerate(lines[1:]))]
     (tmp_path / "a/metrics.jsonl").write_text("\n".join(counted) + "\n")
@@ -398,7 +398,7 @@ def test_what_fp8_lose_is_the_largest_of_all_kinds_and_lines(runs: Path):
     assert re.search(r"recipe=delayed .* 3\.5000 +75\.0 % +0\.0250 % +done", text)
 
 
-def test_the_recipe_of_fp8_is_told_where_runs_do_not_differ_in_it(runs: Path):
+def test_fp8_recipe_is_told_if_runs_share_it(runs: Path):
     with_fp8(runs / "a", "block", {"underflow_inputs": 0.5})
     assert main([str(runs / "a")]) == 0
     assert heads(runs / "a")[4:] == ["loss", "fp8", "underflow", "state"]

@@ -276,7 +276,7 @@ def test_outcome(tmp_path: Path, log: str, code: int, state: JobState, reason: s
     assert outcome(code, False, tmp_path) == (state, reason)
 
 
-def test_a_job_that_was_told_to_end_was_interrupted_however_it_ended(tmp_path: Path):
+def test_job_told_to_end_counts_as_interrupted(tmp_path: Path):
     assert (
         outcome(1, True, tmp_path)
         == (JobState.interrupted, None)
@@ -308,7 +308,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_one_line_is_drawn_again_and_stands_at_the_end(
+def test_terminal_line_is_redrawn_and_stays_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("COLUMNS", "40")

@@ -99,7 +99,7 @@ def test_microbatches_are_numbered_where_there_is_room():
     assert len(axes.texts) < 4 * 160
 
 
-def test_kinds_chunks_and_neighbouring_microbatches_differ_in_colour():
+def test_kinds_chunks_and_microbatches_differ_in_colour():
     fills = {
         (kind, mb, chunk): colour(kind(mb, chunk), 2)
         for kind in KINDS

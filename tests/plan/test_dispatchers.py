@@ -137,7 +137,7 @@ def test_static_rows_are_told_when_a_run_starts():
     assert "dispatch" not in dict(summary_lines(Plan(run_of(EXPERTS, 4, 4))))
 
 
-def test_a_capacity_is_a_bound_and_padding_fills_up_to_it():
+def test_a_capacity_is_a_bound_and_padding_reaches_it():
     """64 tokens of 2 experts each, of 8: no expert has more than one row of a token."""
 
     def bounds(factor: float | None, padded: bool = False) -> tuple[int | None, int | None]:

@@ -197,7 +197,7 @@ def test_times_are_those_of_faster_gemms_and_operations_stay():
     rate = PLANNED_PEAK * 1e12 * plain.hardware.efficiency
     gemms = 2 * TOKENS * (4 * LAYER + 4096 * 512) / rate
     speeds = SPEEDUP[Fp8Recipe.current], SPEEDUP[Fp8Recipe.block]
-    assert 1 < speeds[1] < speeds[0] < 2  # twice as many products per second, and quantising
+    assert 1 < speeds[1] < speeds[0] < 2  # twice the GEMM speed, less the time for quantization
     for found, speedup in zip((after, blocks), speeds, strict=True):
         saved = gemms * (1 - 1 / speedup)
         assert before.forward - found.forward == pytest.approx(saved)
@@ -251,8 +251,8 @@ def test_measured_speeds_of_gemms_and_of_quantising(recipe: str, moved: int):
     given = {f"fp8_{recipe}_tflops": 500.0, "fp8_quantise_gb_s": 100.0}
     found = times_of(run, kernel_us=0.0, gemm_memory=0.0, sums_gb_s=1e5, **given)
     gemms = 2 * TOKENS * (4 * LAYER + 4096 * 512) / 500e12
-    assert found.forward["products"] == pytest.approx(gemms)
-    assert found.backward_input["products"] == pytest.approx(gemms)
+    assert found.forward["GEMMs"] == pytest.approx(gemms)
+    assert found.backward_input["GEMMs"] == pytest.approx(gemms)
     assert found.forward[QUANTISED] == pytest.approx(TOKENS * INPUTS * moved / 100e9)
     assert found.backward_input[QUANTISED] == pytest.approx(TOKENS * GRADS * moved / 100e9)
     plan, plain = Plan(with_profile(run, **given)), Plan(with_profile(run_of()))
@@ -271,7 +271,7 @@ def test_measured_speeds_of_experts():
     found = times_of(run_of(fp8, model=MOE), **bare)
     for name in ("forward", "backward_input"):
         own, before = getattr(found, name), getattr(plain, name)
-        assert own["experts' products"] == pytest.approx(before["experts' products"] / 2)
+        assert own["grouped GEMMs"] == pytest.approx(before["grouped GEMMs"] / 2)
         assert own[QUANTISED] > before[QUANTISED]
     assert found.backward_weight == pytest.approx(plain.backward_weight)
 
@@ -285,7 +285,7 @@ def test_without_measured_speeds_gemms_are_as_many_times_faster(capsys):
     )
     gemms = 2 * TOKENS * (4 * LAYER + 4096 * 512) / 790e12
     saved = gemms * (1 - 1 / SPEEDUP[Fp8Recipe.current])
-    gone = plain.backward_weight["products"] - narrow.backward_weight["products"]
+    gone = plain.backward_weight["GEMMs"] - narrow.backward_weight["GEMMs"]
     assert gone == pytest.approx(saved) and not narrow.forward[QUANTISED]
     typed = ["what=schedule", "model=llama3_8b", "parallel.dp=8", "train.global_batch=64"]
     typed += ["precision=bf16", "precision.fp8.recipe=current", "hardware=h200", "out=null"]
@@ -309,7 +309,7 @@ def moe_run(include: tuple[Fp8Part, ...], first_layers: int = 0, **sections: obj
 
 
 @pytest.mark.parametrize("scope", [(), (GraphScope.attn,)], ids=["layer", "attn"])
-def test_trial_runs_of_products_in_fp8_alone_need_no_workspaces(
+def test_trial_runs_of_fp8_gemms_need_no_workspaces(
     scope: tuple[GraphScope, ...],
 ):
     """Measured on an H200 (`bench/graphs.py`); those of any other GEMM do."""

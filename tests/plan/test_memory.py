@@ -513,7 +513,7 @@ def test_graphs_of_whole_layers_hold_what_layers_keep():
     )
 
 
-def test_one_graph_of_the_whole_step_has_all_in_its_pool():
+def test_full_iteration_graph_has_all_in_its_pool():
     run = run_of()
     plain, whole = (
         parts_of(run),

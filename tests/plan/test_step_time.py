@@ -161,7 +161,7 @@ def test_sums_of_experts_are_moved_for_two_microbatches_at_once(batch: int, shar
     assert plain == paired
 
 
-def test_what_is_computed_again_is_a_forward():
+def test_recompute_costs_a_forward():
     plain = kinds_of(run_of())
     again = kinds_of(run_of(recompute=RecomputeConfig(phases=(Recompute.mlp_act,))))
     assert again[RECOMPUTED] == pytest.approx(2 * 2 * T * F * 3 / 1e9)

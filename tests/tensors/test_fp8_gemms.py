@@ -97,7 +97,7 @@ def check_gemms(
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_products_are_as_near_to_fp64_as_fp8_are(recipe: str):
+def test_gemms_are_as_near_to_fp64_as_fp8_allows(recipe: str):
     x, weight, grad = normal(T, IN), normal(OUT, IN, seed=1), normal(T, OUT, seed=2) * 1e-6
     check_gemms(RECIPES[recipe], recipe, x, weight, grad)
 

@@ -51,7 +51,7 @@ def expert_of_rows() -> Tensor:
     return torch.searchsorted(ENDS, torch.arange(USED, dtype=torch.int32), right=True)
 
 
-def test_products_are_as_near_to_fp64_as_fp8_are():
+def test_gemms_are_as_near_to_fp64_as_fp8_allows():
     weight, rows, grad = uneven(E, IN, OUT, seed=1), uneven(T, IN), uneven(T, OUT, seed=2) * 1e-6
     held = REFERENCE.weight(weight)
     out = REFERENCE.output(REFERENCE.rows(rows, ENDS), held, ENDS, torch.float32)

@@ -13,8 +13,8 @@ Seconds = defaultdict[str, float]  # by kind of work
 EXCHANGE = "exchanges"
 LAUNCHES = "launches"
 QUANTISED = "quantising"
-RECOMPUTED = "computed again"
-RECOMPUTED_MATMULS = "products computed again"
+RECOMPUTED = "recomputed"
+RECOMPUTED_MATMULS = "recomputed GEMMs"
 MATMULS = (Work.gemm, Work.router_matmul, Work.grouped)
 ATTENTION = (
     Work.attention,

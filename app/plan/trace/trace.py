@@ -36,9 +36,9 @@ class GradAddition(Enum):
 class Work(Enum):
     """Kind of work of an operation's kernels; each kind has speeds of its own."""
 
-    gemm = "products"
-    router_matmul = "router's products"  # accumulated in float32
-    grouped = "experts' products"
+    gemm = "GEMMs"
+    router_matmul = "router GEMM"  # accumulated in float32
+    grouped = "grouped GEMMs"
     attention = "attention"
     ordered_attention = "ordered attention"  # torch's slower, deterministic kernel
     gathered_attention = "attention to gathered keys"  # the same kernel, not deterministic
