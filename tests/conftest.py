@@ -18,14 +18,13 @@ if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
 
 import torch
 
+from tests.distributed import RankServer, Servers
+
 if not torch.cuda.is_available():
     # read when a kernel is defined: without a GPU its tests run it in Python
     os.environ["TRITON_INTERPRET"] = "1"
 
 torch.set_num_threads(1)
-
-# brings Triton along, whose own functions are interpreted only if the variable is set before
-from tests.distributed import RankServer, Servers  # noqa: E402
 
 ENVIRON = os.environ
 
