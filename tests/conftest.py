@@ -18,8 +18,6 @@ if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
 
 import torch
 
-from tests.distributed import RankServer, Servers
-
 if not torch.cuda.is_available():
     # read when a kernel is defined: without a GPU its tests run it in Python
     os.environ["TRITON_INTERPRET"] = "1"
@@ -42,19 +40,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--share", type=float, default=1.0, help="share of the tests to run, by chance")
     day = int(time.time()) // 86_400
     group.addoption("--share-seed", type=int, default=day, help="which ones; default: the day")
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Fork the server of ranks before a test runs, in the processes that run tests."""
-    controls_workers = session.config.getoption("dist", "no") != "no"
-    if hasattr(session.config, "workerinput") or not controls_workers:
-        Servers.own = RankServer()
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if Servers.own is not None:
-        Servers.own.stop()
-        Servers.own = None
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

@@ -1,9 +1,4 @@
-"""Run a function as several ranks on this machine: gloo, forked processes, a file store.
-
-Ranks are forked by a server, and the server from pytest before the first test: a rank holds
-nothing of the tests that its pytest process has run. torch's autograd refuses to work in a fork of
-a process that has run a backward pass, and a test's patches or threads would change another's.
-"""
+"""Run a function as several ranks on this machine: gloo, forked processes, a file store."""
 
 from __future__ import annotations
 
@@ -16,15 +11,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
-from unittest import mock
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 
@@ -35,102 +26,21 @@ TIMEOUT_S = 600  # a machine may be busy
 TELL = signal.SIGQUIT  # a rank that gets it prints where it is
 
 
-class RankServer:
-    """A process that forks ranks, forked itself from a pytest process that has run no test yet."""
-
-    def __init__(self) -> None:
-        self._end, far_end = multiprocessing.Pipe()
-        self._process = multiprocessing.get_context("fork").Process(
-            target=_serve, args=(far_end, self._end), daemon=False
-        )
-        self._process.start()
-        far_end.close()
-
-    def call(self, request: bytes) -> Any:
-        """Return what the ranks of a request return; raises what went wrong among them."""
-        self._end.send_bytes(request)
-        for output in (1, 2):  # pytest captures each test's in files of its own
-            send_handle(self._end, output, self._process.pid)
-        good, value = cloudpickle.loads(self._end.recv_bytes())
-        if not good:
-            raise value
-        return value
-
-    def stop(self) -> None:
-        self._end.close()
-        self._process.join()
-
-
-class Servers:
-    """The server of this pytest process, once it has been started."""
-
-    own: RankServer | None = None
-
-
 def run_distributed(
-    fn: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout_s: float = TIMEOUT_S,
-    patches: Mapping[str, Any] | None = None,
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S
 ) -> list[Any]:
-    """Return what `fn(rank, *args)` returns in `world_size` processes of one gloo world, by rank.
+    """`fn(rank, *args)` in `world_size` forked processes of one gloo world; the results in rank
+    order.
 
-    `fn`, arguments and results travel pickled, functions that no module holds by value; tensors
-    should be small. The ranks have this process's environment variables and folder, not its
-    patched attributes: `patches` holds those by name ("app.hf.write.FILE_BYTES"). A rank that fails
-    fails the call with its traceback, and so do ranks of which none has ended for `timeout_s`
-    seconds, which print where they are.
+    Results travel pickled, so tensors should be small. A rank that fails fails the call with its
+    traceback, and so do ranks of which none has ended for `timeout_s`, which print where they are.
     """
-    assert Servers.own is not None, "tests/conftest.py starts it"
-    here = (dict(os.environ), os.getcwd(), sys.path[:])
-    request = (fn, world_size, args, timeout_s, dict(patches or {}))
-    return Servers.own.call(cloudpickle.dumps((here, cloudpickle.dumps(request))))
-
-
-def _serve(requests: Connection, parents_end: Connection) -> None:
-    """Answer requests until the pytest process closes its end."""
-    parents_end.close()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - as long as the process
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    while True:
-        try:
-            (environ, folder, sys.path[:]), request = cloudpickle.loads(requests.recv_bytes())
-        except EOFError:
-            return
-        for output in (1, 2):
-            handle = recv_handle(requests)
-            os.dup2(handle, output)
-            os.close(handle)
-        os.environ.clear()
-        os.environ.update(environ)
-        os.chdir(folder)
-        try:
-            # imports the modules of the test, once for all ranks and all later requests
-            answer = (True, _ranks(*cloudpickle.loads(request)))
-        except Exception as error:
-            error.__traceback__ = None
-            answer = (False, error)
-        requests.send_bytes(cloudpickle.dumps(answer))
-
-
-def _ranks(
-    fn: Callable[..., Any],
-    world_size: int,
-    args: tuple[Any, ...],
-    timeout_s: float,
-    patches: dict[str, Any],
-) -> list[Any]:
-    """Fork the ranks and wait for their results."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         ranks = [
             context.Process(
-                target=_rank,
-                args=(sender, fn, rank, world_size),
-                kwargs={"store": f"{folder}/store", "args": args, "patches": patches},
+                target=_rank, args=(sender, fn, rank, world_size, f"{folder}/store", args)
             )
             for rank, (_, sender) in enumerate(pipes)
         ]
@@ -162,10 +72,8 @@ def _rank(
     fn: Callable[..., Any],
     rank: int,
     world_size: int,
-    *,
     store: str,
     args: tuple[Any, ...],
-    patches: dict[str, Any],
 ) -> None:
     begin_fork()
     faulthandler.register(TELL, file=sys.__stderr__)
@@ -173,10 +81,7 @@ def _rank(
         dist.init_process_group(
             "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
         )
-        with ExitStack() as patched:
-            for name, value in patches.items():
-                patched.enter_context(mock.patch(name, value))
-            sender.send((True, fn(rank, *args)))
+        sender.send((True, fn(rank, *args)))
         dist.destroy_process_group()
     except BaseException:
         sender.send((False, traceback.format_exc()))
