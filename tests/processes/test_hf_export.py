@@ -233,7 +233,7 @@ def test_export_prints_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_export_refuses_unknown_family_before_writing(tmp_path: Path):
     path = a_checkpoint(tmp_path / "run", make_run())
-    with pytest.raises(ConfigError, match="no Hugging Face model that is supported"):
+    with pytest.raises(ConfigError, match="no supported Hugging Face family computes the same"):
         export_checkpoint(path, tmp_path / "out", "to-hf")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["run"]
 
