@@ -86,7 +86,7 @@ def test_one_tensor_that_several_operations_save():
     first, second = source.read(), source.read()
     assert first is second and torch.equal(first[:30], rows[:30])
     assert pool.state[2] == 0 and pool.needed() == 71
-    with pytest.raises(AssertionError, match="once for every operation"):
+    with pytest.raises(AssertionError, match="read more often than saved"):
         source.read()
 
 
