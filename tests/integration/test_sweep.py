@@ -265,7 +265,7 @@ MISTAKES = {
     "model.num_layers?",
     "+model.moe.topk=2,4": "model.moe.topk=2: there is no such key; did you mean model.moe.top_k?",
     "model=moe_tiny,moe_tinny": "model=moe_tinny: the options are ",
-    "train.steps=2,abc": "train.steps=abc: must be a whole number; nearest that works: 700",
+    "train.steps=2,abc": "train.steps=abc: must be a whole number, like 700",
     "train.steps=interval(2,4)": "train.steps=interval(2,4): a grid sweep takes lists of values ",
     "run_dir=here train.steps=2,3": "run_dir=here: each job of a sweep has a folder of its own",
     "model=dense_tiny,moe_tiny model.moe.top_k=1,2": "model.moe.top_k=1: needs model.moe, "

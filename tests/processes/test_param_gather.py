@@ -159,7 +159,10 @@ def test_every_event_in_every_state(world: int, monkeypatch: pytest.MonkeyPatch)
 
 def unwaited(rank: int) -> list[str]:
     gather = ParamGather([shard := shard_of()], at_update=False)
-    with pytest.raises(AssertionError, match="wait for the all-gathers it starts"), gather.in_graph(False):
+    with (
+        pytest.raises(AssertionError, match="must wait for the all-gathers"),
+        gather.in_graph(False),
+    ):
         gather.start(shard)
     gather.make_whole(shard)
     states = []

@@ -225,7 +225,7 @@ def test_a_decoder_layer_is_not_left_out(deepseek: Path):
 
 def test_two_numbers_of_one_thing_are_refused(deepseek: Path):
     edit_config(deepseek, num_local_experts=8)
-    with pytest.raises(ConfigError, match="n_routed_experts=16 and num_local_experts=8 must be equal"):
+    with pytest.raises(ConfigError, match="=16 and num_local_experts=8 must be equal"):
         loaded(deepseek)
 
 
