@@ -174,6 +174,7 @@ def build_engine(
     watchdog.pending_p2p = transport.unfinished
     watchdog.spins = device.type == "cuda"
     watchdog.replays = _waits_unseen(run, dispatcher, device)
+    watchdog.reads = not _records_captured_events(run)
     loss_scale = LossScale.start(run.precision, device)
     return Engine(
         plan,
@@ -226,6 +227,16 @@ def _waits_unseen(run: Run, dispatcher: Dispatcher[Any, Any] | None, device: tor
     layer_groups = isinstance(dispatcher, StaticDispatcher) and dispatcher.peer is not None
     captures = run.cuda_graph.impl is not GraphImpl.none and device.type == "cuda"
     return captures or layer_groups
+
+
+def _records_captured_events(run: Run) -> bool:
+    """Return whether NCCL's flight recorder keeps events of a capture, which invalidate it when
+    queried and are freed after it.
+
+    torch records single sends and receives under capture too, unlike batches and collectives.
+    """
+    full = run.cuda_graph.impl is GraphImpl.full_iteration
+    return full and run.parallel.pp > 1 and not run.schedule.batch_p2p
 
 
 def _set_weights(

@@ -43,7 +43,7 @@ from app.engine.watchdog.watchdog import EXIT_STUCK, Watchdog
 from app.plan.actions import P2POp
 from app.plan.plan import Plan
 from tests.checkpoints import save_checkpoint
-from tests.distributed import begin_fork
+from tests.distributed import begin_fork, run_distributed
 from tests.ports import free_port
 from tests.processes.test_pipeline import MODELS, run_of
 from tests.runs import train_steps
@@ -397,6 +397,24 @@ def test_unfinished_tolerates_concurrent_changes():
     transport.moving[op(0)] = Moving(transport)
     assert transport.unfinished() == [("F0.0>1 (to rank 5)", 5)]
     assert len(transport.moving) == 2
+
+
+def exchange_under_capture(rank: int) -> tuple[list[tuple[str, int]], float]:
+    transport = Transport(dist.group.WORLD, [0, 1])
+    mine = P2POp("F", 0, 0, peer=1 - rank, send=rank == 0)
+    tensor = torch.tensor(float(5 - rank))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("app.engine.pipeline.transport._capturing", lambda: True)
+        transport.post({mine: tensor})
+    unfinished = transport.unfinished()
+    transport.wait([mine])
+    transport.forget()
+    return unfinished, tensor.item()
+
+
+def test_watchdog_asks_nothing_of_captured_transfers():
+    """A query of an event that is being captured invalidates the capture."""
+    assert run_distributed(exchange_under_capture, 2) == [([], 5.0), ([], 5.0)]
 
 
 def heartbeats(store: dist.Store, ranks: int) -> list[Heartbeats]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -36,14 +37,15 @@ class Transport:
         if len(works) == 1:  # NCCL returns one work for the whole batch
             works = works * len(p2p)
         self.works.update(zip(tensors, works, strict=True))
-        self.moving.update(zip(tensors, works, strict=True))
+        if not _capturing():
+            self.moving.update(zip(tensors, works, strict=True))
 
     def wait(self, ops: Sequence[P2POp]) -> None:
         """Wait until these operations are done (NCCL: the current stream waits, not the host)."""
         for op in ops:
             self.works.pop(op).wait()
             if dist.get_backend(self.group) != "nccl":
-                del self.moving[op]  # done; the work would keep its tensor alive
+                self.moving.pop(op, None)  # done; the work would keep its tensor alive
 
     def unfinished(self) -> list[tuple[str, int]]:
         """Return operations of this step not yet done, oldest first: (description, other rank).
@@ -60,3 +62,10 @@ class Transport:
         """Drop the works of a step. Raises AssertionError if one was never waited for."""
         assert not self.works, f"never waited for: {', '.join(map(str, self.works))}"
         self.moving.clear()
+
+
+def _capturing() -> bool:
+    """True while the current stream is captured: a query of a captured event, as in
+    `Transport.unfinished`, invalidates the capture.
+    """
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -69,6 +69,7 @@ class Watchdog:
     # Returns unfinished sends and receives: (description, rank at the other end).
     pending_p2p: Callable[[], Sequence[tuple[str, int]]] = tuple
     replays: bool = False  # True if CUDA graphs or kernels may hold waits invisible here
+    reads: bool = True  # False if torch's recorders hold events that must not be queried
     spins: bool = False  # the host burns CPU time while it waits for its device
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)  # by name
     main: ThreadActivity = field(default_factory=ThreadActivity)
@@ -168,7 +169,7 @@ class Watchdog:
             counts = count_enqueued(self.groups, before)
             self._note_news(before, Recorded(counts, before.under_way))
             self._recorded = Recorded(counts, before.under_way)
-            reads = self._is_quiet() or time.monotonic() >= due
+            reads = self.reads and (self._is_quiet() or time.monotonic() >= due)
             if reads:
                 due = time.monotonic() + self.timeout_s / READS
                 found = read_recorders(self.groups, self._recorded)
