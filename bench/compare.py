@@ -1,16 +1,16 @@
-"""Graphfold against a peer on the same GPUs in the same call: docs/benchmarks.md says what is held
-equal.
+"""Throughput of Graphfold and a baseline on the same GPUs in the same call.
 
-    python bench/compare.py --peer PEER.py --model smallmoe --graphs none,partial,full_iteration
+    python bench/compare.py --baseline SCRIPT --model smallmoe --graphs none,partial,full_iteration
     --json OUT [overrides …]
 
-Every setting runs in fresh processes, ours and the peer's in turn, and all of that `--rounds`
-times. Overrides are for ours alone. Ours are those of bench/throughput.py. PEER.py is started by
-torchrun with `--model`, `--mbs`, `--gbs`, `--seq`, `--iters`, `--skip`, `--graph`, `--balance` and
-the degrees of parallelism, and ends by printing one line of JSON: `step_ms`, `tok_s_gpu`,
-`tflops_gpu`, `alloc_gib`, `reserved_gib`, `loss`; where we have `--fp8`, also with `--fp8` and its
-own name of the recipe. Prints one table, in which ours stands beside the peer's best in as many
-bits. A run that fails is a row that says why, and the exit code is then 1.
+docs/benchmarks.md lists the settings that are equal in both. Every setting runs in fresh processes,
+Graphfold's and the baseline's in turn, `--rounds` times in all; overrides and the environment of
+bench/throughput.py apply to Graphfold only. torchrun starts SCRIPT with `--model`, `--mbs`,
+`--gbs`, `--seq`, `--iters`, `--skip`, `--graph`, `--balance` and the degrees of parallelism, with
+--fp8 also `--fp8` and the baseline's name of the recipe. SCRIPT ends by printing one line of JSON:
+`step_ms`, `tok_s_gpu`, `tflops_gpu`, `alloc_gib`, `reserved_gib`, `loss`. Prints one table, which
+compares each row of Graphfold with the baseline's fastest at the same precision. A failed run is a
+row with its reason, and the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from app.config import Run
 from app.plan.cost.flops import flops_per_token
 
 BENCH = Path(__file__).resolve().parent
-MODELS = {  # the peer's name of a model -> our overrides
+MODELS = {  # the baseline's name of a model -> our overrides
     "small": ("+experiment=small",),
     "smallmoe": ("+experiment=smallmoe",),
     "dense": ("+experiment=small", "model=llama3_8b"),
     "moe": ("+experiment=smallmoe", "model=qwen3_30b_a3b", "model.moe.aux_loss_coeff=0.001"),
 }
-LIKE_PEER = ("optim.decay=constant", "optim.warmup_steps=0", "optim.weight_decay=0.01")
-# our option -> the peer's
-PEER_GRAPHS = {"none": "none", "attn": "attn", "partial": "partial", "full_iteration": "full"}
-# our recipe of products in FP8 -> the peer's
-PEER_RECIPES = {"current": "tensorwise", "delayed": "delayed", "block": "blockwise"}
-# grouped products of Transformer Engine in one kernel, its fastest; the environment may say else
-PEER_ENV = {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}
+LIKE_BOTH = ("optim.decay=constant", "optim.warmup_steps=0", "optim.weight_decay=0.01")
+# our option -> the baseline's
+BASELINE_GRAPHS = {"none": "none", "attn": "attn", "partial": "partial", "full_iteration": "full"}
+# our FP8 recipe -> the baseline's
+BASELINE_RECIPES = {"current": "tensorwise", "delayed": "delayed", "block": "blockwise"}
+# grouped GEMMs of Transformer Engine in one kernel, its fastest; the environment may override it
+BASELINE_ENV = {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}
 # beginnings of what is recorded
 ENV = ("CUDA_", "CUBLAS", "CUDNN", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", "TORCH_")
 COLUMNS = (
@@ -63,7 +63,7 @@ COLUMNS = (
     "rounds",
     "tokens/s",
     "TFLOP/s",
-    "x peer",
+    "x baseline",
     "alloc GiB",
     "reserved GiB",
     "load",
@@ -97,7 +97,7 @@ class Round:
 class Setting:
     """One row of the table."""
 
-    who: str  # ours or peer
+    who: str  # ours or baseline
     model: str
     graph: str  # as its own side calls it
     balanced: bool  # experts get the same number of tokens
@@ -144,12 +144,13 @@ def read_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace,
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--peer", type=Path, required=True, help="the peer's script")
+    parser.add_argument("--baseline", type=Path, required=True, help="the baseline's script")
     parser.add_argument("--model", choices=MODELS, default="smallmoe")
     parser.add_argument("--layers", type=int, help="fewer of them, on both sides")
     parser.add_argument("--graphs", default="none", help="our options of cuda_graph, by commas")
     parser.add_argument(
-        "--peer-graphs", help="the peer's choices of --graph; those that go with ours unless given"
+        "--baseline-graphs",
+        help="the baseline's values of --graph (default: those that match --graphs)",
     )
     parser.add_argument(
         "--force-balance",
@@ -201,7 +202,7 @@ def ours(args: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
 
 
 def theirs(args: argparse.Namespace) -> list[str]:
-    """The peer's arguments of all settings."""
+    """The baseline's arguments of all settings."""
     values = {
         "model": args.model,
         "layers": args.layers,
@@ -221,7 +222,7 @@ def theirs(args: argparse.Namespace) -> list[str]:
 def composed(args: argparse.Namespace, overrides: Sequence[str]) -> Run:
     """Our run in the first graph mode, of which overrides may set more. Raises ConfigError."""
     graph = args.graphs.partition(",")[0]
-    chosen = (*ours(args, overrides), *LIKE_PEER, f"cuda_graph={graph}")
+    chosen = (*ours(args, overrides), *LIKE_BOTH, f"cuda_graph={graph}")
     return load_overrides(chosen, args.gpus)
 
 
@@ -231,12 +232,12 @@ def launcher(gpus: int) -> tuple[str, ...]:
 
 
 def all_settings(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[Setting]:
-    """Ours and the peer's in turn."""
+    """Ours and the baseline's in turn."""
     own = args.graphs.split(",")
-    peer = (
-        args.peer_graphs.split(",")
-        if args.peer_graphs
-        else [PEER_GRAPHS[graph] for graph in own if graph in PEER_GRAPHS]
+    baseline = (
+        args.baseline_graphs.split(",")
+        if args.baseline_graphs
+        else [BASELINE_GRAPHS[graph] for graph in own if graph in BASELINE_GRAPHS]
     )
     start = launcher(args.gpus)
     worker = (
@@ -246,9 +247,9 @@ def all_settings(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator
         f"--steps={args.steps}",
         f"--skip={args.skip}",
     )
-    peer_env = {name: os.environ.get(name, value) for name, value in PEER_ENV.items()}
+    baseline_env = {name: os.environ.get(name, value) for name, value in BASELINE_ENV.items()}
     if int(dict(degrees(args)).get("tp", 1)) > 1:
-        peer_env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        baseline_env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     own_env = {
         "PYTHONPATH": os.pathsep.join(
             filter(None, (str(BENCH.parent), os.environ.get("PYTHONPATH")))
@@ -258,9 +259,9 @@ def all_settings(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator
     for balanced, recipe in product((False, True) if args.force_balance else (False,), recipes):
         even = ("model.moe.force_balance=true",) if balanced else ()
         narrow = (f"precision.fp8.recipe={recipe}",) if recipe else ()
-        for place in range(max(len(own), len(peer))):
+        for place in range(max(len(own), len(baseline))):
             for graph in own[place : place + 1]:
-                chosen = (*ours(args, overrides), *LIKE_PEER, f"cuda_graph={graph}", *even, *narrow)
+                chosen = (*ours(args, overrides), *LIKE_BOTH, f"cuda_graph={graph}", *even, *narrow)
                 yield Setting(
                     "ours",
                     args.model,
@@ -270,21 +271,21 @@ def all_settings(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator
                     env=own_env,
                     recipe=recipe,
                 )
-            for graph in peer[place : place + 1]:
+            for graph in baseline[place : place + 1]:
                 chosen = (
                     *theirs(args),
                     "--graph",
                     graph,
                     *(("--balance", "1") if balanced else ()),
-                    *(("--fp8", PEER_RECIPES[recipe]) if recipe else ()),
+                    *(("--fp8", BASELINE_RECIPES[recipe]) if recipe else ()),
                 )
                 yield Setting(
-                    "peer",
+                    "baseline",
                     args.model,
                     graph,
                     balanced=balanced,
-                    command=(*start, str(args.peer), *chosen),
-                    env=peer_env,
+                    command=(*start, str(args.baseline), *chosen),
+                    env=baseline_env,
                     recipe=recipe,
                 )
 
@@ -298,7 +299,9 @@ def measure(setting: Setting, run: Run, timeout: float) -> Round:
             return Round(error=why(stderr, code), details={"stderr": stderr[-4000:]})
         try:
             return (
-                our_round(Path(folder, "ours.json").read_text()) if out else peer_round(stdout, run)
+                our_round(Path(folder, "ours.json").read_text())
+                if out
+                else baseline_round(stdout, run)
             )
         except (ValueError, LookupError, OSError) as error:
             return Round(
@@ -324,8 +327,8 @@ def our_round(text: str) -> Round:
     )
 
 
-def peer_round(stdout: str, run: Run) -> Round:
-    """From the peer's line of JSON. ValueError where it counts other operations per token than
+def baseline_round(stdout: str, run: Run) -> Round:
+    """From the baseline's line of JSON. ValueError where it counts other operations per token than
     we do.
     """
     said = figures(stdout)
@@ -337,7 +340,9 @@ def peer_round(stdout: str, run: Run) -> Round:
     )
     rounding = 0.05 / said["tflops_gpu"] + 0.5 / said["tok_s_gpu"]
     if abs(per_token / ours - 1) > 1e-3 + rounding:
-        raise ValueError(f"the peer counts {per_token:.4g} operations per token, and we {ours:.4g}")
+        raise ValueError(
+            f"the baseline counts {per_token:.4g} FLOPs per token, and Graphfold {ours:.4g}"
+        )
     tokens = run.train.global_batch * run.train.seq_len / said["step_ms"] * 1e3
     return Round(
         said["step_ms"],
@@ -357,8 +362,8 @@ def label(setting: Setting) -> str:
 
 def rows(settings: Sequence[Setting], tflop_per_gpu: float) -> Iterator[list[str]]:
     """Cells of the table; `tflop_per_gpu` operations per token count for both sides."""
-    best: dict[tuple[bool, bool], float] = {}  # of the peer: balanced, in FP8
-    for setting in (each for each in settings if each.who == "peer"):
+    best: dict[tuple[bool, bool], float] = {}  # of the baseline: balanced, in FP8
+    for setting in (each for each in settings if each.who == "baseline"):
         kind = setting.balanced, bool(setting.recipe)
         best[kind] = max(best.get(kind, 0), setting.median("tokens_per_s") or 0)
     for setting in settings:

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Runs that need four GPUs of one host: equal to eager ones first, then how fast, beside a peer. None
+# Runs that need four GPUs of one host: equal to eager ones first, then how fast, beside a baseline. None
 # of them has been made yet.
-#   [PEER=peer.py] bash bench/four_gpus.sh FOLDER [PART …]   results go to FOLDER; without parts, all in this order
-# PEER: the peer's script, as bench/compare.py has it; without it that part is left out.
+#   [BASELINE=peer.py] bash bench/four_gpus.sh FOLDER [PART …]   results go to FOLDER; without parts, all in this order
+# BASELINE: the baseline's script, as bench/compare.py has it; without it that part is left out.
 set -u
 out=${1:-bench/results}
 mkdir -p "$out"
 run() { timeout "$1" python3 -m torch.distributed.run --standalone --nproc-per-node 4 "$2" --json "$out/$3" "${@:4}"; }
 steps() { run "$1" bench/step_profile.py four_gpus_steps.jsonl --steps 8 "${@:2}"; }
-compare() { timeout "$1" python3 bench/compare.py --peer "$PEER" --gpus 4 --mbs 1 --gbs 16 --rounds 1 --json "$out/$2" "${@:3}"; }
+compare() { timeout "$1" python3 bench/compare.py --baseline "$BASELINE" --gpus 4 --mbs 1 --gbs 16 --rounds 1 --json "$out/$2" "${@:3}"; }
 
 static=model.moe.dispatcher=static
 forced=model.moe.force_balance=true
@@ -56,17 +56,17 @@ run_part() {
       $moe $ep4 $whole hot=2:2.8 $two / $moe $ep4 $whole hot=4:2.8 $four / $moe $ep4 $whole hot=5:2.8 $four ;;
   dense)
     steps 400 $dense parallel.dp=4 / $dense $pp4 / $dense $pp4 $v / $dense parallel.pp=4 parallel.vpp=2 ;;
-  peer) # at its best settings
+  baseline) # at its best settings
     compare 500 four_gpus_compare_moe.json --model moe --layers 24 --parallel ep=4 --graphs full_iteration \
-      --peer-graphs partial --force-balance $static
+      --baseline-graphs partial --force-balance $static
     compare 300 four_gpus_compare_moe_pp2.json --model moe --layers 24 --parallel pp=2,vpp=2,ep=2 \
-      --graphs full_iteration --peer-graphs partial $static
-    compare 300 four_gpus_compare_dense.json --model dense --layers 16 --graphs full_iteration --peer-graphs none
+      --graphs full_iteration --baseline-graphs partial $static
+    compare 300 four_gpus_compare_dense.json --model dense --layers 16 --graphs full_iteration --baseline-graphs none
     compare 300 four_gpus_compare_dense_pp4.json --model dense --layers 16 --parallel pp=4,vpp=2 \
-      --graphs full_iteration --peer-graphs none $counted $v ;;
+      --graphs full_iteration --baseline-graphs none $counted $v ;;
   *) echo "bench/four_gpus.sh: $1: is no part" >&2 && return 2 ;;
   esac
 }
 parts=("${@:2}")
-[ ${#parts[@]} -gt 0 ] || parts=(equal pieces moe fp8 echo dense ${PEER:+peer})
+[ ${#parts[@]} -gt 0 ] || parts=(equal pieces moe fp8 echo dense ${BASELINE:+baseline})
 for part in "${parts[@]}"; do run_part "$part"; done

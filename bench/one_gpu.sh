@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs of docs/benchmarks.md, docs/cuda-graphs.md, docs/fp8.md and docs/planning.md on one GPU. Of
-# two GPUs: bench/two_gpus.sh; the peer: bench/compare.py.
+# two GPUs: bench/two_gpus.sh; the baseline: bench/compare.py.
 #   bash bench/one_gpu.sh FOLDER [PART …]     results go to FOLDER; without parts, all in this order
 # The part losses reads what bench/corpus.py has made of books, in the folder CORPUS.
 set -u

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs of docs/benchmarks.md, docs/fp8.md, docs/cuda-graphs.md and docs/planning.md on two GPUs of
-# one host. Clones of hot experts: bench/echo.sh; the peer: bench/compare.py.
+# one host. Clones of hot experts: bench/echo.sh; the baseline: bench/compare.py.
 #   bash bench/two_gpus.sh FOLDER [PART …]     results go to FOLDER; without parts, all in this order
 # The part losses reads what bench/corpus.py has made of books, in the folder CORPUS.
 set -u

@@ -1,6 +1,4 @@
-"""The comparison with a peer: same operations counted, our worker on a tiny model, a peer that
-answers and one that fails.
-"""
+"""bench/compare.py: FLOPs counted by both sides, its worker on a tiny model, failing baselines."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ TINY = [
     *("model.head_dim=32", "model.vocab_size=264", "model.moe.num_experts=8", "model.moe.top_k=2"),
     *("model.moe.ffn_hidden_size=32", "model.moe.shared_ffn_hidden_size=32"),
 ]
-PEER = """
+BASELINE = """
 import json, sys
 chosen = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 if chosen["--graph"] == "full":
@@ -49,9 +47,9 @@ def compare() -> ModuleType:
     return module
 
 
-# As the peer's script has them: hidden, layers, queries, keys or values, feed-forward of a token,
+# As in the baseline's script: hidden, layers, queries, keys or values, feed-forward of a token,
 # experts, vocabulary.
-PEER_SIZES = {
+BASELINE_SIZES = {
     "small": (1024, 24, 16 * 64, 16 * 64, 2816, 0, 50304),
     "smallmoe": (1024, 16, 16 * 64, 4 * 64, 6 * 512 + 1024, 64, 50304),
     "dense": (4096, 32, 32 * 128, 8 * 128, 14336, 0, 128256),
@@ -59,9 +57,9 @@ PEER_SIZES = {
 }
 
 
-@pytest.mark.parametrize("name", PEER_SIZES)
+@pytest.mark.parametrize("name", BASELINE_SIZES)
 def test_both_sides_count_the_same_operations(compare: ModuleType, name: str):
-    hidden, layers, queries, keys, width, experts, vocab = PEER_SIZES[name]
+    hidden, layers, queries, keys, width, experts, vocab = BASELINE_SIZES[name]
     per_layer = (
         2 * (2 * hidden * queries + 2 * hidden * keys)
         + 2 * 4096 * queries
@@ -82,7 +80,7 @@ def test_both_sides_count_the_same_operations(compare: ModuleType, name: str):
     assert run.model.moe is None or run.model.moe.aux_loss_coeff == 1e-3
 
 
-def test_a_table_of_ours_and_a_peer_that_fails_once(
+def test_a_table_of_ours_and_a_baseline_that_fails_once(
     compare: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -104,14 +102,14 @@ def test_a_table_of_ours_and_a_peer_that_fails_once(
     ]
     run = load_overrides([*compare.MODELS["smallmoe"], *TINY, "train.seq_len=32"])
     flops = flops_per_token(run.model, 32)
-    (tmp_path / "peer.py").write_text(PEER.replace("FLOPS", str(flops)))
+    (tmp_path / "baseline.py").write_text(BASELINE.replace("FLOPS", str(flops)))
     monkeypatch.setattr(compare, "launcher", lambda gpus: (sys.executable,))
     call = [
-        "--peer",
-        str(tmp_path / "peer.py"),
+        "--baseline",
+        str(tmp_path / "baseline.py"),
         "--graphs",
         "none",
-        "--peer-graphs",
+        "--baseline-graphs",
         "none,partial,full",
         *sizes,
     ]
@@ -122,7 +120,7 @@ def test_a_table_of_ours_and_a_peer_that_fails_once(
     ]
     head, _, ours, plain, partial, full = lines
     assert tuple(head) == compare.COLUMNS
-    assert full == ["peer", "smallmoe", "full", "1 of 1 failed: RuntimeError: no such graph"]
+    assert full == ["baseline", "smallmoe", "full", "1 of 1 failed: RuntimeError: no such graph"]
     assert plain[3:7] == ["50.0", "50.0-50.0", "1280", f"{1280 * flops / 1e12:.1f}"]
     assert (plain[7:9], partial[7], partial[11]) == (["0.80", "1.5"], "1.00", "4.0000")
     said = json.loads((tmp_path / "out.json").read_text())
@@ -140,7 +138,7 @@ def test_a_table_of_ours_and_a_peer_that_fails_once(
 
 def test_settings_take_turns_and_balanced_ones_follow(compare: ModuleType):
     call = [
-        "--peer",
+        "--baseline",
         "p.py",
         "--graphs",
         "none,full_iteration",
@@ -152,7 +150,12 @@ def test_settings_take_turns_and_balanced_ones_follow(compare: ModuleType):
     ]
     settings = list(compare.all_settings(*compare.read_arguments([*call, "optim.lr=1e-4"])))
     order = [(s.who, s.graph, s.balanced) for s in settings]
-    turns = [("ours", "none"), ("peer", "none"), ("ours", "full_iteration"), ("peer", "full")]
+    turns = [
+        ("ours", "none"),
+        ("baseline", "none"),
+        ("ours", "full_iteration"),
+        ("baseline", "full"),
+    ]
     assert order == [(*turn, balanced) for balanced in (False, True) for turn in turns]
     for setting in settings:
         assert "--nproc-per-node=2" in setting.command
@@ -171,13 +174,13 @@ def test_settings_take_turns_and_balanced_ones_follow(compare: ModuleType):
 
 
 def test_overrides_may_be_of_a_graph_mode(compare: ModuleType):
-    call = ["--peer", "p.py", "--graphs", "full_iteration", "cuda_graph.optimizer=true"]
+    call = ["--baseline", "p.py", "--graphs", "full_iteration", "cuda_graph.optimizer=true"]
     run = compare.composed(*compare.read_arguments(call))
     assert run.cuda_graph.optimizer
 
 
 def test_both_sides_in_fp8_are_compared_with_their_like(compare: ModuleType):
-    call = ["--peer", "p.py", "--fp8", "current,block"]
+    call = ["--baseline", "p.py", "--fp8", "current,block"]
     settings = list(compare.all_settings(*compare.read_arguments(call)))
     recipes = ["", "", "current", "current", "block", "block"]
     assert [setting.recipe for setting in settings] == recipes
@@ -185,7 +188,7 @@ def test_both_sides_in_fp8_are_compared_with_their_like(compare: ModuleType):
     for speed, setting in enumerate(settings, start=1):
         given = " ".join(setting.command)
         wanted = f"precision.fp8.recipe={setting.recipe}"
-        if setting.who == "peer":
+        if setting.who == "baseline":
             wanted = f"--fp8 {names.get(setting.recipe)}"
         assert not setting.recipe or wanted in given
         assert setting.recipe or ("fp8.recipe" not in given and "--fp8" not in given)
@@ -195,7 +198,7 @@ def test_both_sides_in_fp8_are_compared_with_their_like(compare: ModuleType):
 
 
 def test_rounds_make_a_median_and_a_spread(compare: ModuleType):
-    setting = next(compare.all_settings(*compare.read_arguments(["--peer", "p.py"])))
+    setting = next(compare.all_settings(*compare.read_arguments(["--baseline", "p.py"])))
     setting.rounds.extend(
         compare.Round(step_ms=ms, tokens_per_s=1e3 * ms, graphs=4) for ms in (30.0, 10.0, 20.0)
     )
@@ -208,12 +211,12 @@ def test_other_operations_and_no_answer_are_refused(compare: ModuleType):
     said = {"step_ms": 80.0, "tok_s_gpu": 400_000, "alloc_gib": 1, "reserved_gib": 1, "loss": [1.0]}
     right = flops_per_token(run.model, 4096) * 0.4e6 / 1e12
     assert (
-        compare.peer_round(
+        compare.baseline_round(
             json.dumps(said | {"tflops_gpu": round(right, 1)}) + "\n", run
         ).tokens_per_s
         == 8 * 4096 / 0.08
     )
-    with pytest.raises(ValueError, match="the peer counts"):
-        compare.peer_round(json.dumps(said | {"tflops_gpu": right * 1.003}) + "\n", run)
+    with pytest.raises(ValueError, match="the baseline counts"):
+        compare.baseline_round(json.dumps(said | {"tflops_gpu": right * 1.003}) + "\n", run)
     with pytest.raises(ValueError, match="no line of JSON"):
-        compare.peer_round("nothing\n", run)
+        compare.baseline_round("nothing\n", run)

@@ -1,7 +1,7 @@
 """Pieces of the loss and of the mixture of experts on one GPU: our kernels, plain torch,
 torch.compile, Transformer Engine.
 
-    python bench/pieces_moe.py [--json FILE]
+    python bench/moe_kernels.py [--json FILE]
 
 One row per piece and alternative: median µs of the forward and of forward and backward together,
 replayed from a CUDA graph where it can be captured (`eager` where it cannot), and the bytes that

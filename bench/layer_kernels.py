@@ -1,6 +1,6 @@
 """Kernels of a layer on one GPU against plain torch, torch.compile and Transformer Engine.
 
-    python bench/pieces_layer.py [--json FILE]
+    python bench/layer_kernels.py [--json FILE]
 
 One row per piece and alternative: µs of forward and of forward with backward (medians), GB/s that
 the values which must be read and written make of these, and the largest difference of the outputs
