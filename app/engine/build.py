@@ -353,7 +353,7 @@ def parameter_specs(chunk: Chunk, coords: ShardCoords) -> Iterator[ParamSpec]:
     index, ranks = coords.tp
     for named, param in chunk.weights():
         weight = named.weight
-        replica = weight.replica and ranks > 1
+        replicated = weight.replicated and ranks > 1
         yield ParamSpec(
             named.name,
             param,
@@ -361,8 +361,8 @@ def parameter_specs(chunk: Chunk, coords: ShardCoords) -> Iterator[ParamSpec]:
             decay=weight.decay,
             block=coords.block(weight),
             tied=named.tied,
-            replica=replica,
-            counted=(chunk.first or not named.tied) and not (replica and index),
+            replicated=replicated,
+            counted=(chunk.first or not named.tied) and not (replicated and index),
         )
 
 

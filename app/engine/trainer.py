@@ -100,22 +100,22 @@ class Trainer:
         self.training_step = TrainingStep(engine, self.request)
         self.validation = Validation(engine, len(self.held_out))
         self.meter = Meter(engine, first_step=self.progress.step + 1)
-        self.version = Version.of() if self.leads else None
-        self.pace = pace_of(engine) if self.leads else None
+        self.version = Version.of() if self.is_rank_zero else None
+        self.pace = pace_of(engine) if self.is_rank_zero else None
         self.saver = Saver(engine, self.request.ask, self._origin())
         self.saved: Path | None = None  # checkpoint of the last step taken
         self.bad_steps = BadSteps(run.train)
         self.stops = False  # True once the ranks have agreed to end after this step
 
     @property
-    def leads(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """True on rank 0, which writes the run folder."""
         return self.engine.groups.rank == 0
 
     @property
-    def speaks(self) -> bool:
+    def prints_progress(self) -> bool:
         """True on the rank that prints progress to the console, if any."""
-        return self.leads and self.run.log.console
+        return self.is_rank_zero and self.run.log.console
 
     def _program(self) -> Version:
         assert self.version is not None, "only rank 0 has looked, and only it asks"
@@ -134,7 +134,7 @@ class Trainer:
         self.lock = lock
         self.engine.watchdog.rest("opening the run folder")
         self.run_dir = rank_zero_says(self.engine.groups, lambda: self._open_folder(attempt))
-        if self.speaks:
+        if self.prints_progress:
             settings, version = attempt.settings, self._program()
             print_opening(self.engine, self.run_dir, self.start, version=version, settings=settings)
         with self.request.listening(), self._all_saved(), self._sinks() as sinks:
@@ -147,7 +147,7 @@ class Trainer:
         advice = self.meter.advice()
         if self.run.checkpoint.export_hf:
             self._export()
-        if self.leads:
+        if self.is_rank_zero:
             sum_up(
                 self.run,
                 self.run_dir,
@@ -164,7 +164,7 @@ class Trainer:
         """Export the checkpoint of the last step as a Hugging Face model."""
         newest = rank_zero_says(self.engine.groups, lambda: newest_checkpoint(self.run_dir))
         assert newest is not None, "runs that export save their last step"
-        with telling("exporting the model", aloud=self.speaks):
+        with telling("exporting the model", aloud=self.prints_progress):
             activity = self.engine.watchdog.main
             export_together(newest, self.run_dir / EXPORTED, self.engine.groups, activity)
 
@@ -261,7 +261,7 @@ class Trainer:
             sink.note(f"step {self.progress.step}/{self.run.train.steps}  {text}")
 
     def _say_farewell(self, command: str) -> None:
-        if self.leads:
+        if self.is_rank_zero:
             said = self.request.farewell(self.progress.step, self.saved, command=command)
             print(said, file=sys.stderr, flush=True)
 
@@ -276,7 +276,7 @@ class Trainer:
             yield sinks
 
     def _sink_makers(self) -> Iterator[Callable[[], Sink]]:
-        if not self.leads:
+        if not self.is_rank_zero:
             return
         yield lambda: JsonLines(self.run_dir, gone=self.request.ask)
         if self.run.log.wandb:
@@ -349,7 +349,7 @@ class Trainer:
         """Print the progress of a slow save at the end of a run, when nothing else is printed."""
         ends = self.stops or self.progress.step == self.run.train.steps
         what = f"saving {checkpoint_name(self.progress.step)}"
-        return telling(what, self.saver.progress, aloud=self.speaks and ends)
+        return telling(what, self.saver.progress, aloud=self.prints_progress and ends)
 
     def _save(self) -> Path:
         # After a bad step check the state: a checkpoint of NaNs must not become the newest.
@@ -396,7 +396,7 @@ class Trainer:
         # replicas have different validation data, and all ranks must generate the same
         prompt = rank_zero_says(self.engine.groups, lambda: prompt)
         self.engine.watchdog.note("a sample")
-        text = sample_text(self.engine, self.data.tokenizer, prompt, aloud=self.leads)
+        text = sample_text(self.engine, self.data.tokenizer, prompt, aloud=self.is_rank_zero)
         self.engine.watchdog.rest("the end of the run")
         if text is not None:
             for sink in sinks:

@@ -24,7 +24,7 @@ from app.plan.model.norm import NormWeights
 from app.plan.model.phases import PhaseName
 
 T = TypeVar("T")
-LEAVES = ("x", "routing")  # values that leave a layer: hidden states, the router's report or None
+LAYER_OUTPUTS = ("x", "routing")  # hidden states; the router's report or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Layer(nn.Module):
         self, x_BsD: Tensor, context: Context, run: RunPhases = run_layer
     ) -> tuple[Tensor, RoutingReport | None]:
         """Map B × s × D -> (B × s × D, the router's report or None)."""
-        out = run(self.phases, {"x": x_BsD, "context": context}, LEAVES)
+        out = run(self.phases, {"x": x_BsD, "context": context}, LAYER_OUTPUTS)
         report = None if out["routing"] is None else value_of(out, "routing", RoutingReport)
         return value_of(out, "x", Tensor), report
 

@@ -27,7 +27,7 @@ class ParamSpec:
     block: Block  # block of the global parameter that this rank holds
     tied: bool = False  # other stages hold copies; their gradients are summed
     # tensor-parallel ranks hold it whole, and their gradients belong together
-    replica: bool = False
+    replicated: bool = False
     counted: bool = True  # the copy that counts in norms and is saved
 
 

@@ -212,7 +212,7 @@ class DistributedOptimizer:
         for buckets in self._all_grad_buckets():
             buckets.finish()
         self._sum_tied()
-        shared = [owned.grad for owned in self.param_shards() if owned.spec.replica]
+        shared = [owned.grad for owned in self.param_shards() if owned.spec.replicated]
         if self.groups.tp.size() > 1 and shared:
             sum_over(self.groups.tp, shared)
 
@@ -252,7 +252,7 @@ class DistributedOptimizer:
         skip = (~norm.isfinite()).float()
         divisor = grad_divisor(norm, self.config.clip_norm, scale)
         for shard in self._in_use_order:
-            self._param_gather.settle(shard)
+            self._param_gather.wait(shard)
             shard.update(self.config, rates_2, divisor, skip=skip)
             self._param_gather.updated(shard)
         self.changed()
@@ -261,7 +261,7 @@ class DistributedOptimizer:
     def gather_params(self, chunk: int) -> None:
         """All-gather the parameters of a chunk that are not complete yet."""
         for shard in self.shards[chunk]:
-            self._param_gather.make_whole(shard)
+            self._param_gather.ensure_gathered(shard)
 
     def begin(self) -> None:
         """Start work on all chunks: with `overlap_params`, start the all-gathers that have not

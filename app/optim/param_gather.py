@@ -13,28 +13,27 @@ from app.optim.adam import AdamShard
 
 
 class ParamGather:
-    """State of each parameter bucket on this rank, and its all-gather; "whole" means gathered.
+    """State of each parameter bucket on this rank, and its all-gather.
 
-    ============  ===================  ============================  ================  ============
-    a bucket is   its shards will      all ranks have updated their  work that reads   its
-                  change (`settle`)    shards (`updated`)            it has begun      parameters
-                                                                     (`start`)         are needed
-                                                                                       (`make_whole`)
-    ============  ===================  ============================  ================  ============
-    whole         nothing              `at_update`: starts: on its   nothing           nothing
-                                       way; otherwise: stale
-    stale         nothing              stale                         starts: on its    gathers:
-                                                                     way               whole
-    on its way    waits: whole         bug                           nothing           waits: whole
-    ============  ===================  ============================  ================  ============
+    =========  ===============  ==============================  ===============  ===================
+    a bucket   its shards will  all ranks have updated their    work that reads  its parameters are
+    is         change (`wait`)  shards (`updated`)              it has begun     needed
+                                                                (`start`)        (`ensure_gathered`)
+    =========  ===============  ==============================  ===============  ===================
+    gathered   nothing          `at_update` starts: in flight;  nothing          nothing
+                                otherwise: stale
+    stale      nothing          stale                           starts: in       gathers: gathered
+                                                                flight
+    in flight  waits: gathered  bug                             nothing          waits: gathered
+    =========  ===============  ==============================  ===============  ===================
 
-    Captured work (`in_graph`) treats every bucket as stale, and leaves it whole, or stale if it
-    ends with an update: the graph must gather whatever a later update will have changed, and its
-    kernels gather in each replay, where none of these methods are called. An all-gather started
-    before such work cannot be waited for within it, nor one started within it afterwards: bugs.
+    Captured work (`in_graph`) gathers every bucket, so all are marked stale before it; afterwards
+    all are gathered, or stale if the work ends with an update. A replay runs the all-gathers
+    without calling these methods. An all-gather started before such work cannot be waited for
+    within it, nor one started within it afterwards: bugs.
 
-    A bug is an AssertionError. In a group of one rank nothing is ever on its way: a bucket is whole
-    again at once.
+    A bug is an AssertionError. In a group of one rank nothing is ever in flight: a bucket is
+    gathered again at once.
     """
 
     def __init__(self, shards: Sequence[AdamShard], at_update: bool) -> None:
@@ -46,16 +45,16 @@ class ParamGather:
             for spec, _ in shard.buffer.of_bucket(shard.bucket)
         }
         self._stale: set[AdamShard] = set()
-        self._on_its_way: dict[AdamShard, dist.Work] = {}
+        self._in_flight: dict[AdamShard, dist.Work] = {}
 
-    def settle(self, shard: AdamShard) -> None:
+    def wait(self, shard: AdamShard) -> None:
         """Wait for all-gathers that read and write the shard, before it changes."""
-        if shard in self._on_its_way:
-            self._on_its_way.pop(shard).wait()
+        if shard in self._in_flight:
+            self._in_flight.pop(shard).wait()
 
     def updated(self, shard: AdamShard) -> None:
         """Note that all ranks have updated their shards of a bucket."""
-        assert shard not in self._on_its_way, "the all-gather of this shard has not finished"
+        assert shard not in self._in_flight, "the all-gather of this shard has not finished"
         self._stale.add(shard)
         if self.at_update:
             self.start(shard)
@@ -67,34 +66,34 @@ class ParamGather:
         self._stale.remove(shard)
         work = all_gather(shard.params, shard.own_params, shard.group, wait=False)
         if work is not None:
-            self._on_its_way[shard] = work
+            self._in_flight[shard] = work
 
-    def make_whole(self, shard: AdamShard) -> None:
-        """Complete the parameters of a bucket now."""
+    def ensure_gathered(self, shard: AdamShard) -> None:
+        """Wait for a bucket's all-gather; run it first if it has not started."""
         if shard in self._stale:
             self._stale.remove(shard)
             all_gather(shard.params, shard.own_params, shard.group)
-        self.settle(shard)
+        self.wait(shard)
 
     @contextmanager
     def in_graph(self, updates: bool) -> Iterator[None]:
         """Capture or replay work within the block that gathers all buckets and then `updates` their
         shards or not.
         """
-        assert not self._on_its_way, "captured work cannot wait for an all-gather started before it"
+        assert not self._in_flight, "captured work cannot wait for an all-gather started before it"
         self._stale.update(self._shards)
         yield
-        assert not self._on_its_way, "captured work must wait for the all-gathers it starts"
+        assert not self._in_flight, "captured work must wait for the all-gathers it starts"
         if not updates:
             self._stale.clear()
 
     def gate(self, params: Iterable[nn.Parameter]) -> Callable[[], None]:
-        """Return a function that completes these parameters."""
+        """Return a function that waits until these parameters are gathered."""
         shards = list(dict.fromkeys(self._shard_of[param] for param in params))
 
         def wait() -> None:
-            if self._stale or self._on_its_way:  # cheap check: it runs in every forward
+            if self._stale or self._in_flight:  # cheap check: it runs in every forward
                 for shard in shards:
-                    self.make_whole(shard)
+                    self.ensure_gathered(shard)
 
         return wait

@@ -63,10 +63,10 @@ def recompute_policy(run: Run) -> RecomputePolicy:
     return RecomputePolicy(usual, spared=parts, partial=run.recompute.partial_microbatches)
 
 
-def thriftiest(run: Run) -> Run:
-    """Return the run with the least saved activations for the same results.
+def with_full_recompute(run: Run) -> Run:
+    """Return the run with full recomputation, which saves the fewest activations.
 
-    That is full recomputation, unless routers count every forward (balance=global_batch).
+    Unchanged if routers count every forward (balance=global_batch): a rerun would count twice.
     """
     moe = run.model.moe
     if moe is not None and moe.balance is Balance.global_batch:

@@ -133,14 +133,14 @@ def test_modules_plan_and_blocks_match_the_weight_records(preset: str, layout: P
                     assert spec.block == block_by_name(f"attn.{name}", shape, place)
                     assert spec.expert == parameter.expert == (".experts." in spec.name)
                     assert spec.decay == (len(shape) > 1)
-                    assert spec.replica == (whole and layout.tp > 1)
+                    assert spec.replicated == (whole and layout.tp > 1)
                     assert spec.tied == copy
                     assert copy == (
                         spec.name == "embedding"
                         and model.tie_embeddings
                         and stage.embedding != stage.head
                     )
-                    repeated = spec.replica and place.tp[0] > 0
+                    repeated = spec.replicated and place.tp[0] > 0
                     assert spec.counted == (not repeated and (not copy or stage.embedding))
                     assert kinds[spec.name] is initial_by_name(spec.name, len(shape))
 
@@ -174,7 +174,7 @@ def test_weights_may_be_whole_between_divided_ones():
         "kv_b": (28, 16),
         "wo": (32, 12),
     }
-    replicas = {name for name, weight in weights.items() if weight.replica}
+    replicas = {name for name, weight in weights.items() if weight.replicated}
     assert replicas == {
         "attn.q_a",
         "attn.q_a_norm.weight",

@@ -80,7 +80,7 @@ def bad_parameter(step: int) -> Poison:
             if (
                 training.progress.step == step
                 and not training.bad_steps.rollbacks
-                and training.leads
+                and training.is_rank_zero
             ):
                 spoil(training.engine)
             return give()

@@ -35,10 +35,10 @@ class Watched:
         self.summed: list[list[str]] = []
         self.fetched: list[list[str]] = []
         self.waited: list[list[str]] = []
-        start, updated, make_whole = (
+        start, updated, ensure_gathered = (
             GradBuckets._start_next,
             ParamGather.updated,
-            ParamGather.make_whole,
+            ParamGather.ensure_gathered,
         )
 
         def on_start(buckets: GradBuckets) -> None:
@@ -50,13 +50,13 @@ class Watched:
             updated(gather, shard)
 
         def on_need(gather: ParamGather, shard: AdamShard) -> None:
-            if shard in gather._on_its_way:
+            if shard in gather._in_flight:
                 self.waited.append(names(shard.buffer, shard.bucket))
-            make_whole(gather, shard)
+            ensure_gathered(gather, shard)
 
         GradBuckets._start_next = on_start
         ParamGather.updated = on_update
-        ParamGather.make_whole = on_need
+        ParamGather.ensure_gathered = on_need
 
 
 def orders_of(rank: int, run: Run) -> dict[str, Any]:

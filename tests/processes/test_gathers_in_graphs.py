@@ -97,7 +97,7 @@ def replays_as_on_a_gpu(engine: Engine) -> Iterator[None]:
         (stale,) = (stale for each, stale in recorded if each is recording)
         gather._stale = set(stale)
         outputs = replay(recording)
-        assert not gather._on_its_way
+        assert not gather._in_flight
         gather._stale = known
         return outputs
 
@@ -181,17 +181,17 @@ class Watched:
         self.events: list[tuple[str, Any]] = []
         shards = engine.optimizer._in_use_order
         number = {shard.params.data_ptr(): place for place, shard in enumerate(shards)}
-        all_gather, settle = param_gather.all_gather, ParamGather.settle
+        all_gather, wait_for = param_gather.all_gather, ParamGather.wait
         forward, update, call = Chunk.__call__, AdamShard.update, FullIteration.__call__
 
         def on_gather(output: Tensor, *given: Any, wait: bool = True) -> Any:
             self.events.append(("gather" if wait else "start", number[output.data_ptr()]))
             return all_gather(output, *given, wait=wait)
 
-        def on_settle(gather: ParamGather, shard: AdamShard) -> None:
-            if shard in gather._on_its_way:
+        def on_wait(gather: ParamGather, shard: AdamShard) -> None:
+            if shard in gather._in_flight:
                 self.events.append(("wait", number[shard.params.data_ptr()]))
-            settle(gather, shard)
+            wait_for(gather, shard)
 
         def on_forward(chunk: Chunk, *given: Any) -> Any:
             self.events.append(("forward", engine.chunks.index(chunk)))
@@ -208,7 +208,7 @@ class Watched:
             return found
 
         # this process is about to end
-        param_gather.all_gather, ParamGather.settle = on_gather, on_settle
+        param_gather.all_gather, ParamGather.wait = on_gather, on_wait
         Chunk.__call__, AdamShard.update, FullIteration.__call__ = on_forward, on_update, on_call
 
     def take(self) -> list[tuple[str, Any]]:
@@ -225,7 +225,7 @@ def watch(rank: int, run: Run) -> dict[str, Any]:
     for n in range(WARMUP + 3):
         step(batches_of(run, n, engine.groups.dp_rank), 1e-2, 0.1)
         told.append(watched.take())
-        # the one in front of the recording leaves everything whole
+        # the one in front of the recording leaves everything gathered
         validation(batches_of(run, 100 + n, engine.groups.dp_rank)[:2])
         told.append(watched.take())
     chunk_of = [chunk for chunk, shards in enumerate(engine.optimizer.shards) for _ in shards]
@@ -274,6 +274,6 @@ def test_captured_step_gathers_in_order_of_use(case: str, overlap: bool, graph: 
                 begun = forwards[numbers(events, "forward").index(chunk)]
                 of_chunk = [place for place in gathers if chunk_of[events[place][1]] == chunk]
                 assert all(place < begun for place in of_chunk)
-        # an eager one after it finds everything whole
+        # an eager one after it finds everything gathered
         eager = told[2 * WARMUP - 1]
         assert not places(eager, "begins") and not places(told[1], "begins")

@@ -20,30 +20,30 @@ from app.plan.shards import buffer_layout
 from tests.distributed import run_distributed
 
 SIZE = 8
-WHOLE, STALE, ON_ITS_WAY = "whole", "stale", "on its way"
+GATHERED, STALE, IN_FLIGHT = "gathered", "stale", "in flight"
 
 
 def recorded(gather: ParamGather, shard: AdamShard) -> None:
     """Work that a recording is made of."""
     with gather.in_graph(updates=False):
         gather.start(shard)
-        gather.make_whole(shard)
+        gather.ensure_gathered(shard)
 
 
 def recorded_update(gather: ParamGather, shard: AdamShard) -> None:
     """Do the same with an update at the end of the graph: none of its gathers starts there."""
     with gather.in_graph(updates=True):
         gather.start(shard)
-        gather.make_whole(shard)
-        gather.settle(shard)
+        gather.ensure_gathered(shard)
+        gather.wait(shard)
         gather.updated(shard)
 
 
 EVENTS: dict[str, Callable[[ParamGather, AdamShard], None]] = {
-    "settle": ParamGather.settle,
+    "wait": ParamGather.wait,
     "updated": ParamGather.updated,
     "start": ParamGather.start,
-    "make_whole": ParamGather.make_whole,
+    "ensure_gathered": ParamGather.ensure_gathered,
     "gate": lambda gather, shard: gather.gate([shard.buffer.specs[0].param])(),
     "recorded": recorded,
     "recorded update": recorded_update,
@@ -51,37 +51,37 @@ EVENTS: dict[str, Callable[[ParamGather, AdamShard], None]] = {
 BUG = "bug"
 # state, whether gathers start at the update -> events that lead there
 WAYS: dict[tuple[str, bool], list[str]] = {
-    (WHOLE, True): [],
-    (WHOLE, False): [],
+    (GATHERED, True): [],
+    (GATHERED, False): [],
     (STALE, False): ["updated"],
-    (ON_ITS_WAY, True): ["updated"],
-    (ON_ITS_WAY, False): ["updated", "start"],
+    (IN_FLIGHT, True): ["updated"],
+    (IN_FLIGHT, False): ["updated", "start"],
 }
 # state, whether gathers start at the update, event -> state after it, all-gathers it starts
 TABLE = {
-    **{(WHOLE, early, "start"): (WHOLE, 0) for early in (True, False)},
-    **{(WHOLE, early, "recorded"): (WHOLE, 1) for early in (True, False)},
-    **{(state, False, "recorded update"): (STALE, 1) for state in (WHOLE, STALE)},
-    (ON_ITS_WAY, False, "recorded update"): BUG,
-    **{(ON_ITS_WAY, early, "start"): (ON_ITS_WAY, 0) for early in (True, False)},
-    **{(ON_ITS_WAY, early, "recorded"): BUG for early in (True, False)},
-    (STALE, False, "start"): (ON_ITS_WAY, 1),
-    (STALE, False, "recorded"): (WHOLE, 1),
-    (ON_ITS_WAY, False, "settle"): (WHOLE, 0),
-    (ON_ITS_WAY, False, "updated"): BUG,
-    (ON_ITS_WAY, False, "make_whole"): (WHOLE, 0),
-    (WHOLE, True, "settle"): (WHOLE, 0),
-    (WHOLE, False, "settle"): (WHOLE, 0),
-    (STALE, False, "settle"): (STALE, 0),
-    (ON_ITS_WAY, True, "settle"): (WHOLE, 0),
-    (WHOLE, True, "updated"): (ON_ITS_WAY, 1),
-    (WHOLE, True, "make_whole"): (WHOLE, 0),
-    (WHOLE, False, "updated"): (STALE, 0),
-    (WHOLE, False, "make_whole"): (WHOLE, 0),
+    **{(GATHERED, early, "start"): (GATHERED, 0) for early in (True, False)},
+    **{(GATHERED, early, "recorded"): (GATHERED, 1) for early in (True, False)},
+    **{(state, False, "recorded update"): (STALE, 1) for state in (GATHERED, STALE)},
+    (IN_FLIGHT, False, "recorded update"): BUG,
+    **{(IN_FLIGHT, early, "start"): (IN_FLIGHT, 0) for early in (True, False)},
+    **{(IN_FLIGHT, early, "recorded"): BUG for early in (True, False)},
+    (STALE, False, "start"): (IN_FLIGHT, 1),
+    (STALE, False, "recorded"): (GATHERED, 1),
+    (IN_FLIGHT, False, "wait"): (GATHERED, 0),
+    (IN_FLIGHT, False, "updated"): BUG,
+    (IN_FLIGHT, False, "ensure_gathered"): (GATHERED, 0),
+    (GATHERED, True, "wait"): (GATHERED, 0),
+    (GATHERED, False, "wait"): (GATHERED, 0),
+    (STALE, False, "wait"): (STALE, 0),
+    (IN_FLIGHT, True, "wait"): (GATHERED, 0),
+    (GATHERED, True, "updated"): (IN_FLIGHT, 1),
+    (GATHERED, True, "ensure_gathered"): (GATHERED, 0),
+    (GATHERED, False, "updated"): (STALE, 0),
+    (GATHERED, False, "ensure_gathered"): (GATHERED, 0),
     (STALE, False, "updated"): (STALE, 0),
-    (STALE, False, "make_whole"): (WHOLE, 1),
-    (ON_ITS_WAY, True, "updated"): BUG,
-    (ON_ITS_WAY, True, "make_whole"): (WHOLE, 0),
+    (STALE, False, "ensure_gathered"): (GATHERED, 1),
+    (IN_FLIGHT, True, "updated"): BUG,
+    (IN_FLIGHT, True, "ensure_gathered"): (GATHERED, 0),
 }
 
 
@@ -105,7 +105,7 @@ def shard_of() -> AdamShard:
 def state_of(gather: ParamGather, shard: AdamShard) -> str:
     if shard in gather._stale:
         return STALE
-    return ON_ITS_WAY if shard in gather._on_its_way else WHOLE
+    return IN_FLIGHT if shard in gather._in_flight else GATHERED
 
 
 def outcomes(rank: int) -> dict[tuple[str, bool, str], Any]:
@@ -126,7 +126,7 @@ def outcomes(rank: int) -> dict[tuple[str, bool, str], Any]:
             EVENTS[before](gather, shard)
         assert state_of(gather, shard) == state
         gathered.clear()
-        changes = event == "updated" and state != ON_ITS_WAY
+        changes = event == "updated" and state != IN_FLIGHT
         if changes:
             shard.own_params.fill_(rank + 11)
         try:
@@ -134,7 +134,7 @@ def outcomes(rank: int) -> dict[tuple[str, bool, str], Any]:
             found[state, at_update, event] = state_of(gather, shard), len(gathered)
         except AssertionError:
             found[state, at_update, event] = BUG
-        gather.make_whole(shard)
+        gather.ensure_gathered(shard)
         if way or changes:
             first = 11 if changes else 1
             values = shard.params.view(dist.get_world_size(), -1)
@@ -147,13 +147,13 @@ def outcomes(rank: int) -> dict[tuple[str, bool, str], Any]:
 def test_every_event_in_every_state(world: int, monkeypatch: pytest.MonkeyPatch):
     if world == 1:  # nothing is on its way over a single rank
         for early in (True, False):
-            monkeypatch.delitem(WAYS, (ON_ITS_WAY, early))
+            monkeypatch.delitem(WAYS, (IN_FLIGHT, early))
     for found in run_distributed(outcomes, world):
         assert list(found) == cells()
         for (state, at_update, event), outcome in found.items():
-            expected = TABLE[state, at_update, "make_whole" if event == "gate" else event]
-            if world == 1 and expected == (ON_ITS_WAY, 1):
-                expected = (WHOLE, 1)
+            expected = TABLE[state, at_update, "ensure_gathered" if event == "gate" else event]
+            if world == 1 and expected == (IN_FLIGHT, 1):
+                expected = (GATHERED, 1)
             assert outcome == expected, (state, at_update, event)
 
 
@@ -164,7 +164,7 @@ def unwaited(rank: int) -> list[str]:
         gather.in_graph(False),
     ):
         gather.start(shard)
-    gather.make_whole(shard)
+    gather.ensure_gathered(shard)
     states = []
     for updates in (False, True):
         with gather.in_graph(updates):  # a replay: its kernels gather, and nothing here does
@@ -174,4 +174,4 @@ def unwaited(rank: int) -> list[str]:
 
 
 def test_what_a_recording_starts_it_waits_for():
-    assert run_distributed(unwaited, 2) == [[WHOLE, STALE]] * 2
+    assert run_distributed(unwaited, 2) == [[GATHERED, STALE]] * 2

@@ -22,7 +22,7 @@ from app.optim.distributed import DistributedOptimizer
 from app.plan.graphs import GraphPlan
 
 # hidden states -> outputs of a captured part, by name
-Inside = Callable[[Tensor], dict[str, object]]
+CapturedFunction = Callable[[Tensor], dict[str, object]]
 
 
 class PartialGraphs:
@@ -48,7 +48,7 @@ class PartialGraphs:
         self.ranges = [
             [PhaseRange.of(layer.phases, phase_names) for layer in layers] for layers in self.layers
         ]
-        self.by_set: dict[tuple[int, int, int], Inside] = {}  # chunk, set, layer
+        self.by_set: dict[tuple[int, int, int], CapturedFunction] = {}  # chunk, set, layer
 
     def before_step(self, batch: Batch) -> None:
         """Prepare a step with graphs, of which `batch` is one microbatch.
@@ -114,12 +114,14 @@ class PartialGraphs:
         )
         key = chunk, self.plan.set_of(mb, chunk), nth
         if key not in self.by_set:  # the first microbatch of a set records its graphs
-            function = self.inside(chunk, nth, static, keep)
+            function = self.captured_function(chunk, nth, static, keep)
             self.by_set[key] = self._new_interval(mb, chunk, nth, function=function)
         inside = self.by_set[key](value_of(before, "x", Tensor))
         return run_layer(phases[phase_range.stop :], {**values, **inside}, keep)
 
-    def _new_interval(self, mb: int, chunk: int, nth: int, *, function: Inside) -> Inside:
+    def _new_interval(
+        self, mb: int, chunk: int, nth: int, *, function: CapturedFunction
+    ) -> CapturedFunction:
         """Build the interval of a layer, with static buffers where it is not chained."""
         plan = self.plan
         static = self.recorder.static
@@ -147,7 +149,9 @@ class PartialGraphs:
         ranges = self.ranges[chunk]
         return _starts(ranges[nth + 1]) and _ends(ranges[nth], self.layers[chunk][nth])
 
-    def inside(self, chunk: int, nth: int, static: Context, keep: Sequence[str]) -> Inside:
+    def captured_function(
+        self, chunk: int, nth: int, static: Context, keep: Sequence[str]
+    ) -> CapturedFunction:
         """Return the captured part of a layer as a function.
 
         It returns the values that later phases read, and those of `keep`. Hidden states come

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from app.choices import GraphImpl
 from app.data.feed import Batch
-from app.engine.capture.partial import Inside, PartialGraphs
+from app.engine.capture.partial import CapturedFunction, PartialGraphs
 from app.engine.capture.recorder import Recorder
 from app.engine.capture.tree import Rebuild, flatten
 from app.errors import ConfigError
-from app.model.block import LEAVES
+from app.model.block import LAYER_OUTPUTS
 from app.model.chunk import Chunk
 from app.model.layers import Context
 from app.model.transformer_engine import INSTALL, import_library
@@ -79,7 +79,7 @@ class CapturedPart(nn.Module):
     a warm-up run of all, and once under capture.
     """
 
-    def __init__(self, insides: Sequence[Inside]) -> None:
+    def __init__(self, insides: Sequence[CapturedFunction]) -> None:
         super().__init__()
         self.turns = itertools.cycle(insides)
         self.rebuild: Rebuild[dict[str, object]] | None = None
@@ -241,10 +241,11 @@ class GraphsByTransformerEngine(PartialGraphs):
 
     def _insides(
         self, chunk: int, nth: int, mbs: Sequence[int], *, context: Context
-    ) -> list[Inside]:
+    ) -> list[CapturedFunction]:
         slots = (self.plan.slot_of(mb, chunk) for mb in mbs)
         return [
-            self.inside(chunk, nth, self._static_context(slot, context), LEAVES) for slot in slots
+            self.captured_function(chunk, nth, self._static_context(slot, context), LAYER_OUTPUTS)
+            for slot in slots
         ]
 
     def _samples(self, pool: int, order: PoolOrder) -> list[tuple[Tensor]]:
@@ -273,5 +274,7 @@ class GraphsByTransformerEngine(PartialGraphs):
             forwards[number] += 1
         return [(samples[place],) for place in sorted(samples)]
 
-    def _new_interval(self, mb: int, chunk: int, nth: int, *, function: Inside) -> Inside:
+    def _new_interval(
+        self, mb: int, chunk: int, nth: int, *, function: CapturedFunction
+    ) -> CapturedFunction:
         raise AssertionError("all are captured before the step")

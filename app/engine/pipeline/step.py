@@ -25,7 +25,7 @@ from app.engine.report.metrics import StepFacts
 from app.engine.run.signals import StopRequest
 from app.kernels.adamw import update_rates
 from app.moe.router import update_bias
-from app.plan.recompute import recompute_policy, thriftiest
+from app.plan.recompute import recompute_policy, with_full_recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class TrainingStep:
         self.with_all_rows = self.eager
         if self.shortage is not None:
             # All rows need more activation memory: full recomputation makes room for them.
-            whole_layers = recompute_policy(thriftiest(self.run))
+            whole_layers = recompute_policy(with_full_recompute(self.run))
             again = select_forward_backward(engine, engine.plan.actions, policy=whole_layers)
             self.with_all_rows = partial(self._take, partial(run_passes, engine, again))
 

@@ -124,7 +124,7 @@ class _Step:
         if tp == 1:
             return 0
         weights = (each.weight for each in stage_weights(self.run.model, stage))
-        elements = sum(weight.numel for weight in weights if weight.replica)
+        elements = sum(weight.numel for weight in weights if weight.replicated)
         whole = elements * BYTES[self.run.precision.grads]
         return self._traced(stage, TP, Way.ring) + 2 * whole * (tp - 1) // tp
 

@@ -41,7 +41,7 @@ from app.plan.memory.peak import Peak, borders_of, find_peak
 from app.plan.model.experts import ExpertWeights
 from app.plan.model.fp8 import fp8_weights
 from app.plan.pipeline.moments import Walks
-from app.plan.recompute import recompute_policy, thriftiest
+from app.plan.recompute import recompute_policy, with_full_recompute
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.sharding.parameters import chunk_buffers, chunk_parameters
 from app.plan.stages import Stage, StagePlan
@@ -360,7 +360,7 @@ def _dispatch_parts(
     # more than the capacity, or the step would not be rerun
     held_rows = dispatcher.rows(tokens.count).computed / dispatcher.mean_rows(tokens.count)
     needed_rows = max(dispatcher.busiest_load(tokens.count), HEADROOM * held_rows)
-    more = with_rows(with_paged_buffer(thriftiest(run), None), needed_rows)
+    more = with_rows(with_paged_buffer(with_full_recompute(run), None), needed_rows)
     again = replace(more, cuda_graph=CudaGraphConfig())
     chunks = [activations for _, activations in map(planned.of(again).plan, stages)]
     needed = _peak(again, chunks, walks, rank=rank).total + held_gradients(run, chunks)

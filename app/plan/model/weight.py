@@ -45,7 +45,7 @@ class Weight:
         return self.ep is not None
 
     @property
-    def replica(self) -> bool:
+    def replicated(self) -> bool:
         """True if every tensor-parallel rank holds it whole and uses it on its own tokens or heads.
 
         Its gradients must then be summed over these ranks.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from app.plan.actions import Action, Backward, Compute, Exchange, Flow, Forward, Free, P2POp, Wait
 from app.plan.pipeline.dependencies import Made, Pipeline, expect_finished, pipeline_of
-from app.plan.pipeline.timeline import Moments, Times, compute_moments
+from app.plan.pipeline.timeline import EndTimes, Times, compute_end_times
 
 # Times of the overlapped lists. A send must take some time: then the action that the receiver
 # computes while a tensor is produced ends after that, the receiver's side of the exchange stands
@@ -36,18 +36,22 @@ def add_exchanges(
     """
     pipeline = pipeline_of(lists, v_shape)
     times = OVERLAP_TIMES_IN_V if v_shape else OVERLAP_TIMES
-    moments = compute_moments(lists, v_shape, times) if overlap else tick_moments(lists, pipeline)
-    exchanges = _exchanges(moments, pipeline)
+    end_times = (
+        compute_end_times(lists, v_shape, times) if overlap else tick_end_times(lists, pipeline)
+    )
+    exchanges = _exchanges(end_times, pipeline)
     merged = [
         _merge(
-            actions, exchanges[rank], [moments[pipeline.makes(rank, action)] for action in actions]
+            actions,
+            exchanges[rank],
+            [end_times[pipeline.makes(rank, action)] for action in actions],
         )
         for rank, actions in enumerate(lists)
     ]
     return [add_late_waits(actions) if overlap else add_waits(actions) for actions in merged]
 
 
-def tick_moments(lists: Sequence[Sequence[Compute]], pipeline: Pipeline) -> dict[Made, float]:
+def tick_end_times(lists: Sequence[Sequence[Compute]], pipeline: Pipeline) -> dict[Made, float]:
     """Return the tick of every output if each rank runs at most one action per tick.
 
     With several chunks, a forward and the full backward after it share a tick if both are ready, so
@@ -56,25 +60,25 @@ def tick_moments(lists: Sequence[Sequence[Compute]], pipeline: Pipeline) -> dict
     the time of a forward.
     """
     places = [0] * pipeline.pp
-    moments = dict[Made, float]()
+    end_times = dict[Made, float]()
     tick = 0
     while True:
         made = dict[Made, float]()
         for rank, actions in enumerate(lists):
             following = actions[places[rank] : places[rank] + 2]
-            ready = _ready(rank, following, moments, pipeline=pipeline)
+            ready = _ready(rank, following, end_times, pipeline=pipeline)
             made.update((action, tick) for action in ready)
             places[rank] += len(ready)
         if not made:
             break
-        moments.update(made)
+        end_times.update(made)
         tick += 1
     expect_finished(lists, places)
-    return moments
+    return end_times
 
 
 def _ready(
-    rank: int, actions: Sequence[Compute], moments: Moments, pipeline: Pipeline
+    rank: int, actions: Sequence[Compute], end_times: EndTimes, pipeline: Pipeline
 ) -> list[Made]:
     """Return a rank's tick: its next action if it can run, and a full backward after a forward."""
     made: list[Made] = []
@@ -86,21 +90,21 @@ def _ready(
         )
         if made and not paired:
             break
-        if not all(need in moments or need in made for need in pipeline.needs(rank, action)):
+        if not all(need in end_times or need in made for need in pipeline.needs(rank, action)):
             break
         made.append(pipeline.makes(rank, action))
     return made
 
 
-def _exchanges(moments: Moments, pipeline: Pipeline) -> list[list[tuple[float, Exchange]]]:
+def _exchanges(end_times: EndTimes, pipeline: Pipeline) -> list[list[tuple[float, Exchange]]]:
     """Return, per rank and moment, its sends and receives.
 
     Hidden states first, then by microbatch.
     """
     ops: list[defaultdict[float, list[P2POp]]] = [defaultdict(list) for _ in range(pipeline.pp)]
-    for made in sorted(moments, key=lambda made: (made[0] != "F", made)):
+    for made in sorted(end_times, key=lambda made: (made[0] != "F", made)):
         for rank, op in pipeline.sides(made):
-            ops[rank][moments[made]].append(op)
+            ops[rank][end_times[made]].append(op)
     return [
         [(moment, Exchange(tuple(together))) for moment, together in sorted(by_moment.items())]
         for by_moment in ops

@@ -13,7 +13,7 @@ from app.plan.schedule import peak_in_flight
 
 # one number for every stage, or one for each, in the order in which a microbatch passes
 PerStage = float | tuple[float, ...]
-Moments = Mapping[Made, float]  # output -> time at which it is computed
+EndTimes = Mapping[Made, float]  # output -> time at which it is computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def _timeline(lists: Sequence[Sequence[Action]], spans: Sequence[Sequence[Span]]
     return Timeline(tuple(events), tuple(map(peak_in_flight, lists)))
 
 
-def compute_moments(lists: Sequence[Sequence[Compute]], v_shape: bool, times: Times) -> Moments:
+def compute_end_times(lists: Sequence[Sequence[Compute]], v_shape: bool, times: Times) -> EndTimes:
     """Return when every output is computed if each rank runs as early as it can.
 
     ValueError as in `simulate`.
