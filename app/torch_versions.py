@@ -65,7 +65,7 @@ def wide_gemm(left: Tensor, right: Tensor, dtype: torch.dtype = torch.float32) -
 
 
 def unowned(tensor: Tensor) -> Tensor:
-    """Return a tensor on the same GPU memory that does not keep it alive.
+    """Return a non-owning alias: a tensor on the same GPU memory that does not keep it alive.
 
     Memory of a CUDA graph's pool needs this: a second owner would keep it from being reused.
     """

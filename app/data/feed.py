@@ -73,8 +73,7 @@ def make_batch(rows: Sequence[np.ndarray], boundary: int | None) -> Batch:
     """Microbatch of B rows of S + 1 tokens. With `boundary`, no document sees or predicts its
     neighbour's tokens.
 
-    The token `boundary` still belongs to the document that it ends: it is a target, and has none
-    itself.
+    The boundary token belongs to the document that it ends: it is predicted but predicts nothing.
     """
     rows_BS1 = np.stack(rows)
     tokens_BS = rows_BS1[:, :-1]

@@ -1,4 +1,7 @@
-"""Build the objects that train from a frozen `Run`; the only module that knows every part."""
+"""Build the objects that train from a frozen `Run`; the only module that knows every part.
+
+Shapes: B sequences, s tokens per sequence of this rank, D hidden.
+"""
 
 from __future__ import annotations
 

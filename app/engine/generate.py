@@ -1,4 +1,7 @@
-"""Generate a short sample from the model during training; all ranks draw the same tokens."""
+"""Generate a short sample from the model during training; all ranks draw the same tokens.
+
+Shapes: V vocabulary.
+"""
 
 from __future__ import annotations
 

@@ -267,6 +267,7 @@ class Trainer:
 
     @contextmanager
     def _sinks(self) -> Iterator[Sequence[Sink]]:
+        """Open the loggers of this run, and close them after the block; none except on rank 0."""
         with ExitStack() as stack:
             sinks: list[Sink] = []
             for make in self._sink_makers():

@@ -33,8 +33,8 @@ def jit(kernel: Callable[..., object]) -> Any:
 
 
 def usable(*tensors: Tensor) -> bool:
-    """Return whether kernels take these tensors: Triton is installed, and they lie on a GPU in
-    `DTYPES`.
+    """Return whether Triton kernels support these tensors: Triton is installed, and they lie on a
+    GPU in `DTYPES`.
     """
     return triton is not None and all(
         tensor.is_cuda and tensor.dtype in DTYPES for tensor in tensors
@@ -42,5 +42,5 @@ def usable(*tensors: Tensor) -> bool:
 
 
 def moves_tiles(device: torch.device) -> bool:
-    """Return whether the GPU loads tiles of matrices in hardware (TMA), as Hopper does."""
+    """Return whether the GPU has TMA, which loads tiles of matrices in hardware (Hopper, newer)."""
     return torch.cuda.get_device_capability(device) >= (9, 0)

@@ -3,7 +3,7 @@
 The same list is run eagerly here, captured in part (`app.engine.capture.partial`) and recomputed
 in part (`run_layer`), because a phase touches nothing but its declared values and its parameters.
 
-Shapes: B sequences, s tokens per sequence of this rank, D hidden.
+Shapes: B sequences, s tokens per sequence of this rank, D hidden, E experts of the layer.
 """
 
 from __future__ import annotations

@@ -153,8 +153,8 @@ class Chunk(nn.Module):
         """
         sink = context.sink
         if self.first and self.head is None and sink is not None and not sink.deferred:
-            # a table with two gradients: autograd adds them up, and says once that they have
-            # arrived
+            # For a tied table on one stage, autograd sums both gradients and fires one hook: skip
+            # the sink.
             sink = None
         self.wait_for_head()
         return summed_loss(

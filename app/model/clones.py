@@ -8,7 +8,8 @@ from torch import Tensor
 
 
 class ReplicaWeight(Protocol):
-    """Weights of s replicas of remote experts; their rows follow those of this rank's L experts.
+    """Weights I × O of s replicas of remote experts; their rows follow those of this rank's L
+    experts.
 
     The methods communicate within the expert group: all its ranks call the same ones in the same
     order. None synchronizes with the device.

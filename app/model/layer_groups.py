@@ -41,7 +41,7 @@ class LayerGroups:
         )
 
 
-ALONE = LayerGroups()
+ALONE = LayerGroups()  # single-rank groups: nothing is sharded
 
 
 def size(group: dist.ProcessGroup | None) -> int:

@@ -55,9 +55,9 @@ class RMSNorm(nn.Module):
     def beside(
         self, x: Tensor, recompute: Recomputation, sink: WeightGradSink | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return `x` for the residual connection and its norm, which may be recomputed.
+        """Return (x, norm(x)): `x` for the residual connection, and a norm that may be recomputed.
 
-        A kernel, if available, adds the residual's gradient in the norm's backward.
+        The fused backward, if a kernel is available, adds the residual's gradient.
         """
         if usable(x, self.weight):
             take = take_partial(self.weight, sink)

@@ -8,8 +8,9 @@
 | `GroupedLinear` | E × I × O, some of the experts | dispatched before, combined after |
 
 A block of two matrices costs one all-gather before the first and one reduce-scatter after the
-second, in forward and in backward (Korthikanti et al. 2022). Backward saves this rank's tokens only
-and gathers them again for the weight gradient. With one rank, nothing is sent.
+second, in forward and in backward (Korthikanti et al. 2022). These collectives are in
+`app.model.tensor_parallel`, those of experts in `app.moe.dispatch`. Backward saves this rank's
+tokens only and gathers them again for the weight gradient. With one rank, nothing is sent.
 
 The weight and its back end (`app.model.linear_backend`) determine the precision. Weight gradients
 go to a sink (`app.model.weight_grads`), or to autograd if there is none. The sink is an argument of
@@ -17,7 +18,7 @@ each call and comes with the microbatch's context, not an attribute of the modul
 microbatches are in flight at once and each may have a sink of its own.
 
 Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them here, I
-and O widths, T rows, E experts of this rank, D hidden, V vocabulary.
+and O widths, T rows, E experts of this rank, G replicas of remote experts, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -333,8 +334,8 @@ def _with_replicas(
 ) -> Tensor:
     """Run the grouped GEMM of this rank's experts, then that of the replicas it hosts.
 
-    The replica weights are fetched first: a rank whose experts are replicated elsewhere has more
-    rows of its own, so a rank that waits for the weights would otherwise wait for those rows' GEMM.
+    Fetch replica weights before the local GEMM. Otherwise receivers wait for the GEMM of the owner
+    rank, which is overloaded.
     """
     replica_GIO = replicas.fetch()
     out = gemm(weight_EIO, ends_E[: len(weight_EIO)])

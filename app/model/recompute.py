@@ -180,7 +180,8 @@ class Recomputation:
     def _pack(self, saved: Tensor) -> Tensor | _View:
         _, source = self._sources.get(saved.untyped_storage()._cdata, (None, None))
         if source is None:
-            return saved.detach()  # itself would be a cycle where an operation saves its own result
+            # saving the tensor itself creates a reference cycle if an operation saves its output
+            return saved.detach()
         source.add_reader(saved)
         return _View(source, saved.size(), saved.stride(), offset=saved.storage_offset())
 

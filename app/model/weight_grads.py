@@ -6,7 +6,8 @@ first (zero bubble, Qi et al. 2023). `MainGradSink` adds it at once to a main gr
 precision, inside the GEMM where the kernel allows, so that no microbatch's gradient is stored.
 
 Shapes: T rows, I input width, O output width, E experts; rows of an expert end at its offset in
-`ends_E`. J partial sums over rows, W elements of a weight.
+`ends_E`, the cumulative `offs` of `grouped_mm`. G replicas of remote experts, J partial sums over
+rows, W elements of a weight.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ device. Source: Megatron-LM pull request 2368; `plan_clones` says where it divid
 ties open.
 
 Shapes: R ranks · E experts, rank r owns the L = E/R from r·L on · S = R·spares slots for clones,
-slot j is on rank j // spares · T tokens of this rank, K experts of each.
+slot j is on rank j // spares, N = spares · T tokens of this rank, K experts of each, in C blocks of
+tokens · P = E·(S + 1) places: an expert's slots, then its owner rank.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Experts of a rank as two grouped GEMMs, whose group sizes are read on the device.
 
-Shapes: R rows grouped by expert · E experts of this rank · D width · F this rank's part of the
-hidden width of an expert.
+Shapes: R rows grouped by expert · E experts with rows here: the L of this rank, then replicas · D
+width · F this rank's part of the hidden width of an expert · I × O a matrix.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Symmetric memory: buffers that all GPUs of a node can read and write over NVLink."""
+"""Symmetric memory: buffers that all GPUs of a node can read and write over NVLink.
+
+Shapes: P ranks of the group.
+"""
 
 from __future__ import annotations
 

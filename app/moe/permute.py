@@ -1,8 +1,10 @@
 """Permutation of token rows to experts and back, by gathers and ordered sums: bitwise reproducible.
 
-Shapes: T tokens · K experts per token · R rows, one per (token, expert), the choices · D width · E
-experts. No atomics and no synchronization in either direction: backward never scatters with
-addition, because a permutation's transpose is a gather by its inverse.
+A choice is a token-expert assignment; a row is a permuted token, one per choice.
+
+Shapes: T tokens · K experts per token · R rows · D width · E experts. No atomics and no
+synchronization in either direction: backward never scatters with addition, because a permutation's
+transpose is a gather by its inverse.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class Permutation:
 
     token_of_row_R: Tensor  # int64: the token each row is a copy of
     row_of_TK: Tensor  # int64: the row of each token's k-th expert
-    ends_E: Tensor  # int32: the first row after each expert's, as `grouped_mm` takes it
+    ends_E: Tensor  # int32: cumulative row counts, the `offs` of `grouped_mm`
     kept_TK: Tensor | None = None  # bool: choices that have a row; None means all
 
 

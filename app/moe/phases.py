@@ -39,9 +39,9 @@ from app.plan.model.phases import PhaseName
 class Router(nn.Module):
     """Scores tokens in fp32, chooses `top_k` experts for each, and computes the auxiliary losses.
 
-    The ranks of `layer_groups.tp_cp_control` hold parts of the same sequences. A balancing loss
-    uses the load summed over all of them and a rank's own scores, so that the ranks' losses sum to
-    that of the whole microbatch.
+    The ranks of `layer_groups.tp_cp_control` hold parts of the same sequences. For a balancing loss
+    each rank combines counts summed over them with its own scores. Rank losses sum to the
+    microbatch loss.
     """
 
     bias_E: Tensor

@@ -1,6 +1,9 @@
 """Interface of a dispatcher, and the record it hands to the experts.
 
 `app.plan.dispatchers` describes the ranks, memory and links that each dispatcher needs.
+
+Shapes: T tokens of this rank, K experts per token, D hidden, R rows of this rank's experts, E
+experts of the layer, or of this rank in `ends_E`.
 """
 
 from __future__ import annotations
@@ -14,10 +17,9 @@ from app.model.fp8.ready import ReadyRows
 from app.model.recompute import Keep
 from app.moe.experts import ReplicaExperts
 
-# A dispatcher's own records, frozen dataclasses: what `preprocess` has found out for `dispatch`,
-# and what `combine` needs to know besides.
-Prepared = TypeVar("Prepared")
-Origin = TypeVar("Origin")
+# A dispatcher's own records, frozen dataclasses.
+Prepared = TypeVar("Prepared")  # dispatch layout: what `preprocess` has found out for `dispatch`
+Origin = TypeVar("Origin")  # combine handle: what `combine` needs to return rows to their tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,8 @@ class Dispatched:
     """
 
     rows_RD: Tensor
-    ends_E: Tensor  # int32, on the device: the first row after each expert's
+    # int32, on the device: cumulative row counts, the `offs` of `grouped_mm`
+    ends_E: Tensor
     # how backward keeps tensors with this many rows; None leaves them to autograd
     keep: Keep | None = None
     replicas: ReplicaExperts | None = None  # remote experts that own the last rows

@@ -1,9 +1,9 @@
 """Router: choice of experts per token with probabilities, auxiliary losses, and balancing bias.
 
-Shapes: T tokens · E experts · K experts per token (top_k) · G groups of X = E/G experts. Scores,
-probabilities and losses are computed in fp32 (fp64 for fp64 logits). Nothing here synchronizes with
-the device or depends on the order of atomic additions, so all of it can be captured in a CUDA graph
-and is bitwise reproducible.
+Shapes: T tokens, or B sequences of S tokens · E experts · K experts per token (top_k), R = T·K · G
+groups of X = E/G experts. Scores, probabilities and losses are computed in fp32 (fp64 for fp64
+logits). Nothing here synchronizes with the device or depends on the order of atomic additions, so
+all of it can be captured in a CUDA graph and is bitwise reproducible.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Router logits in fp32 and their gradients from bf16 GEMMs, if tokens and weight are bf16: tensor
 cores accumulate in fp32, and fp32 gradients are split into three bf16 parts.
 
-Shapes: T tokens, D hidden width, E experts.
+Shapes: T tokens, D hidden width, E experts, P = 3·E parts.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class ParamSpec:
     decay: bool  # weight decay applies
     block: Block  # block of the global parameter that this rank holds
     tied: bool = False  # other stages hold copies; their gradients are summed
-    # tensor-parallel ranks hold it whole, and their gradients belong together
+    # every tensor-parallel rank holds all of it; their gradients are summed
     replicated: bool = False
     counted: bool = True  # the copy that counts in norms and is saved
 

@@ -205,9 +205,8 @@ class DistributedOptimizer:
     def finish_grads(self) -> None:
         """Wait for all reduce-scatters, then sum the gradients of replicated parameters.
 
-        Parameters replicated on two stages or on all tensor-parallel ranks are summed last, by
-        shards: another reduction after this one could add in another order on each copy, and the
-        copies' bits would differ.
+        Parameters replicated on two stages or on all tensor-parallel ranks are summed last, shard
+        by shard. Every copy then uses one order and keeps equal bits.
         """
         for buckets in self._all_grad_buckets():
             buckets.finish()

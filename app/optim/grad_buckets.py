@@ -41,11 +41,11 @@ class Arrival(NamedTuple):
 class GradBuckets:
     """The buckets of a flat buffer, which gradients each still misses, and their reduce-scatters.
 
-    A gradient arrives, once for each parameter and microbatch (of a table that is looked up and is
-    the head, twice where backward is split), by one of three routes, and all end in `arrive`:
-    autograd has accumulated it (a hook on every parameter); a weight-gradient sink hands it over
-    during backward, or a deferred `BackwardWeight` after it (`add`); or a graph has been replayed
-    whose arrivals had been listed (`list_arrivals`) when it was recorded.
+    `arrive` runs once per parameter and microbatch; twice for a tied table under split backward.
+    Three callers: an autograd hook on every parameter; `add`, which takes a gradient from a
+    weight-gradient sink during backward or from a deferred `BackwardWeight` after it; and
+    `DistributedOptimizer.count_listed` after a replay, for the arrivals that were listed when its
+    graph was recorded.
 
     ============  ============  ===============  ===============  ===============  ================
     state         zero          expect_last      arrive           reduce           finish
@@ -196,7 +196,7 @@ class GradBuckets:
         )
         for param, gradient in self._held.items():
             assert param not in self._unwritten, (
-                "a step has two microbatches or more, and the first two are one"
+                "an unpaired gradient cannot be the step's first write"
             )
             gradient.add_to(self._sums[param][1])
         self._held.clear()
@@ -243,7 +243,7 @@ class GradBuckets:
                 self._unwritten.remove(param)
 
     def _hook(self, param: nn.Parameter, bucket: int, total: Tensor) -> None:
-        """Return the hook that counts each gradient autograd has accumulated for the parameter; if
+        """Register a hook that counts each gradient autograd has accumulated for the parameter; if
         the main gradient has another dtype, the hook first adds to it.
 
         torch also calls the hook for a weight whose gradient a sink has taken. With main gradients

@@ -1,4 +1,14 @@
-"""Actions of a pipeline rank within a step; each prints as a short word."""
+"""Actions of a pipeline rank within a step; each prints as a short word that begins with a letter:
+
+    F  forward                        X  start sends and receives (P2P)
+    B  backward                       V  wait for sends and receives
+    I  backward of the input only     D  deallocate a sent output
+    W  backward of the weights only   G  gather parameters before first use
+                                      R  reduce gradients
+
+I and W are the halves of a split backward (zero bubble). D is what Megatron-LM calls
+`deallocate_output_tensor`.
+"""
 
 from __future__ import annotations
 
@@ -76,14 +86,20 @@ class OnChunk:
 
 
 class ReduceGrads(OnChunk):
-    """Start the reduction of a chunk's gradients over the data-parallel ranks: R0."""
+    """Start the reduce-scatters of a chunk's gradients that have not started: R0.
+
+    With optim.overlap_grads, an unsplit last backward has started those of complete buckets.
+    """
 
     __slots__ = ()
     letter: ClassVar[str] = "R"
 
 
 class GatherParams(OnChunk):
-    """Gather a chunk's updated parameters from the data-parallel ranks: G0."""
+    """All-gather a chunk's updated parameters from the data-parallel ranks: G0.
+
+    No-op with optim.overlap_params: the all-gathers have started, and modules wait for theirs.
+    """
 
     __slots__ = ()
     letter: ClassVar[str] = "G"
@@ -95,11 +111,12 @@ Flow = Literal["F", "B"]
 
 # Lists hold and look up tens of thousands of these: a tuple takes half the time of a dataclass.
 class P2POp(NamedTuple):
-    """Send or receive of a tensor.
+    """Send or receive of a tensor, as a plain value.
 
-    Prints as F3.0>1 (send to rank 1) or F3.0<0 (receive from rank 0). `mb` and `chunk` name the
-    forward (flow F) or backward (flow B) of this rank that produced the sent tensor, or that needs
-    the received one. A BackwardInput counts as backward.
+    The transport builds its counterpart with a tensor, `torch.distributed.P2POp`. Prints as F3.0>1
+    (send to rank 1) or F3.0<0 (receive from rank 0). `mb` and `chunk` name the forward (flow F) or
+    backward (flow B) of this rank that produced the sent tensor, or that needs the received one. A
+    BackwardInput counts as backward.
     """
 
     flow: Flow

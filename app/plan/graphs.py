@@ -1,9 +1,9 @@
 """CUDA graphs and static buffers of each action, and the proof that none is overwritten in use.
 
-One graph is captured per layer, per kind of compute, and per *set*: a set serves one microbatch of
-a chunk at a time. A *slot* is the set of static inputs that one microbatch in a chunk owns from its
-forward to the end of its backward (its BackwardWeight if that is split). Slots are reused first in,
-first out.
+One graph is captured per layer, per kind of compute, and per *set*. A set is one instance of all
+graphs of a chunk; it serves one microbatch at a time. A *slot* holds the static inputs that one
+microbatch in a chunk owns from its forward to the end of its backward (its BackwardWeight if that
+is split). Slots are reused first in, first out. A *pool* is a CUDA graph memory pool.
 
     in flight              sets of graphs        graphs                   slots
     never more than one    one per chunk         2·layers                 1
@@ -15,9 +15,9 @@ alone.
 
 Graphs are captured in the order of the list. The memory of a tensor returns to its pool when the
 tensor is dead, and graphs captured later reuse it. That is sound for graphs that replay once per
-step, in the order of their capture. A set that serves several microbatches per step may meet other
-microbatches in flight than under capture. So it needs a pool of its own, unless no other set is
-ever alive at the same time, and sent tensors must first be copied out of it.
+step, in the order of their capture. At replay, a reused set may coexist with different microbatches
+than at capture. It needs its own pool, unless no other set is alive at the same time, and sent
+tensors must first be copied out of it.
 """
 
 from __future__ import annotations

@@ -99,6 +99,7 @@ class Plan:
 
     @cached_property
     def _walks(self) -> Walks:
+        """Lowered lists of all pipeline ranks, paired with their live-memory counts."""
         walks = self.known.walks(self.schedule_key, self.run.schedule.overlap_p2p)
         check(walks.actions, self.schedule, self.stages.pipeline.v_shape)
         return walks

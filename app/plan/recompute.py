@@ -34,7 +34,8 @@ class RecomputePolicy:
     """Recomputation on all ranks of a run."""
 
     usual: RecomputeChoice = NOTHING
-    spared: RecomputeChoice = NOTHING  # for microbatches that may save more
+    # for microbatches with partial activation checkpointing, which save more
+    spared: RecomputeChoice = NOTHING
     partial: int = 0  # how many of those in flight on a rank are spared
 
     def on_rank(self, actions: Iterable[object]) -> RankRecompute:

@@ -39,8 +39,8 @@ def build_schedule(
           "zero_bubble_v"   split backward, two chunks per rank in a V (see `zero_bubble`): half the
                             bubble of zero_bubble_h1 if F, I and W take equally long
     forward_only: forwards alone (validation), in the same order; in a V, in an order in which no
-                  rank waits for another. Any num_microbatches and group_size will do: instead of
-                  a group that training refuses, the nearest that it takes
+                  rank waits for another. Takes any num_microbatches, and rounds group_size to the
+                  nearest legal value
 
     Raises ValueError for an unknown name, chunks or groups that a schedule does not have, and for
     interleaved with backwards if num_microbatches or group_size is below pp, group_size above

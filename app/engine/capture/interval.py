@@ -1,4 +1,7 @@
-"""Captured part of one layer for one set of graphs: forward, backward and their memory."""
+"""Captured part of one layer for one set of graphs: forward, backward and their memory.
+
+Shapes: B sequences, s tokens per sequence of this rank, D hidden.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,8 @@ class PhaseRange:
 
 
 class CapturedInterval:
-    """Differentiable function of hidden states, recorded at its first call and then replayed.
+    """Graphed callable: differentiable function of hidden states, recorded at its first call and
+    then replayed.
 
     `function` takes hidden states and returns the interval's outputs by name. Its input is copied
     to a static buffer, unless the interval is chained: then the input is the output of the

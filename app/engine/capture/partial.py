@@ -1,6 +1,9 @@
 """Partial CUDA graphs: one captured interval of phases per layer, by set and slot of a plan.
 
-See `app.plan.graphs` for sets and slots.
+A set is an instance of a chunk's graphs, a slot the static inputs of a microbatch, a pool a CUDA
+graph memory pool (`app.plan.graphs`).
+
+Shapes: B sequences, s tokens per sequence of this rank, D hidden; others as in `app.model.layers`.
 """
 
 from __future__ import annotations

@@ -8,6 +8,9 @@ for later graphs by that order.
 
 The modules passed to it show no parameters: their gradients are added to the main gradients within
 the graphs, as with our own capture, so Transformer Engine has no gradients to return or copy.
+
+Shapes: B sequences, S tokens per sequence of a context-parallel rank, s of them between matrices, D
+hidden.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ all do the same work on whole sequences. Data-parallel replicas may have differe
 equally many and of the same width (`app.engine.decoding.replicas`).
 
 Shapes: B sequences; P tokens of the longest prompt, padded to a multiple of tp; M positions of the
-cache; T rows of a step: B padded to a multiple of tp; D hidden size; V vocabulary.
+cache; T rows of a step: B padded to a multiple of tp; s = P / tp and t = T / tp of them between
+matrices; D hidden size; V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Score texts with a model: token losses in windows, perplexity, multiple choice."""
+"""Score texts with a model: token losses in windows, perplexity, multiple choice.
+
+Shapes: B windows of P tokens, C choices of a question.
+"""
 
 from __future__ import annotations
 

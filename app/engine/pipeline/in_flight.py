@@ -1,6 +1,10 @@
 """Microbatches in flight on this rank: their tensors between forward, P2P and backward.
 
-Shapes: B sequences, S tokens per sequence of a context-parallel rank, D hidden.
+Read `app.model.weight_grads` first: a `WeightGrad` is a weight gradient that is not computed yet,
+and a `WeightGradQueue` holds those that a split backward defers.
+
+Shapes: B sequences, S tokens per sequence of a context-parallel rank, D hidden, E experts, M
+microbatches.
 """
 
 from __future__ import annotations
@@ -163,7 +167,7 @@ class InFlight:
                 del self.input_grads[key]
 
     def free(self, mb: int, chunk: int) -> None:
-        """Free the memory of a sent output: backward needs only its `grad_fn`."""
+        """Deallocate a sent output: backward needs only its `grad_fn`."""
         memory = self.outputs.pop((mb, chunk)).untyped_storage()
         if memory.resizable():  # a graph's output lies in memory of the graph, which stays
             memory.resize_(0)

@@ -35,7 +35,9 @@ IN_A_ROW = 2  # successive steps that lacked rows, after which memory grows
 
 
 class RowShortage:
-    """Detector of missing expert rows on one rank, over a step or a validation."""
+    """Handler of capacity overflow on one rank: detects missing expert rows in a step or a
+    validation, reruns it, and grows memory.
+    """
 
     def __init__(self, engine: Engine, dispatcher: StaticDispatcher) -> None:
         self.run = engine.plan.run

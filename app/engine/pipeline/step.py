@@ -1,4 +1,7 @@
-"""Run one optimizer step of a rank, or one validation: microbatches in, metrics out."""
+"""Run one optimizer step of a rank, or one validation: microbatches in, metrics out.
+
+Shapes: E experts of a layer, N numbers of a step.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +128,7 @@ class TrainingStep:
         self.captured = self._captured()
         self.with_all_rows = self.eager
         if self.shortage is not None:
-            # All rows need more activation memory: full recomputation makes room for them.
+            # A rerun has memory for all rows: full recomputation makes room for it.
             whole_layers = recompute_policy(with_full_recompute(self.run))
             again = select_forward_backward(engine, engine.plan.actions, policy=whole_layers)
             self.with_all_rows = partial(self._take, partial(run_passes, engine, again))
@@ -187,7 +190,7 @@ class TrainingStep:
         # 3. Load the next batches while the device works.
         if following is not None:
             self.engine.watchdog.rest("reading the next batches")
-            # suppressed: it recurs when these batches are due, after this step's report and save
+            # Suppress read errors here. `next_step` raises them after report and save.
             with suppress(Exception):
                 self.loader.start(following())
             self.engine.watchdog.note("the end of the step")

@@ -1,4 +1,7 @@
-"""Estimate at the end of a run whether clones of hot experts would have paid (docs/moe.md)."""
+"""Estimate at the end of a run whether clones of hot experts would have paid (docs/moe.md).
+
+Shapes: L MoE layers of this stage, E experts of each on R ranks, S slots for clones of all ranks.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 One small tensor is copied to the host per step; memory and expert load are read at the log
 interval only.
+
+Shapes: L MoE layers of this rank, E experts of each, R ranks that share them.
 """
 
 from __future__ import annotations

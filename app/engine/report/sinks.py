@@ -1,6 +1,7 @@
-"""Sinks of reports: console and metrics.jsonl; experiment trackers are in `trackers`.
+"""Loggers of reports ("sinks"): console and metrics.jsonl; experiment trackers are in `trackers`.
 
-Sinks receive frozen reports and never the trainer.
+Sinks receive frozen reports and never the trainer. The sinks of `app.model.weight_grads` are
+unrelated: they receive weight gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ REDRAW_S = 0.1  # seconds between redraws of the progress line
 
 
 class Sink(Protocol):
-    """Receives every report."""
+    """Logger: receives every report."""
 
     def step(self, report: StepReport) -> None:
         """Receive the report of a step."""

@@ -5,7 +5,7 @@ A program takes some tokens and some key/value heads with their query heads, and
 halves of one head at a time.
 
 Shapes: B sequences, S tokens of each, T = B·S, G key/value heads, P query heads per key/value head,
-H head width, h = H / 2, C tokens of a program, J programs.
+N = G·P, H head width, h = H / 2, F = G·(P + 2)·H, C tokens of a program, J programs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Triton kernels of `heads`: a program takes some tokens and groups of heads."""
+"""Triton kernels of `heads`: a program takes some tokens and groups of heads.
+
+Shapes: as in `app.kernels.attention.heads`.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@ multi-head latent.
 
 Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them between
 matrices, K tokens of a whole sequence, D hidden; N query heads, G key/value heads of this rank, H
-head width; L width of the latent of keys and values, R width that rotary positions rotate.
+head width, V width of a value head; L width of the latent of keys and values, R width that rotary
+positions rotate.
 """
 
 from __future__ import annotations

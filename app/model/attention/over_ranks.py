@@ -1,6 +1,7 @@
 """Attention to sequences sharded over context-parallel ranks.
 
-Shapes: as in `app.model.attention.modules`.
+Shapes: as in `app.model.attention.modules`; C tokens of one of a rank's two chunks of a sequence
+(`app.model.context_parallel`), F values per token.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Chunk whose layers have a KV cache each.
 
-Shapes: B sequences, P tokens of the longest prompt, T rows of a step, D hidden.
+Shapes: B sequences, P tokens of the longest prompt, T rows of a step, s = P / tp and t = T / tp of
+them between matrices, D hidden.
 """
 
 from __future__ import annotations

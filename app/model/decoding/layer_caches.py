@@ -7,9 +7,10 @@ different lengths therefore need no mask, and each continues at its own position
 A rank caches whole sequences, also if training shards them (context parallelism).
 
 Shapes: B sequences, P tokens of the longest prompt, M positions of the cache, T rows of a step (B
-of them, padded to a multiple of the tensor-parallel ranks), D hidden; G key/value heads of this
-rank with Q query heads each, N = G·Q, H head width; L width of the latent of keys and values, R of
-the rotary key.
+of them, padded to a multiple of the tensor-parallel ranks), s = P / tp and t = T / tp of them
+between matrices, D hidden; G key/value heads of this rank with Q query heads each, N = G·Q, H head
+width; L width of the latent of keys and values, R of the rotary key, F = L + R; C width of a key
+head without rotary positions, V of a value head, F = C + V in `makes_NFL`.
 """
 
 from __future__ import annotations

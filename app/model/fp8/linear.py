@@ -9,7 +9,7 @@ byte per element. Only if tokens are gathered over ranks, this rank's shard is s
 and gathered and quantised again. Scales are local: of all gathered tokens, and of this rank's shard
 of a weight.
 
-Shapes: T rows, I input width, O output width.
+Shapes: T rows, I input width, O output width; R × C a matrix with padding rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows that the kernel which produced them has already quantised to FP8.
+"""Cache of GEMM operands that the kernel which produced them has already quantised to FP8.
 
 Shapes: R rows of experts, F hidden width of an expert.
 """
@@ -18,8 +18,8 @@ from app.model.fp8.quantised import Operand, Quantised
 
 @dataclass(slots=True)
 class ReadyRows:
-    """FP8 copy of rows for the next grouped GEMM, in one forward through a layer of experts or its
-    backward; matched to the rows by address.
+    """Cache of one prequantized operand: the FP8 copy of rows for the next grouped GEMM, in one
+    forward through a layer of experts or its backward; matched to the rows by address.
     """
 
     rows: Tensor | None = None

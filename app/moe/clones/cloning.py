@@ -1,7 +1,9 @@
 """Clones (expert replicas) of a microbatch: planning, rerouting of tokens, and the slots' weights.
 
+A slot is memory for the weights of one clone.
+
 Shapes: R ranks with L experts and s slots each, E = R·L, S = R·s · T tokens of this rank, K experts
-of each.
+of each, in C blocks of tokens · I × O a matrix.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ before it: for slots `gather_counts` in forward, and in backward the communicati
 gradients, where every rank waits for all others; for gradients, that each graph of a layer's
 backward has both kinds, always in the same order.
 
-Shapes: R ranks · L experts of each, E = R·L of all · s slots of a rank, S = R·s of all · I × O a
-matrix.
+Shapes: R ranks (P in `app.moe.peer_memory`) · L experts of each, E = R·L of all · s slots of a
+rank, S = R·s of all · C blocks of tokens · I × O a matrix.
 """
 
 from __future__ import annotations

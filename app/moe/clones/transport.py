@@ -1,7 +1,7 @@
 """Transport of cloned experts' weights to spare slots, and of their gradients to the owner ranks.
 
 Shapes: R ranks of the expert group, L experts of each, E = R·L · s slots of each, S = R·s, of which
-slot j is on rank j // s · weights of one kind I × O.
+slot j is on rank j // s · weights of one kind I × O · C blocks of tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Dispatcher that all-gathers all tokens; each rank takes those of its experts.
 
 Shapes: T tokens of this rank, D hidden, K experts per token, L experts of this rank, P ranks, N =
-P·T tokens of all of them, R rows of this rank's experts, C rows per expert and rank.
+P·T tokens of all of them, R rows of this rank's experts, C rows per expert and rank; `ends_E` has L
+entries.
 """
 
 from __future__ import annotations

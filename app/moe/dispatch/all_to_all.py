@@ -4,7 +4,8 @@ Those ranks are a grid of ep × etp: ep shares of the experts, and etp parts of 
 each. A rank's index in the group is ep_rank · etp + etp_rank.
 
 Shapes: T tokens of this rank, D hidden, E experts of the layer, L = E / ep experts of this rank, K
-experts per token, R rows on this rank after dispatch, P = ep · etp ranks.
+experts per token, R rows on this rank after dispatch, P = ep · etp ranks, j = etp parts of an
+expert; in records `ends_E` has L entries.
 """
 
 from __future__ import annotations

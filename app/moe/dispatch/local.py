@@ -1,6 +1,7 @@
 """Dispatcher for ranks that hold every expert: a permutation.
 
-Shapes: T tokens, K experts of each, D hidden, R = T·K rows, or the sum of all capacities.
+Shapes: T tokens, K experts of each, E experts in all, D hidden, R = T·K rows, or the sum of all
+capacities.
 """
 
 from __future__ import annotations

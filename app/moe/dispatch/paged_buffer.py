@@ -5,6 +5,8 @@ Tensors are allocated for as many rows as experts could be asked for; only the d
 are used. The used rows are copied to as many pages as they take, and for backward into a new
 tensor, whose other rows are uninitialised. Pages are allocated on the device (`app.kernels.pages`)
 without synchronizing, so all of it can be captured, and graphs may be replayed in any order.
+
+Shapes: as in `app.kernels.pages`; `ends_E` as in `app.moe.protocol`.
 """
 
 from __future__ import annotations

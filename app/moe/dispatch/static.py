@@ -2,7 +2,8 @@
 of fixed sizes. Nothing synchronizes with the host, so all of it can be captured.
 
 Shapes: T tokens of this rank, D hidden, K experts per token, L experts of this rank, P ranks, N =
-P·T tokens of all of them in rank order, R rows that this rank has memory for.
+P·T tokens of all of them in rank order, R rows that this rank has memory for; `ends_E` has L
+entries.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from app.plan.dispatchers.static import PlannedStatic
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Layout of the rows of this rank's experts."""
+    """Dispatch layout: which row each choice of an expert here has."""
 
     rows: ExpertRows
     experts_TK: Tensor  # experts chosen by this rank's own tokens
@@ -137,7 +138,8 @@ class StaticDispatcher:
             torch.maximum(self.missing, rows.needed - num_rows, out=self.missing)
             return Places(rows, experts_TK, num_rows, clones=clones)
         needed = int(rows.needed)
-        row_of_NK = rows.row_of_NK.clamp(max=needed)  # no row here was R and is `needed` now
+        # `needed` replaces R as the "no local row" sentinel
+        row_of_NK = rows.row_of_NK.clamp(max=needed)
         return Places(replace(rows, row_of_NK=row_of_NK), experts_TK, needed, clones=clones)
 
     def dispatch(

@@ -46,7 +46,8 @@ class Weight:
 
     @property
     def replicated(self) -> bool:
-        """True if every tensor-parallel rank holds it whole and uses it on its own tokens or heads.
+        """True for a replicated weight: every tensor-parallel rank holds all of it, for its own
+        tokens or heads.
 
         Its gradients must then be summed over these ranks.
         """

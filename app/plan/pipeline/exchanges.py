@@ -1,9 +1,9 @@
 """Send and receive between pipeline ranks: exchanges added to the compute lists of all ranks.
 
-All ranks share one virtual clock. A tensor moves at the moment it is produced, on both sides, and
-on each side its exchange follows the actions that have ended by then. So all lists are ordered by
-one clock, and both sides of every edge agree on the order. Even if every exchange blocked until its
-other sides arrived, none could wait for one that waits for it.
+One simulated clock timestamps each output. Sender and receiver each insert its Exchange after all
+their actions that have ended by then. So all lists are ordered by one clock, and both sides of
+every edge agree on the order. Even if every exchange blocked until its other sides arrived, none
+could wait for one that waits for it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from app.plan.actions import Action, Backward, Compute, Exchange, Flow, Forward,
 from app.plan.pipeline.dependencies import Made, Pipeline, expect_finished, pipeline_of
 from app.plan.pipeline.timeline import EndTimes, Times, compute_end_times
 
-# Times of the overlapped lists. A send must take some time: then the action that the receiver
-# computes while a tensor is produced ends after that, the receiver's side of the exchange stands
-# before the action, and the tensor moves during it. Otherwise both would end at the same moment,
-# the receive would be posted after the action, and the next one would wait for the whole transfer.
+# Times of the overlapped lists. A nonzero send time puts the receive before the receiver's
+# concurrent action, so that the tensor moves during that action. With zero the receive would follow
+# the action, and the next one would wait for the whole transfer.
 # In a V a microbatch comes back to a rank after a few actions: lists made for slow sends lose up to
 # 6 % there if sends are fast.
 OVERLAP_TIMES = Times(forward=1.0, backward=2.0, send=0.25)
@@ -97,7 +96,7 @@ def _ready(
 
 
 def _exchanges(end_times: EndTimes, pipeline: Pipeline) -> list[list[tuple[float, Exchange]]]:
-    """Return, per rank and moment, its sends and receives.
+    """Return, per rank and time, its sends and receives.
 
     Hidden states first, then by microbatch.
     """
@@ -106,19 +105,19 @@ def _exchanges(end_times: EndTimes, pipeline: Pipeline) -> list[list[tuple[float
         for rank, op in pipeline.sides(made):
             ops[rank][end_times[made]].append(op)
     return [
-        [(moment, Exchange(tuple(together))) for moment, together in sorted(by_moment.items())]
-        for by_moment in ops
+        [(time, Exchange(tuple(together))) for time, together in sorted(by_time.items())]
+        for by_time in ops
     ]
 
 
 def _merge(
     actions: Sequence[Compute], exchanges: Sequence[tuple[float, Exchange]], ends: Sequence[float]
 ) -> list[Action]:
-    """Insert every exchange after the actions that have ended by its moment."""
+    """Insert every exchange after the actions that have ended by its time."""
     timed: list[tuple[float, int, Action]] = [
         (end, 0, action) for end, action in zip(ends, actions, strict=True)
     ]
-    timed += [(moment, 1, exchange) for moment, exchange in exchanges]
+    timed += [(time, 1, exchange) for time, exchange in exchanges]
     return [action for _, _, action in sorted(timed, key=lambda entry: entry[:2])]
 
 

@@ -1,6 +1,7 @@
 """Numbers of microbatches and buffers that a pipeline rank holds during each of its actions.
 
-A walk along its list, in counts, which do not depend on the sizes of microbatches. A forward leaves
+A `Moment` is a snapshot of these live counts while an action runs. A walk along the rank's list
+finds them; they do not depend on the sizes of microbatches. A forward leaves
 saved activations, and an output that stays until it is freed, or until its backward if nothing
 sends it. The memory of a receive exists from the exchange that starts it: hidden states become a
 saved input in their forward; a gradient is dead after its backward. A gradient to be sent stays
@@ -28,14 +29,14 @@ from app.plan.actions import (
 )
 from app.plan.recompute import spared_microbatches
 
-# microbatches per chunk: [recomputed as usual, spared] of chunk 0, then of chunk 1, …
+# microbatches per chunk: [recomputed as usual, spared (`RecomputePolicy`)] of chunk 0, then of 1, …
 Counts = tuple[int, ...]
 # per chunk: whether hidden states (not tokens) come in, and whether they go out (not into the loss)
 Borders = tuple[tuple[bool, bool], ...]
 
 
 class Moment(NamedTuple):
-    """Memory in use while an action runs, in counts."""
+    """Live memory while an action runs, in counts."""
 
     letter: str  # of the action
     place: int  # index of its microbatch's entry in the counts
@@ -46,7 +47,10 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Walks:
-    """Moments of the lists of all pipeline ranks, computed on first use."""
+    """Lowered lists of all pipeline ranks, paired with their live-memory counts.
+
+    The counts are computed on first use.
+    """
 
     actions: Sequence[Sequence[Action]]  # [pp_rank]
     found: dict[tuple[int, int, Borders], dict[Moment, str]] = field(default_factory=dict)
