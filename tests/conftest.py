@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -24,7 +25,17 @@ if not torch.cuda.is_available():
 
 torch.set_num_threads(1)
 
+# brings Triton along, whose own functions are interpreted only if the variable is set before
+from tests.forks import Patches, Server  # noqa: E402
+
 ENVIRON = os.environ
+
+
+@pytest.fixture
+def monkeypatch() -> Iterator[Patches]:
+    """pytest's own, whose patches reach the processes that a test forks."""
+    with Patches.context() as patches:
+        yield patches
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +51,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--share", type=float, default=1.0, help="share of the tests to run, by chance")
     day = int(time.time()) // 86_400
     group.addoption("--share-seed", type=int, default=day, help="which ones; default: the day")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Fork the server of processes before a test runs, in the processes that run tests."""
+    controls_workers = session.config.getoption("dist", "no") != "no"
+    if hasattr(session.config, "workerinput") or not controls_workers:
+        Server.own = Server()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if Server.own is not None:
+        Server.own.stop()
+        Server.own = None
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import gc
-import multiprocessing
 import os
 import signal
 import sys
@@ -12,15 +10,15 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from typing import Any
 
-import torch
+import cloudpickle
 import torch.distributed as dist
 
 # brings torch's compiler along, which every forked rank would load anew, two seconds each
-import torch.nn.attention.bias
+from tests.forks import Process
 
 TIMEOUT_S = 600  # a machine may be busy
 TELL = signal.SIGQUIT  # a rank that gets it prints where it is
@@ -32,22 +30,22 @@ def run_distributed(
     """`fn(rank, *args)` in `world_size` forked processes of one gloo world; the results in rank
     order.
 
-    Results travel pickled, so tensors should be small. A rank that fails fails the call with its
-    traceback, and so do ranks of which none has ended for `timeout_s`, which print where they are.
+    Arguments and results travel pickled, so tensors should be small; see tests/forks.py for what
+    else reaches the ranks. A rank that fails fails the call with its traceback, and so do ranks of
+    which none has ended for `timeout_s`, which print where they are.
     """
-    context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+        pipes = [Pipe(duplex=False) for _ in range(world_size)]
         ranks = [
-            context.Process(
-                target=_rank, args=(sender, fn, rank, world_size, f"{folder}/store", args)
+            Process(
+                _rank, (fn, rank, world_size, f"{folder}/store", args), handles=(sender.fileno(),)
             )
             for rank, (_, sender) in enumerate(pipes)
         ]
-        for process, (_, sender) in zip(ranks, pipes, strict=True):
-            process.start()
-            sender.close()  # so that a rank that dies closes its pipe
         try:
+            for process, (_, sender) in zip(ranks, pipes, strict=True):
+                process.start()
+                sender.close()  # so that a rank that dies closes its pipe
             return _results([receiver for receiver, _ in pipes], timeout_s)
         except TimeoutError:
             _where(ranks)
@@ -58,36 +56,27 @@ def run_distributed(
                 process.join()
 
 
-def begin_fork() -> None:
-    """The first call of every forked process: what its parent's threads hold would never be
-    given back.
-    """
-    torch.set_num_threads(1)  # OpenMP's threads stayed behind, and the locks that they had
-    # what the parent has not collected yet may own threads too, and would wait for them
-    gc.freeze()
-
-
 def _rank(
-    sender: Connection,
+    handle: int,
     fn: Callable[..., Any],
     rank: int,
     world_size: int,
     store: str,
     args: tuple[Any, ...],
 ) -> None:
-    begin_fork()
+    sender = Connection(handle, readable=False)
     faulthandler.register(TELL, file=sys.__stderr__)
     try:
         dist.init_process_group(
             "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
         )
-        sender.send((True, fn(rank, *args)))
+        sender.send_bytes(cloudpickle.dumps((True, fn(rank, *args))))
         dist.destroy_process_group()
     except BaseException:
-        sender.send((False, traceback.format_exc()))
+        sender.send_bytes(cloudpickle.dumps((False, traceback.format_exc())))
 
 
-def _where(ranks: Sequence[BaseProcess]) -> None:
+def _where(ranks: Sequence[Process]) -> None:
     for process in ranks:
         if process.is_alive() and process.pid is not None:
             os.kill(process.pid, TELL)
@@ -113,7 +102,7 @@ def _results(receivers: list[Connection], timeout_s: float) -> list[Any]:
 
 def _result(rank: int, receiver: Connection) -> Any:
     try:
-        good, value = receiver.recv()
+        good, value = cloudpickle.loads(receiver.recv_bytes())
     except EOFError:
         raise AssertionError(f"rank {rank} died without a word") from None
     if not good:

@@ -22,6 +22,7 @@ from app.kernels.fp8.swiglu import swiglu_rows, swiglu_rows_gradient
 from app.kernels.fp8.weights import quantise_weight_into
 from app.kernels.swiglu import swiglu
 from app.model.fp8 import row_scaled
+from tests.forks import Patches
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 E4M3 = torch.float8_e4m3fn
@@ -34,7 +35,7 @@ def rounds_to_nearest() -> Iterator[None]:
     largest one, and cuts digits of bf16 off; a GPU does none of it. Both get torch's rounding, and
     FP8 the largest number for what is beyond. For a fixture.
     """
-    with pytest.MonkeyPatch.context() as patch:
+    with Patches.context() as patch:
         if DEVICE == "cpu":
             interpreter = pytest.importorskip("triton.runtime.interpreter")
             usual = interpreter._convert_float

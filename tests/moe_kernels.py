@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from app.kernels import cross_entropy, rows
 from app.kernels.grouped_gradient import Operands, add_grouped_gradient
 from app.kernels.routing.top_experts import top_experts
 from app.moe.permute import Permutation, combine_gradients, sort_by_expert, sum_rows
+from tests.forks import Patches
 from tests.rounding import expect_alike, in_fp64
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -33,7 +33,7 @@ ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-1
 
 def without_kernels() -> Iterator[None]:
     """Everything takes the plain path; for a fixture."""
-    with pytest.MonkeyPatch.context() as patch:
+    with Patches.context() as patch:
         for module in (
             app.model.loss,
             app.moe.dispatch.expert_rows,

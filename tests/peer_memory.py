@@ -1,5 +1,5 @@
-"""Symmetric memory without GPUs: forked processes share memory at equal addresses, and half of the
-ranks are as late as they can be.
+"""Symmetric memory without GPUs: processes map one file, and half of the ranks are as late as they
+can be.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,8 +52,9 @@ class Handle:
         self.arrivals_P[self.rank] = DONE
 
 
-def share_memory(memory: Tensor, rank: int, ranks: int) -> Handle:
-    """Symmetric memory is taken from what this process and its siblings were forked with."""
+def share_memory(file: Path, rank: int, ranks: int) -> Handle:
+    """Symmetric memory is taken from a `file` that all ranks map."""
+    memory = map_shared(file, ranks * (SIZE + 8))
     own = memory[rank * SIZE : (rank + 1) * SIZE]
     bases = [memory.data_ptr() + r * SIZE for r in range(ranks)]
     handle = Handle(bases, rank, memory[ranks * SIZE :].view(torch.int64))
@@ -79,6 +81,9 @@ def share_memory(memory: Tensor, rank: int, ranks: int) -> Handle:
     return handle
 
 
-def shared(ranks: int) -> Tensor:
-    """Zeros that forked processes write to together: each rank's memory, and its arrivals."""
-    return torch.frombuffer(mmap.mmap(-1, ranks * (SIZE + 8)), dtype=torch.uint8)
+def map_shared(file: Path, size: int) -> Tensor:
+    """Return `size` bytes of a file, zeros at first, that several processes read and write."""
+    with file.open("ab") as opened:
+        opened.truncate(size)  # another rank may have done it
+    with file.open("r+b") as opened:
+        return torch.frombuffer(mmap.mmap(opened.fileno(), size), dtype=torch.uint8)

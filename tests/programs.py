@@ -27,7 +27,7 @@ import app.data.hub
 import app.engine.trainer  # noqa: F401 - likewise
 from app.cli.processes import parent
 from app.cli.processes.parent import end_with_parent
-from tests.distributed import begin_fork
+from tests.forks import Process, Server, begin_fork
 
 TIMEOUT_S = 600  # a machine may be busy
 POLL_S = 0.005  # seconds between looks at a program that is waited for
@@ -78,20 +78,33 @@ class Forked:
         stderr: int | None = None,
         start_new_session: bool = False,
     ) -> None:
-        self.args, self.returncode = list(args), None
+        self.args = list(args)
+        self.returncode: int | None = None
+        self._process: Process | None = None
+        files = {target: file for target, file in ((1, stdout), (2, stderr)) if file is not None}
+        begins = (cwd, env, start_new_session)
+        if Server.own is not None:  # pytest itself: the program gets nothing that tests have left
+            self._process = Process(
+                lambda *handles: self._become(dict(zip(files, handles, strict=True)), *begins),
+                handles=[*files.values()],
+            )
+            self._process.start()
+            self.pid = self._process.pid
+            return
         started, begun = os.pipe()
         self.pid = os.fork()
         if not self.pid:
-            if start_new_session:
-                os.setsid()
-            self._become(cwd, env, {1: stdout, 2: stderr})
+            self._become(files, *begins)
         os.close(begun)
         os.read(started, 1)  # nothing: the child has closed what it got from here
         os.close(started)
 
     def poll(self) -> int | None:
         """Exit code, negative for a signal; None while it runs."""
-        if self.returncode is None:
+        if self._process is not None:
+            self._process.is_alive()
+            self.returncode = self._process.exitcode
+        elif self.returncode is None:
             with suppress(ChildProcessError):
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
                 self.returncode = os.waitstatus_to_exitcode(status) if pid else None
@@ -115,14 +128,19 @@ class Forked:
         """Called in the new process, before its program begins."""
 
     def _become(
-        self, cwd: Path | None, env: Mapping[str, str] | None, files: Mapping[int, int | None]
+        self,
+        files: Mapping[int, int],
+        cwd: Path | None,
+        env: Mapping[str, str] | None,
+        new_session: bool,
     ) -> None:
         """Run the program in this process, in the state that a fresh one would find."""
         try:
+            if new_session:
+                os.setsid()
             begin_fork()
             for target, file in files.items():
-                if file is not None:
-                    os.dup2(file, target)
+                os.dup2(file, target)
             for number in signal.valid_signals():
                 if callable(signal.getsignal(number)):
                     signal.signal(number, signal.SIG_DFL)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,7 +33,8 @@ from app.optim.scale import LossScale
 from app.plan.plan import Plan
 from tests.cases import sampled
 from tests.checkpoints import verify_checkpoint
-from tests.distributed import begin_fork, run_distributed
+from tests.distributed import run_distributed
+from tests.forks import Process
 from tests.runs import make_run
 from tests.training import composed, corpus_in, untimed
 
@@ -329,10 +329,9 @@ def exit_code(run: Run) -> int:
     """Return the exit code of a process that trains."""
 
     def child() -> None:
-        begin_fork()
         os._exit(train(Plan(run), 0, 0, attempt=Attempt()))
 
-    process = multiprocessing.get_context("fork").Process(target=child)
+    process = Process(target=child)
     process.start()
     process.join(60)
     assert process.exitcode is not None, "hangs"

@@ -48,6 +48,7 @@ from app.moe.phases import Experts
 from app.plan.graphs import GraphPlan
 from tests.cases import chosen, sampled
 from tests.distributed import run_distributed
+from tests.forks import Patches
 from tests.runs import TINY, batches_of, engine_of, make_run, whole_gradients
 from tests.training import composed, corpus_in, train_rank
 
@@ -406,7 +407,7 @@ def test_what_passes_a_norm_by_lies_in_graphs_where_it_did(
 
 
 def several_with_kernels(rank: int, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
-    with pytest.MonkeyPatch.context() as patch:
+    with Patches.context() as patch:
         patch.setattr(layers, "usable", lambda *tensors: True)
         return several(rank, runs)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import multiprocessing
 import os
 import shutil
 import sys
@@ -40,7 +39,7 @@ from app.engine.checkpoint.saver import Saver
 from app.engine.groups import process_world
 from tests.cases import chosen
 from tests.checkpoints import verify_checkpoint
-from tests.distributed import begin_fork
+from tests.forks import Process
 from tests.runs import TINY, engine_of, make_run
 
 DEAD = 17  # exit status of a killed child
@@ -127,11 +126,10 @@ def in_child(work: Callable[[], None]) -> int:
     """Exit status of a forked process that does `work`."""
 
     def child() -> None:
-        begin_fork()
         with process_world(0, 1, torch.device("cpu")):
             work()
 
-    process = multiprocessing.get_context("fork").Process(target=child)
+    process = Process(target=child)
     process.start()
     process.join(60)
     return process.exitcode
@@ -277,15 +275,12 @@ def two_ranks(work: Callable[[int], None], folder: Path) -> list[int]:
     """Exit statuses of two forked ranks that do `work(rank)`."""
 
     def child(rank: int) -> None:
-        begin_fork()
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - the survivor's traceback
         store = dist.FileStore(str(folder), 2)
         with process_world(rank, 2, torch.device("cpu"), store=store):
             work(rank)
 
-    ranks = [
-        multiprocessing.get_context("fork").Process(target=child, args=(rank,)) for rank in range(2)
-    ]
+    ranks = [Process(target=child, args=(rank,)) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:

@@ -1,19 +1,18 @@
-"""Clones by other ranks' memory against loops, bit for bit: forked processes share memory at equal
-addresses, kernels are interpreted, half of the ranks are as late as they can be.
+"""Clones by other ranks' memory against loops, bit for bit: processes map one file, kernels are
+interpreted, half of the ranks are as late as they can be.
 """
 
 from __future__ import annotations
 
 import functools
-import mmap
 import time
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from app.kernels.clones.meeting import Arrivals, meet_if
 from app.moe.clones.peer import PeerClones
@@ -28,13 +27,14 @@ from tests.clone_exchanges import (
 )
 from tests.distributed import run_distributed
 from tests.exchanges import different
-from tests.peer_memory import share_memory, shared
+from tests.forks import Patches
+from tests.peer_memory import map_shared, share_memory
 
 pytest.importorskip("triton")
 LAYERS = 15  # steps that are those of layers
 
 
-def differences(rank: int, memory: Tensor, sizes: CloneSizes, rounds: int) -> list[str]:
+def differences(rank: int, memory: Path, sizes: CloneSizes, rounds: int) -> list[str]:
     """Return the differences from reference loops."""
     group = dist.new_group()
     ranks = group.size()
@@ -62,19 +62,22 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("ranks", "rounds", "sizes"), chosen(SIZES, SIZES[:1]), ids=str)
-def test_clone_weights_arrive_and_gradients_return(ranks: int, rounds: int, sizes: CloneSizes):
-    compare = functools.partial(differences, memory=shared(ranks), sizes=sizes, rounds=rounds)
+def test_clone_weights_arrive_and_gradients_return(
+    tmp_path: Path, ranks: int, rounds: int, sizes: CloneSizes
+):
+    memory = tmp_path / "memory"
+    compare = functools.partial(differences, memory=memory, sizes=sizes, rounds=rounds)
     assert run_distributed(compare, ranks) == [[]] * ranks
 
 
-def test_what_layers_do_not_do_needs_a_barrier_more():
+def test_what_layers_do_not_do_needs_a_barrier_more(tmp_path: Path, monkeypatch: Patches):
     """Without it, what lies there is written over while a late rank reads it; forward and backward
     as layers have them come through, and gradients of weights that come later.
     """
-    sizes = SIZES[0][2]
-    compare = functools.partial(differences, memory=shared(2), sizes=sizes, rounds=1)
-    with patch.object(PeerClones, "_make_free", lambda *_: None):
-        late = run_distributed(compare, 2)[1]
+    memory, sizes = tmp_path / "memory", SIZES[0][2]
+    compare = functools.partial(differences, memory=memory, sizes=sizes, rounds=1)
+    monkeypatch.setattr(PeerClones, "_make_free", lambda *_: None)
+    late = run_distributed(compare, 2)[1]
     # of steps() those that the next with clones follows, of another layer and with nothing between
     unsettled = [("weights", 1, 2), *(("weights", 0, layer) for layer in (0, 2))]
     unsettled += [("weights", 1, 0), ("gradients", 0, 0), ("gradients", 1, 0)]
@@ -83,8 +86,9 @@ def test_what_layers_do_not_do_needs_a_barrier_more():
     assert overwritten[0] == LAYERS
 
 
-def meetings(rank: int, memory: Tensor, ranks: int) -> list[list[int]]:
+def meetings(rank: int, file: Path, ranks: int) -> list[list[int]]:
     """Return what a rank reads after each rendezvous; every second one is redundant."""
+    memory = map_shared(file, 8 * ranks * (ranks + 1)).view(torch.int64)
     written_P, arrived_PP = memory[:ranks], memory[ranks:].view(ranks, ranks)
     addresses = [each[rank:].data_ptr() for each in arrived_PP]
     passed_P = torch.zeros(ranks, dtype=torch.int64)
@@ -101,15 +105,15 @@ def meetings(rank: int, memory: Tensor, ranks: int) -> list[list[int]]:
     return found
 
 
-def test_ranks_meet_where_it_is_needed():
-    ranks = 3
-    memory = torch.frombuffer(mmap.mmap(-1, 8 * ranks * (ranks + 1)), dtype=torch.int64)
-    for found in run_distributed(functools.partial(meetings, memory=memory, ranks=ranks), ranks):
+def test_ranks_meet_where_it_is_needed(tmp_path: Path):
+    ranks, file = 3, tmp_path / "memory"
+    memory = map_shared(file, 8 * ranks * (ranks + 1)).view(torch.int64)
+    for found in run_distributed(functools.partial(meetings, file=file, ranks=ranks), ranks):
         assert found[0::2] == [[nth] * ranks for nth in (1, 3, 5)]
     assert memory[ranks:].tolist() == [6] * ranks**2  # nobody has come to the others
 
 
-def launches(rank: int, memory: Tensor, sizes: CloneSizes) -> int:
+def launches(rank: int, memory: Path, sizes: CloneSizes) -> int:
     """Kernels of all exchanges of two layers, forward and backward."""
     from triton.runtime.interpreter import GridExecutor
 
@@ -139,9 +143,9 @@ def launches(rank: int, memory: Tensor, sizes: CloneSizes) -> int:
     return len(launched)
 
 
-def test_layer_launches_few_collectives():
+def test_layer_launches_few_collectives(tmp_path: Path):
     """Counts; weights and a barrier, twice; a barrier and what comes home, of both kinds. Backward
     has a barrier more, right behind forward.
     """
-    count = functools.partial(launches, memory=shared(1), sizes=SIZES[0][2])
+    count = functools.partial(launches, memory=tmp_path / "memory", sizes=SIZES[0][2])
     assert run_distributed(count, 1) == [2 * (1 + 2 * 2 + 2 * 2) + 1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shlex
 import signal
@@ -25,7 +24,7 @@ from app.engine.run.run_folder import newest_checkpoint
 from app.engine.run.signals import StopRequest, ctrl_c_held_back
 from app.engine.train import train
 from app.plan.plan import Plan
-from tests.distributed import begin_fork
+from tests.forks import Process
 from tests.processes.test_stop import exit_code, launched
 from tests.programs import Forked
 from tests.training import ROOT, composed, corpus_in, losses
@@ -41,7 +40,6 @@ def test_a_run_saves_and_resumes(tmp_path: Path, capfd: pytest.CaptureFixture[st
     run = composed((*corpus_in(tmp_path / "corpus"), *settings), 1)
 
     def work() -> None:
-        begin_fork()
         tell = Console.step
 
         def step(console: Console, report: StepReport) -> None:
@@ -52,7 +50,7 @@ def test_a_run_saves_and_resumes(tmp_path: Path, capfd: pytest.CaptureFixture[st
         Console.step = step
         os._exit(train(Plan(run), 0, 0, attempt=Attempt()))
 
-    process = multiprocessing.get_context("fork").Process(target=work)
+    process = Process(target=work)
     process.start()
     process.join(60)
     saved = tmp_path / "run/checkpoints/step-00000004"

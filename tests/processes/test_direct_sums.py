@@ -15,6 +15,7 @@ from app.config import OptimConfig, ParallelConfig, PrecisionConfig, Run
 from app.optim.distributed import DistributedOptimizer
 from tests.cases import sampled
 from tests.distributed import run_distributed
+from tests.forks import Patches
 from tests.runs import TINY, engine_of, make_run, train_steps, whole_gradients
 
 MOE = dataclasses.replace(TINY, num_layers=4)
@@ -27,7 +28,7 @@ def trained(rank: int, run: Run) -> list[dict[str, Any]]:
     """Losses and gradients with direct sums and without."""
     found = []
     for direct in (True, False):
-        with pytest.MonkeyPatch.context() as patch:
+        with Patches.context() as patch:
             if not direct:
                 patch.setattr(DistributedOptimizer, "main_grad_sink", lambda optimizer: None)
             engine = engine_of(run, rank)

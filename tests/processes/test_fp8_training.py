@@ -45,6 +45,7 @@ from app.engine.pipeline.step import TrainingStep, Validation
 from tests.cases import chosen
 from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed
+from tests.forks import Patches
 from tests.graphed_callables import install
 from tests.parity import exactly
 from tests.runs import TINY, batches_of, engine_of, make_run, train_steps, whole_gradients
@@ -267,7 +268,7 @@ def quantised_while_recording(rank: int, run: Run) -> list[int]:
         counts.append(sum(linear.times for linear in engine.fp8.linears.values()) - before)
         return found
 
-    with pytest.MonkeyPatch.context() as patch:
+    with Patches.context() as patch:
         patch.setattr(HostRecorder, "record", counted)
         train_steps(run, engine, STEPS)
     assert engine.recorder.recordings

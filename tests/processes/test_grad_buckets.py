@@ -25,6 +25,7 @@ from app.plan.sharding.reshard import Block
 from app.plan.shards import buffer_layout
 from tests.cases import chosen
 from tests.distributed import run_distributed
+from tests.forks import Patches
 from tests.processes.test_captured import CHOICES, EAGER, WARMUP
 from tests.runs import TINY, engine_of, make_run, train_steps
 
@@ -114,7 +115,7 @@ Outcome = tuple[GradState, int] | None  # None: an AssertionError
 def outcomes(rank: int) -> dict[tuple[GradState, bool, str, bool], Outcome]:
     """Apply every event in every state, with and without overlap, and with arrivals listed."""
     found: dict[tuple[GradState, bool, str, bool], Outcome] = {}
-    with pytest.MonkeyPatch.context() as patch:
+    with Patches.context() as patch:
         started = count_starts(patch)
         for ((state, overlaps), way), event in itertools.product(WAYS.items(), EVENTS):
             for lists in (False, True) if event == "arrive" else (False,):
@@ -153,7 +154,7 @@ def test_every_event_in_every_state():
 
 def started_after(rank: int, orders: Sequence[tuple[int, ...]]) -> tuple[list[int], list[Any]]:
     """Buckets that have started after each arrival in this rank's order, and the sums."""
-    with pytest.MonkeyPatch.context() as patch:
+    with Patches.context() as patch:
         started = count_starts(patch)
         buckets = buckets_of()
         buckets.buffer.grads.fill_(rank + 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import multiprocessing
 import os
 import re
 import signal
@@ -25,7 +24,7 @@ from app.engine.watchdog.effort import COMPUTING, Effort
 from app.engine.watchdog.heartbeats import Doing, Finding, Heartbeats, Record
 from app.engine.watchdog.missing import MUTE, SAVING, WARNS, CollectiveWait, Look
 from app.engine.watchdog.watchdog import LOOK_S, LOOKS, Watchdog
-from tests.distributed import begin_fork
+from tests.forks import Patches, Process
 from tests.processes.test_pipeline import MODELS, run_of
 from tests.training import wait_for
 
@@ -235,12 +234,11 @@ def saves(watchdog: Watchdog, folder: Path) -> None:
 
 
 def rank_of(rank: int, folder: Path, body: Body) -> None:
-    begin_fork()
     os.dup2(os.open(folder / f"said-{rank}", os.O_CREAT | os.O_WRONLY), 2)
     sys.stderr = open(2, "w", buffering=1)  # noqa: SIM115
     store = dist.FileStore(str(folder / "store"), 2)
     run = run_of(MODELS["dense"], mbs=2, timeout_s=TIMEOUT_S, dp=2)
-    with pytest.MonkeyPatch.context() as patch:
+    with Patches.context() as patch:
         patch.setattr("app.engine.watchdog.watchdog.LOOK_S", SHORT_LOOK_S)
         watchdog = watch_over(run, rank, store)
         with watchdog.running():
@@ -255,9 +253,7 @@ def rank_of(rank: int, folder: Path, body: Body) -> None:
 
 
 def said_by_rank_0(folder: Path, body: Body) -> str:
-    # not forked: torch's record of collectives would begin with those of earlier tests
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=rank_of, args=(rank, folder, body)) for rank in range(2)]
+    ranks = [Process(target=rank_of, args=(rank, folder, body)) for rank in range(2)]
     (folder / "said-0").touch()
     try:
         for process in ranks:

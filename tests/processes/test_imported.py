@@ -26,6 +26,7 @@ from app.hf import pretrained
 from app.plan.plan import Plan
 from tests.checkpoints import verify_checkpoint
 from tests.distributed import run_distributed
+from tests.forks import Patches
 from tests.hf_folders import edit_config, edit_tensors, save_random, transformers
 from tests.processes.test_hf_export import tensors_of
 from tests.processes.test_init_from import LAYOUTS, first_losses, run_from
@@ -102,7 +103,7 @@ def stopped(rank: int, arguments: list[str]) -> int:
     def interrupted(*given: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with Patches.context() as patch:
         patch.setattr(pretrained.Pretrained, "fill_block", interrupted)
         with pytest.raises(SystemExit) as ended:
             convert.main(arguments)

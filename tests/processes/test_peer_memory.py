@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,12 +21,12 @@ from app.moe.dispatch.transport import CollectiveTransport, TokenTransport
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.exchanges import Sizes, all_exchanges, different, draw
-from tests.peer_memory import share_memory, shared
+from tests.peer_memory import share_memory
 
 pytest.importorskip("triton")
 
 
-def both(rank: int, memory: Tensor, sizes: Sizes, rounds: int, halves: int = 2) -> list[str]:
+def both(rank: int, memory: Path, sizes: Sizes, rounds: int, halves: int = 2) -> list[str]:
     """Return differences between the transports, in a layer's all-to-alls and in repeated ones."""
     group = dist.new_group()
     ranks, local = group.size(), sizes.local(group.size())
@@ -67,13 +68,14 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("ranks", "rounds", "sizes"), chosen(SIZES, SIZES[:1]), ids=str)
-def test_peer_transport_equals_collectives(ranks: int, rounds: int, sizes: Sizes):
-    compare = functools.partial(both, memory=shared(ranks), sizes=sizes, rounds=rounds)
+def test_peer_transport_equals_collectives(tmp_path: Path, ranks: int, rounds: int, sizes: Sizes):
+    compare = functools.partial(both, memory=tmp_path / "memory", sizes=sizes, rounds=rounds)
     assert run_distributed(compare, ranks) == [[]] * ranks
 
 
-def test_one_half_would_not_be_enough():
-    compare = functools.partial(both, memory=shared(2), sizes=SIZES[0][2], rounds=1, halves=1)
+def test_one_half_would_not_be_enough(tmp_path: Path):
+    memory, sizes = tmp_path / "memory", SIZES[0][2]
+    compare = functools.partial(both, memory=memory, sizes=sizes, rounds=1, halves=1)
     late = run_distributed(compare, 2)[1]
     assert "rows 0" in late and "rows 2" not in late
     assert "sums 0" in late and "sums 2" not in late

@@ -9,7 +9,6 @@ import ctypes
 import errno
 import io
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -31,7 +30,8 @@ from app.engine.run.start import find_start
 from app.errors import ConfigError
 from tests.cases import sampled
 from tests.checkpoints import verify_checkpoint
-from tests.distributed import begin_fork, run_distributed
+from tests.distributed import run_distributed
+from tests.forks import Process
 from tests.processes.test_checkpoint import MODELS, run_of, save
 from tests.processes.test_stop import untimed
 from tests.runs import engine_of
@@ -250,7 +250,6 @@ def fill_and_resume(run: Run, limit: Limit, size: int, found: Path) -> None:
 
     Leaves what was seen in `found`.
     """
-    begin_fork()
     folder, committed, commit = Path(run.run_dir or ""), [], checkpoint_save._commit
 
     def commit_and_tell(temporary: Path, final: Path) -> None:
@@ -316,9 +315,7 @@ def test_a_full_disk_loses_nothing_that_was_committed(
     print(f"{size} bytes, checkpoint.asynchronous={beside}")
     run = composed((*corpus, f"run_dir={tmp_path}/run", f"checkpoint.asynchronous={beside}"), 1)
     limit = {"counted": count, "mounted": mount_or_count}[kind]
-    child = multiprocessing.get_context("fork").Process(
-        target=fill_and_resume, args=(run, limit, size, tmp_path / "found")
-    )
+    child = Process(target=fill_and_resume, args=(run, limit, size, tmp_path / "found"))
     child.start()
     child.join(120)
     assert child.exitcode == 0

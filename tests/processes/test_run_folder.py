@@ -52,6 +52,7 @@ from app.version import Version
 from tests.cases import chosen
 from tests.checkpoints import verify_checkpoint
 from tests.distributed import run_distributed
+from tests.forks import Patches
 from tests.processes.test_resume import FILE, RUN, saved
 from tests.runs import TINY, engine_of, make_run
 from tests.training import composed, corpus_in, train_rank
@@ -434,7 +435,7 @@ def test_a_full_disk_loses_no_line(tmp_path: Path, capfd: pytest.CaptureFixture[
         room -= done if handle == sink._file else 0
         return done
 
-    with pytest.MonkeyPatch.context() as patch:
+    with Patches.context() as patch:
         patch.setattr(os, "write", write_while_there_is_room)
         for step in (1, 2, 3):
             sink.validation(ValidationReport(step, 1.0, 1))

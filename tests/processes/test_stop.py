@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -35,7 +34,8 @@ from app.engine.trainer import Trainer
 from app.engine.watchdog.watchdog import EXIT_STUCK
 from app.errors import ConfigError
 from tests.cases import sampled
-from tests.distributed import begin_fork, run_distributed
+from tests.distributed import run_distributed
+from tests.forks import Process
 from tests.training import (
     LONG,
     ROOT,
@@ -211,10 +211,9 @@ def exit_code(work: Callable[[], int | None]) -> int:
     """Exit code of a forked process that does `work`; negative: the signal that ended it."""
 
     def child() -> None:
-        begin_fork()
         os._exit(work() or 0)
 
-    process = multiprocessing.get_context("fork").Process(target=child)
+    process = Process(target=child)
     process.start()
     process.join(60)
     assert process.exitcode is not None, "hangs"
@@ -333,12 +332,11 @@ def launched(
     script.write_text(SCRIPT)
 
     def work() -> int:
-        begin_fork()
         os.dup2(os.open(said, os.O_CREAT | os.O_WRONLY), 2)
         sys.stderr = open(2, "w")  # noqa: SIM115
         return torchrun.main(["--nproc-per-node=2", *arguments, str(script), str(folder), *ends])
 
-    process = multiprocessing.get_context("fork").Process(target=lambda: os._exit(work()))
+    process = Process(target=lambda: os._exit(work()))
     process.start()
     up = "ending" if any(end.endswith(":slow") for end in ends) else "began-*"
     if send:

@@ -29,6 +29,7 @@ from app.model.weight_grads import MainGradSink, WeightGrad, WeightGradQueue
 from app.plan.model.mlp import MlpWeights
 from app.plan.model.weight import Weight
 from tests.distributed import run_distributed
+from tests.forks import Patches
 from tests.rounding import expect_alike, expect_sums, in_fp64
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "numerics.json").read_text())[
@@ -190,7 +191,7 @@ def order_of_backward(rank: int, route: str) -> list[str]:
     queue = WeightGradQueue()
     sink = {"autograd": None, "at once": MainGradSink(add), "deferred": queue}[route]
     out = module(torch.ones(1, 2, 4, requires_grad=True), sink)
-    with pytest.MonkeyPatch.context() as patch:
+    with Patches.context() as patch:
         for name, arrival in (("start_gather", "gathered"), ("start_scatter", "scattered")):
             start = noted(getattr(app.model.linear, name), name, arrival)
             patch.setattr(app.model.linear, name, start)

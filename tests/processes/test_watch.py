@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import multiprocessing
 import os
 import re
 import signal
@@ -13,8 +12,6 @@ import time
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +40,8 @@ from app.engine.watchdog.watchdog import EXIT_STUCK, Watchdog
 from app.plan.actions import P2POp
 from app.plan.plan import Plan
 from tests.checkpoints import save_checkpoint
-from tests.distributed import begin_fork, run_distributed
+from tests.distributed import run_distributed
+from tests.forks import POLL_S, Patches, Process
 from tests.ports import free_port
 from tests.processes.test_pipeline import MODELS, run_of
 from tests.runs import train_steps
@@ -238,7 +236,6 @@ CASES = {
 
 def rank_of(case: Case, rank: int, folder: Path, port: int) -> None:
     """One process of a case."""
-    begin_fork()
     os.dup2(os.open(folder / f"said-{rank}", os.O_CREAT | os.O_WRONLY), 2)
     sys.stderr = open(2, "w", buffering=1)  # noqa: SIM115
     run = run_of(MODELS[case.model], mbs=2, timeout_s=TIMEOUT_S, **case.parallel)
@@ -264,13 +261,13 @@ class Outcome:
 
 def carried_out(cases: Sequence[str], folder: Path) -> dict[str, Outcome]:
     """All cases at once, since they mostly wait."""
-    context, ranks = multiprocessing.get_context("fork"), {}
+    ranks: dict[str, list[Process]] = {}
     for name in cases:
         (folder / name).mkdir()
         count = math.prod(CASES[name].parallel.values()) if name != "ep" else 2
         arguments, port = (folder / name,), free_port()
         ranks[name] = [
-            context.Process(target=rank_of, args=(CASES[name], rank, *arguments, port))
+            Process(target=rank_of, args=(CASES[name], rank, *arguments, port))
             for rank in range(count)
         ]
     processes = [
@@ -289,17 +286,14 @@ def carried_out(cases: Sequence[str], folder: Path) -> dict[str, Outcome]:
     return {name: outcome(folder / name, len(ranks[name]), ended.get(name)) for name in cases}
 
 
-def awaited(processes: dict[BaseProcess, str]) -> dict[str, tuple[int, float]]:
+def awaited(processes: dict[Process, str]) -> dict[str, tuple[int, float]]:
     """Exit code of the first process of each case to end, and when it did by the wall clock."""
     ended: dict[str, tuple[int, float]] = {}
     deadline = time.monotonic() + 60
     while len(ended) < len(set(processes.values())) and time.monotonic() < deadline:
-        wait(
-            [process.sentinel for process, name in processes.items() if name not in ended],
-            timeout=1,
-        )
+        time.sleep(POLL_S)
         for process, name in processes.items():
-            if name not in ended and process.exitcode is not None:
+            if name not in ended and not process.is_alive() and process.exitcode is not None:
                 ended[name] = process.exitcode, time.time()
     return ended
 
@@ -341,7 +335,6 @@ def test_in_every_group(tmp_path: Path):
 
 def meeting(rank: int, folder: Path, timeout_s: float) -> None:
     """Meet the other rank for a while."""
-    begin_fork()
     store = dist.FileStore(str(folder / "store"), 2)
     watchdog = watch_over(run_of(MODELS["dense"], mbs=2, timeout_s=timeout_s, dp=2), rank, store)
     with watchdog.running():
@@ -358,8 +351,7 @@ def meeting(rank: int, folder: Path, timeout_s: float) -> None:
 @pytest.mark.full
 def test_a_job_may_be_suspended(tmp_path: Path):
     """By SIGSTOP and SIGCONT, as schedulers do: time in which no rank ran does not count."""
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=meeting, args=(rank, tmp_path, 2.0)) for rank in range(2)]
+    ranks = [Process(target=meeting, args=(rank, tmp_path, 2.0)) for rank in range(2)]
     try:
         for process in ranks:
             process.start()
@@ -403,7 +395,7 @@ def exchange_under_capture(rank: int) -> tuple[list[tuple[str, int]], float]:
     transport = Transport(dist.group.WORLD, [0, 1])
     mine = P2POp("F", 0, 0, peer=1 - rank, send=rank == 0)
     tensor = torch.tensor(float(5 - rank))
-    with pytest.MonkeyPatch.context() as patch:
+    with Patches.context() as patch:
         patch.setattr("app.engine.pipeline.transport._capturing", lambda: True)
         transport.post({mine: tensor})
     unfinished = transport.unfinished()
@@ -469,7 +461,7 @@ def test_saving_thread_waits_in_dropped_collective():
     assert watchdog.waits() == []
     watchdog.saving.note("saving step-00000002")
     watchdog._recorded = Recorded({"checkpoint": 5})
-    with pytest.MonkeyPatch.context() as patch:
+    with Patches.context() as patch:
         patch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
         watchdog.groups = {"checkpoint": None}
         (wait,) = watchdog.waits()

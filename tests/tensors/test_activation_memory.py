@@ -71,6 +71,7 @@ from app.plan.memory.activations import MicrobatchMemory, chunk_activations
 from app.plan.recompute import recompute_policy
 from app.plan.stages import Stage
 from app.plan.trace.attention import attends_by_matrices
+from tests.forks import Patches
 
 pytest.importorskip("triton")
 SEQUENCES, LENGTH = 2, 128
@@ -148,7 +149,7 @@ class Launch:
 
 def with_kernels() -> Iterator[None]:
     """The model takes its kernels; for a fixture."""
-    with pytest.MonkeyPatch.context() as patch:
+    with Patches.context() as patch:
         for module in CALLERS:
             patch.setattr(
                 module, "usable", lambda *tensors: all(tensor.dtype in DTYPES for tensor in tensors)

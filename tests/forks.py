@@ -1,0 +1,234 @@
+"""Processes of tests, forked by a server that has run no test.
+
+Every pytest process starts one server before its first test. A process forked by it holds nothing
+that tests have left in their pytest process: no threads, no autograd state (torch refuses backward
+passes in a fork of a process that has run one), no patches except those recorded here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+POLL_S = 0.002  # seconds between looks at a process that is waited for
+
+
+class Patches(pytest.MonkeyPatch):
+    """pytest's MonkeyPatch, whose patches forked processes repeat.
+
+    Environment variables and the working folder reach them too.
+    """
+
+    active: list[Patches] = []  # noqa: RUF012 - of this process
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.active.append(self)
+
+    def undo(self) -> None:
+        """Undo all patches; forked processes no longer get them."""
+        super().undo()
+        self.calls.clear()
+        if self in self.active:
+            self.active.remove(self)
+
+    def setattr(self, *args: Any, **named: Any) -> None:
+        """Patch an attribute, here and in forked processes."""
+        super().setattr(*args, **named)
+        self.calls.append(("setattr", args, named))
+
+    def setitem(self, *args: Any, **named: Any) -> None:
+        """Patch an item, here and in forked processes."""
+        super().setitem(*args, **named)
+        if args[0] is not os.environ:
+            self.calls.append(("setitem", args, named))
+
+    def delattr(self, *args: Any, **named: Any) -> None:
+        """Remove an attribute, here and in forked processes."""
+        super().delattr(*args, **named)
+        self.calls.append(("delattr", args, named))
+
+    @classmethod
+    def repeat(cls, calls: Sequence[tuple[str, tuple[Any, ...], dict[str, Any]]]) -> None:
+        """Apply patches that another process has recorded, for the rest of this process."""
+        patch = cls()
+        for name, args, named in calls:
+            getattr(patch, name)(*args, **named)
+
+
+class Process:
+    """A process forked by the server, with the interface of `multiprocessing.Process`.
+
+    `target` is called with the numbers of this process's own copies of `handles`, and `args`. All
+    are pickled, functions that no module holds by value; so what `target` changes in its arguments
+    stays there. It begins with this process's environment variables, working folder, warning
+    filters, standard output and recorded patches.
+    """
+
+    def __init__(
+        self, target: Callable[..., Any], args: Sequence[Any] = (), handles: Sequence[int] = ()
+    ) -> None:
+        self.pid: int | None = None
+        self.exitcode: int | None = None
+        self._work = (target, tuple(args))
+        self._handles = handles
+
+    def start(self) -> None:
+        """Fork it."""
+        assert Server.own is not None, "tests/conftest.py starts it"
+        calls = [call for patches in Patches.active for call in patches.calls]
+        state = (dict(os.environ), os.getcwd(), sys.path[:])
+        work = cloudpickle.dumps((*self._work, calls, warnings.filters))
+        self.pid = Server.own.ask(("start", state, work), (1, 2, *self._handles))
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end, at most `timeout` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.is_alive() and (deadline is None or time.monotonic() < deadline):
+            time.sleep(POLL_S)
+
+    def is_alive(self) -> bool:
+        """Return whether it runs; sets `exitcode` once it has ended."""
+        if self.exitcode is None and self.pid is not None:
+            assert Server.own is not None
+            self.exitcode = Server.own.ask(("exit code", self.pid))
+        return self.exitcode is None and self.pid is not None
+
+    def kill(self) -> None:
+        """Send SIGKILL, if it still runs."""
+        if self.is_alive() and self.pid is not None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class Server:
+    """The server of this pytest process: a process that does nothing but fork others."""
+
+    own: Server | None = None
+
+    def __init__(self) -> None:
+        self._end, far_end = multiprocessing.Pipe()
+        process = multiprocessing.get_context("fork").Process(
+            target=_serve, args=(far_end, self._end)
+        )
+        process.start()
+        self._process = process
+        far_end.close()
+
+    def ask(self, request: Any, handles: Sequence[int] = ()) -> Any:
+        """Return the server's answer; raises what it raised."""
+        self._end.send_bytes(cloudpickle.dumps((request, len(handles))))
+        for handle in handles:
+            send_handle(self._end, handle, self._process.pid)
+        good, value = cloudpickle.loads(self._end.recv_bytes())
+        if not good:
+            raise value
+        return value
+
+    def stop(self) -> None:
+        """End the server and what it has forked."""
+        self._end.close()
+        self._process.join()
+
+
+def begin_fork() -> None:
+    """Prepare a forked process: what its parent's threads hold would never be given back."""
+    torch.set_num_threads(1)  # OpenMP's threads stayed behind, and the locks that they had
+    # what the parent has not collected yet may own threads too, and would wait for them
+    gc.freeze()
+
+
+def _serve(requests: Connection, parents_end: Connection) -> None:
+    """Answer requests until the pytest process closes its end."""
+    parents_end.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which ends this one
+    sys.stdout, sys.stderr = (open(each, "w", 1, closefd=False) for each in (1, 2))  # noqa: SIM115
+    children: dict[int, BaseProcess] = {}
+    while True:
+        try:
+            request, count = cloudpickle.loads(requests.recv_bytes())
+        except EOFError:
+            break
+        with _received(requests, count) as handles:
+            try:
+                answer = (True, _answer(request, handles, requests, children))
+            except Exception as error:
+                error.__traceback__ = None
+                answer = (False, error)
+        requests.send_bytes(cloudpickle.dumps(answer))
+    for child in children.values():
+        child.kill()
+    os._exit(0)
+
+
+@contextlib.contextmanager
+def _received(requests: Connection, count: int) -> Iterator[list[int]]:
+    handles = [recv_handle(requests) for _ in range(count)]
+    try:
+        yield handles
+    finally:
+        for handle in handles:
+            os.close(handle)
+
+
+def _answer(
+    request: Any, handles: Sequence[int], requests: Connection, children: dict[int, BaseProcess]
+) -> int | None:
+    kind, *rest = request
+    if kind == "exit code":
+        child = children[rest[0]]
+        if child.exitcode is not None:
+            del children[rest[0]]
+        return child.exitcode
+    (environ, folder, sys.path[:]), work = rest
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(folder)
+    # imports the modules of the test, once for all processes of it and of later tests
+    target, args, calls, filters = cloudpickle.loads(work)
+    child = multiprocessing.get_context("fork").Process(
+        target=_begin,
+        args=(target, args, handles),
+        kwargs={"calls": calls, "filters": filters, "requests": requests},
+    )
+    child.start()
+    assert child.pid is not None
+    children[child.pid] = child
+    return child.pid
+
+
+def _begin(
+    target: Callable[..., Any],
+    args: Sequence[Any],
+    handles: Sequence[int],
+    *,
+    calls: Sequence[Any],
+    filters: Sequence[Any],
+    requests: Connection,
+) -> None:
+    """Do a process's work."""
+    begin_fork()
+    requests.close()
+    Server.own = None
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, handle in enumerate(handles[:2], start=1):
+        os.dup2(handle, number)
+        os.close(handle)
+    warnings.filters[:] = filters
+    Patches.repeat(calls)
+    target(*handles[2:], *args)
