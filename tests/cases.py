@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +19,44 @@ def chosen(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     listed = list(cases)
     assert all(case in listed for case in quick), "no such case"
     return [_parameter(case, case in quick) for case in listed]
+
+
+def mark_beyond_cover(items: Sequence[pytest.Item]) -> None:
+    """Mark cases `full` that a test with the mark `cover` does not need.
+
+    `@pytest.mark.cover(1)` on a test with parameters keeps cases in which every value of every
+    parameter occurs, `cover(2)` cases with every two values that occur together in the whole grid.
+    """
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if item.get_closest_marker("cover") and not item.get_closest_marker("full"):
+            assert isinstance(item, pytest.Function)
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        mark = cases[0].get_closest_marker("cover")
+        assert mark is not None
+        grid = [
+            tuple((name, repr(value)) for name, value in case.callspec.params.items())
+            for case in cases
+        ]
+        kept = covering(grid, *mark.args)
+        for nth, case in enumerate(cases):
+            if nth not in kept:
+                case.add_marker(pytest.mark.full)
+
+
+def covering(grid: Sequence[tuple[Any, ...]], strength: int) -> list[int]:
+    """Return the numbers of few rows that have every `strength` values of the grid's rows.
+
+    Greedy: the row with most that is new comes next, the first of equal ones.
+    """
+    new = [set(itertools.combinations(row, strength)) for row in grid]
+    kept = []
+    while most := max(map(len, new), default=0):
+        kept.append(next(nth for nth, parts in enumerate(new) if len(parts) == most))
+        found = set(new[kept[-1]])
+        new = [parts - found for parts in new]
+    return kept
 
 
 def _parameter(case: Any, quick: bool) -> Any:

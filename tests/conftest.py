@@ -26,6 +26,7 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 
 # brings Triton along, whose own functions are interpreted only if the variable is set before
+from tests.cases import mark_beyond_cover  # noqa: E402
 from tests.forks import Patches, Server  # noqa: E402
 
 ENVIRON = os.environ
@@ -73,9 +74,10 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep a share of the tests. The name of each decides with the seed, so that processes that
-    collect the same tests keep the same ones.
+    """Mark cases beyond covers, then keep a share of the tests. The name of each decides with the
+    seed, so that processes that collect the same tests keep the same ones.
     """
+    mark_beyond_cover(items)
     share, seed = config.getoption("--share"), config.getoption("--share-seed")
     kept = [item for item in items if random.Random(f"{seed} {item.nodeid}").random() < share]
     if len(kept) < len(items):
