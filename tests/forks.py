@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import multiprocessing
 import os
 import signal
@@ -199,7 +200,9 @@ def _answer(
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(folder)
-    # imports the modules of the test, once for all processes of it and of later tests
+    # Once for all processes of this test and of later ones: torch's compiler, two seconds, which
+    # checkpoints and symbolic shapes load, and below the modules of the test.
+    importlib.import_module("torch._dynamo")
     target, args, calls, filters = cloudpickle.loads(work)
     child = multiprocessing.get_context("fork").Process(
         target=_begin,
