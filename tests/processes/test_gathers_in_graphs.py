@@ -154,7 +154,7 @@ def histories(rank: int, runs: dict[str, Run], folder: Path) -> dict[str, dict[s
     return {name: history(rank, run, folder / name) for name, run in runs.items()}
 
 
-@pytest.mark.parametrize("case", chosen(CASES, ["dp2", "dp2, skipped updates"]))
+@pytest.mark.parametrize("case", chosen(CASES, ["dp2, skipped updates"]))
 def test_captured_equals_eager_wherever_parameters_are_gathered(case: str, tmp_path: Path):
     runs = {
         "eager": run_of(case, EAGER, True),

@@ -249,6 +249,7 @@ def compare(run: Run) -> None:
         assert backward == pytest.approx(memory.total + memory.backward, rel=0.02)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(("model", "choices"), sampled(CUT.values(), 3), ids=CUT)
 @pytest.mark.parametrize("mask", [True, False], ids=["documents", "causal"])
 def test_dense_layers_and_the_ends_of_a_model_that_are_cut(
@@ -300,6 +301,7 @@ RECOMPUTED: dict[str, tuple[Recompute, ...]] = {
 }
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", ["none", "zero_bubble_h1"])
 @pytest.mark.parametrize("phases", RECOMPUTED.values(), ids=RECOMPUTED)
 @pytest.mark.parametrize(

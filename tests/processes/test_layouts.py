@@ -24,7 +24,7 @@ from tests.runs import engine_of
 
 STEPS = 2
 CASES = covering(list(legal()))
-WORLDS = sorted({world(case) for case in CASES})
+QUICK = [nth for nth, case in enumerate(CASES) if world(case) == 4][::3]
 
 
 def steps_of_layout(rank: int, run: Run) -> Trained:
@@ -76,9 +76,11 @@ def expect_parity(cases: list[Case], one_process: dict[str, OneProcess]) -> None
             one_process[case[0]].expect(found, case)
 
 
-@pytest.mark.parametrize("ranks", chosen(WORLDS, (4,)))
-def test_layouts_in_which_every_two_choices_meet(one_process, ranks: int):
-    expect_parity([case for case in CASES if world(case) == ranks], one_process)
+@pytest.mark.parametrize(
+    "number", chosen(range(len(CASES)), QUICK), ids=lambda nth: str(CASES[nth])
+)
+def test_layouts_in_which_every_two_choices_meet(one_process, number: int):
+    expect_parity([CASES[number]], one_process)
 
 
 @pytest.mark.full

@@ -56,6 +56,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("options", sampled(OPTIONS, 3), ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_all_parts_change_nothing(name: str, options: dict[str, Any]):
