@@ -96,6 +96,15 @@ def _value(override: str) -> str:
     return override.partition("=")[2]
 
 
+def _two_overrides(value: str) -> bool:
+    """Return whether a value ends in another override, as in `10 optim.lr=1`."""
+    found = re.fullmatch(r"[^\s'\"()\[\]{}]+(?:\s+([+~]*[\w./@]+)=[^\s'\"()\[\]{}]*)+", value)
+    if found is None:
+        return False
+    name = found[1].lstrip("+~")
+    return name in all_keys() or bool(_options(name))
+
+
 def _unreadable(override: str) -> ConfigError:
     """Return the error for an override that Hydra's grammar rejects."""
     key, equals, value = override.partition("=")
@@ -106,6 +115,9 @@ def _unreadable(override: str) -> ConfigError:
         return no_such_key(name, value)
     if re.fullmatch(r"[^(){}\[\]'\"]+,", value) and (one := value.rstrip(", ")):
         return ConfigError(key, value, "ends with a comma", nearest=one)
+    if _two_overrides(value):
+        rule = "holds several overrides in one word"
+        return ConfigError(key, value, rule, advice=f"type {override}, without quotes around it")
     rule = "cannot be read: a bracket or quote is open, or something is typed that needs quotes"
     bare = re.sub(r"^[='\"\[({ ]+|[='\"\])} ,]+$", "", value)
     if bare == value and (_kind(name) is str or name == "data.path"):
@@ -262,6 +274,9 @@ def _in_file(error: ConfigError, file: str) -> ConfigError:
 
 def _not_added(key: str, value: str) -> ConfigError:
     """Return the error for a group that needs `+`."""
+    if value not in _options(key):
+        rule = f"is added as +{key}=NAME; the options are {', '.join(_options(key))}"
+        return ConfigError(key, value, rule)
     near = Instead(f"+{key}={value}")
     return ConfigError(key, value, "is no part of every run, so it is added", nearest=near)
 

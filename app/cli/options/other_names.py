@@ -84,12 +84,18 @@ def exact_row(name: str) -> OtherName | None:
 
 
 def row_of(name: str) -> OtherName | None:
-    """Return the row of a name as typed, with dashes or underscores, or else of its last part; None
-    if no known program has it.
+    """Return the row of a name as typed, with dashes or underscores, or else of one of its parts:
+    of a section that has nothing like it here (lora in lora.rank), or the last one. None if no
+    known program has it.
     """
     section, _, last = name.rpartition(".")
+    if whole := exact_row(name):
+        return whole
+    first = section.partition(".")[0]
+    if first and not (CONF / first).is_dir() and (row := exact_row(first)) and not row.ours:
+        return row
     alone = not section or not (CONF / last).is_dir()  # data in parallel.data is no group
-    return exact_row(name) or (exact_row(last) if alone else None)
+    return exact_row(last) if alone else None
 
 
 def page() -> Iterator[str]:
