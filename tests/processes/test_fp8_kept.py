@@ -78,6 +78,7 @@ def test_what_ranks_keep_and_have_alive_is_planned(
     assert backward == pytest.approx(memory.total + memory.backward, rel=0.03)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES.values())
 def test_inputs_kept_for_weight_gradients_are_planned(

@@ -116,7 +116,7 @@ ONE_STAGE = {
 }
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", chosen(RECIPES, [Fp8Recipe.current]))
 def test_recomputation_and_buckets_change_no_bits(recipe: Fp8Recipe):
     plain = {"optim": OptimConfig(lr=1e-2, warmup_steps=2)}
     runs = {
@@ -235,7 +235,6 @@ GRAPH_LAYOUTS = {
 GRAPH_CASES = [*itertools.product(RECIPES, GRAPH_LAYOUTS)]
 GRAPHS_QUICK = [
     (Fp8Recipe.delayed, "pp2"),
-    (Fp8Recipe.current, "pp2 vpp2"),
     (Fp8Recipe.block, "one rank"),
 ]
 
@@ -298,7 +297,6 @@ LIBRARY_LAYOUTS = {
 LIBRARY_CASES = [*itertools.product(RECIPES, LIBRARY_LAYOUTS)]
 LIBRARY_QUICK = [
     (Fp8Recipe.delayed, "pp2 vpp2"),
-    (Fp8Recipe.current, "dp2"),
     (Fp8Recipe.block, "one rank"),
 ]
 
@@ -414,7 +412,7 @@ def validated_before_recordings(rank: int, run: Run) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", chosen(RECIPES, [Fp8Recipe.delayed]))
 def test_capture_quantises_weights_after_validation(recipe: Fp8Recipe):
     whole = GRAPHS["full iteration"]
     graphs = {
@@ -469,7 +467,7 @@ def overfitted(rank: int, run: Run) -> list[float]:
     return [step(batches, 1e-2, 0.0)[0].loss for _ in range(30)]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", chosen(RECIPES, [Fp8Recipe.delayed]))
 def test_loss_falls_as_without_fp8(recipe: Fp8Recipe):
     wide, narrow = (run_distributed(overfitted, 1, run_of(each))[0] for each in (None, recipe))
     assert wide[-1] < 0.5 * wide[0]
