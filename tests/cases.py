@@ -22,27 +22,35 @@ def chosen(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
 
 
 def mark_beyond_cover(items: Sequence[pytest.Item]) -> None:
-    """Mark cases `full` that a test with the mark `cover` does not need.
+    """Mark cases `full` that a test with the mark `cover` or `every` leaves out.
 
     `@pytest.mark.cover(1)` on a test with parameters keeps cases in which every value of every
-    parameter occurs, `cover(2)` cases with every two values that occur together in the whole grid.
+    parameter occurs, `cover(2)` cases with every two values that occur together in the whole grid,
+    `every(3)` the first of each three cases.
     """
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if item.get_closest_marker("cover") and not item.get_closest_marker("full"):
+        if _mark(item) is not None and not item.get_closest_marker("full"):
             assert isinstance(item, pytest.Function)
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
-        mark = cases[0].get_closest_marker("cover")
+        mark = _mark(cases[0])
         assert mark is not None
-        grid = [
-            tuple((name, repr(value)) for name, value in case.callspec.params.items())
-            for case in cases
-        ]
-        kept = covering(grid, *mark.args)
+        if mark.name == "every":
+            kept = [*range(0, len(cases), *mark.args)]
+        else:
+            grid = [
+                tuple((name, repr(value)) for name, value in case.callspec.params.items())
+                for case in cases
+            ]
+            kept = covering(grid, *mark.args)
         for nth, case in enumerate(cases):
             if nth not in kept:
                 case.add_marker(pytest.mark.full)
+
+
+def _mark(item: pytest.Item) -> pytest.Mark | None:
+    return item.get_closest_marker("cover") or item.get_closest_marker("every")
 
 
 def covering(grid: Sequence[tuple[Any, ...]], strength: int) -> list[int]:

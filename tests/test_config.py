@@ -49,6 +49,7 @@ def test_option_surface_is_a_decision():
     assert all_keys() == (ROOT / "tests/golden/options.txt").read_text().split()
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     "choice",
     [f"{group}={path.stem}" for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))],

@@ -10,6 +10,7 @@ from tests.test_config import load
 LATENT = "model=deepseek_v2_lite"
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("mistake", "nearest"),
     [

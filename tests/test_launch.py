@@ -194,6 +194,7 @@ def taken() -> Iterator[int]:
         yield program.getsockname()[1]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "started",
     [

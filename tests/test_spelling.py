@@ -34,6 +34,7 @@ def test_equally_near_words_are_all_found():
     assert near_names("beta3", ["beta1", "beta2", "alpha"]) == ["beta1", "beta2"]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("word", "key"),
     [

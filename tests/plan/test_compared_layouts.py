@@ -54,6 +54,7 @@ def compared(*typed: str, slower: float | None = None) -> tuple[Run, LayoutCompa
     return run, compare_layouts(Plan(run), slower_gb_s=slower)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     "typed",
     [
@@ -89,6 +90,7 @@ def shape_of(row: LayoutRow) -> Shape:
     return Shape(row.tp, row.cp, row.pp, row.ep, row.etp if row.dispatcher else None)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("typed", [(*LLAMA, *FOUR), (*QWEN, *NODES_OF_TWO)], ids=["dense", "moe"])
 def test_none_of_all_that_fit_is_quicker(typed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
     """Against all shapes with all companions, each planned by itself."""
@@ -115,6 +117,7 @@ def test_none_of_all_that_fit_is_quicker(typed: tuple[str, ...], monkeypatch: py
         assert rows[shape] == pytest.approx(seconds, rel=1e-6)
 
 
+@pytest.mark.full
 def test_layers_of_two_kinds_leave_no_certainty(monkeypatch: pytest.MonkeyPatch):
     """Dense layers first: the rank with most microbatches keeps least of each, so that what fits
     may be passed over.

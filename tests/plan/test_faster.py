@@ -27,6 +27,7 @@ QWEN = (
 )
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "typed",
     [

@@ -227,6 +227,7 @@ def times_of(run: Run, **changed: float | None) -> PartTimes:
     return stage_times(own, [WHOLE], select_layout(own), own.hardware.profile)[0]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("recipe", "launches"), [("current", 2.7), ("delayed", 1.7), ("block", 1.7)]
 )

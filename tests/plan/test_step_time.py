@@ -410,6 +410,7 @@ def test_impossible_profiles_are_refused_in_a_line(changed: dict, key: str, said
     assert f"hardware.profile.{key}" in message and said in message and "\n" not in message
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
@@ -450,6 +451,7 @@ def test_a_broken_file_is_refused_in_a_line(tmp_path: Path, capsys, old: str, ne
     assert ended.value.code == 2 and said in told and told.count("\n") == 1
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
@@ -492,6 +494,7 @@ def test_recorded_steps_are_planned_as_the_record_says():
         assert plan.step_seconds * 1e3 == pytest.approx(row["measured_ms"], rel=0.1)
 
 
+@pytest.mark.full
 def test_recorded_memory_is_planned_as_the_record_says():
     """Rows of bench/results/planned_memory.json: as the plan says today, and near what was
     measured; docs/planning.md has the figures of all.

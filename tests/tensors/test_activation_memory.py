@@ -381,6 +381,7 @@ WORKING = {
 }
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "layers"])
 @pytest.mark.parametrize("dtype", TORCH, ids=lambda dtype: dtype.value)
 @pytest.mark.parametrize("model", WORKING.values(), ids=WORKING)

@@ -124,6 +124,7 @@ PARTS = {
 }
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("recompute", PARTS)
 @pytest.mark.parametrize("recipe", Fp8Recipe, ids=lambda recipe: recipe.value)
 @pytest.mark.parametrize("model", MODELS)

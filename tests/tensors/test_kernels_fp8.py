@@ -215,6 +215,7 @@ def trained(kind: str, fused: bool, part: Recompute | None) -> tuple[list[Tensor
     return [out.detach(), *torch.autograd.grad(out, [x, probs, *weights], grad)], quantised
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(("kind", "left"), [("local", 0), ("static", 0), ("static in eights", 2)])
 @pytest.mark.parametrize("part", [None, Recompute.experts_act])
 def test_rows_that_are_ready_are_those_that_gemms_would_quantise(

@@ -181,6 +181,7 @@ def head_cases(
     )
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
@@ -224,6 +225,7 @@ def test_heads_of_a_gradient_whose_values_lie_apart():
         close(mine, right)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("programs", [132, 1], ids=["one tile each", "several tiles each"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(3, 5, 14), (2, 75, 64), (5, 1100), (2, 8192), (0, 8)], ids=str)
@@ -242,6 +244,7 @@ def check_rms_norm(*shape: int, dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("programs", [132, 1], ids=["one tile each", "several tiles each"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(3, 5, 14), (2, 75, 64), (2, 8192), (0, 8)], ids=str)
