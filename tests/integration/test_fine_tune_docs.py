@@ -50,7 +50,7 @@ def run_words(folder: Path, words: list[str]) -> None:
         typed = [word for word in corpus_in(folder / "corpus") if word.startswith("train.")]
         shape = [word for word in typed if not word.startswith(tuple(SMALLER))]
         words = [*words, *shape, "log=none", "data.cache_dir=cache"]
-    ended = run_forked(folder, [sys.executable, *words[1:]])
+    ended = run_forked(folder, [sys.executable, *words[1:]], tree=True)
     assert ended.returncode == 0, ended.stderr
 
 

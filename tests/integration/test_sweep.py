@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from app.engine.checkpoint.folder import newest_checkpoint
 from tests.cases import sampled
+from tests.programs import run_forked
 from tests.training import wait_for
 from tests.wandb_file import told
 
@@ -54,9 +55,8 @@ def command(*overrides: str) -> list[str]:
 
 
 def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*overrides), cwd=folder, capture_output=True, text=True, timeout=300
-    )
+    """A sweep whose processes, also those of its jobs, are forked."""
+    return run_forked(folder, command(*overrides), tree=True)
 
 
 def states(folder: Path) -> list[str]:
@@ -273,6 +273,7 @@ MISTAKES = {
 }
 
 
+NOTHING = "train.py: nothing to train: every combination was skipped\n"
 NOTHING_TO_TRAIN = {
     "parallel.ep=3,5": "parallel.ep=5: must divide model.moe.num_experts=8",
     "hardware.gpu_memory_gib=0.1,0.25": "hardware.gpu_memory_gib=0.2: too small: a rank needs ",
@@ -291,16 +292,18 @@ def test_a_mistake_costs_one_line_and_leaves_nothing(tmp_path: Path, overrides: 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("overrides", sampled(NOTHING_TO_TRAIN, 3))
+@pytest.mark.full
+@pytest.mark.parametrize("overrides", NOTHING_TO_TRAIN)
 def test_nothing_to_train_is_an_error(tmp_path: Path, overrides: str):
     done = run(tmp_path, *overrides.split())
-    assert (done.returncode, done.stderr) == (
-        1,
-        "train.py: nothing to train: every combination was skipped\n",
-    )
-    said = rf"^\[2/2\] \S+  skipped: {re.escape(NOTHING_TO_TRAIN[overrides])}"
-    assert re.search(said, done.stdout, re.MULTILINE), done.stdout
+    assert (done.returncode, done.stderr) == (1, NOTHING)
+    expect_all_skipped(done.stdout, overrides)
     assert list(tmp_path.iterdir()) == []
+
+
+def expect_all_skipped(printed: str, overrides: str) -> None:
+    said = rf"^\[2/2\] \S+  skipped: {re.escape(NOTHING_TO_TRAIN[overrides])}"
+    assert re.search(said, printed, re.MULTILINE), printed
 
 
 def test_a_sweep_is_not_one_of_several_ranks(tmp_path: Path):
@@ -316,11 +319,11 @@ def test_a_sweep_is_not_one_of_several_ranks(tmp_path: Path):
 
 
 def test_the_parent_does_without_torch(tmp_path: Path):
+    """With nothing to train, which is an error."""
     line = [sys.executable, "-X", "importtime", *command("parallel.ep=3,5")[1:]]
-    loaded = {
-        found.split("|")[-1].strip()
-        for found in subprocess.run(
-            line, cwd=tmp_path, capture_output=True, text=True
-        ).stderr.splitlines()
-    }
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
+    loaded = {found.split("|")[-1].strip() for found in done.stderr.splitlines()}
+    assert done.returncode == 1 and NOTHING in done.stderr
+    expect_all_skipped(done.stdout, "parallel.ep=3,5")
+    assert list(tmp_path.iterdir()) == []
     assert "app.cli.sweeps.combinations" in loaded and "torch" not in loaded
