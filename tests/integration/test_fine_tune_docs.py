@@ -71,6 +71,7 @@ def test_a_model_in_three_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert 0 < moved < 0.02
 
 
+@pytest.mark.full
 def test_without_a_conversion(tmp_path: Path):
     """From the files themselves to an export at the end; two ranks instead of eight."""
     download, *others = commands(0)

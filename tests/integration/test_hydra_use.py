@@ -112,7 +112,7 @@ def test_what_an_experiment_overlays_is_told():
 
 def test_a_run_tells_what_its_experiment_overlays(own: Path):
     done = program(
-        own, "--config-dir", "own", "+experiment=mine", "checkpoint=none", "train.steps=0"
+        own, "--config-dir", "own", "+experiment=mine", "checkpoint=none", "data.path=nowhere"
     )
     assert (
         done.stderr.splitlines()[0]

@@ -20,6 +20,7 @@ import pytest
 from app.cli import commands
 from app.cli.sweeps.record import Sweep
 from tests.cases import chosen
+from tests.programs import run_forked
 from tests.test_structure import imported
 
 ROOT = Path(__file__).parents[2]
@@ -179,7 +180,7 @@ def test_options_in_the_place_of_ours(programs: Path, tmp_path: Path):
     asked = ("--cfg", "job", "--package", "train", "model=dense_tiny", "--config-path")
     assert "\nsteps: 77\n" in called(programs, tmp_path, "graphfold-train", *asked, "mine")
     line = [sys.executable, str(ROOT / "train.py"), *asked, "conf"]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
+    done = run_forked(tmp_path, line)
     assert done.stderr == "" and "\nsteps: 700\n" in done.stdout
 
 

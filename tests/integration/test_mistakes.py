@@ -26,14 +26,12 @@ QUICK = [  # a rule, a name, a value, an option, files that are read or written,
     in {
         "plan train.global_batch=4194304",
         "modl.num_layers=3",
-        "train.steps=[5,6]",
         "schedule=dualpipe",
         "data=jsonl data.path='data/*.jsonl'",
         "run_dir=old",
         "resume=old",
         "--confg-dir own",
         "-m run_dir=x train.steps=2,3",
-        "cuda_graph.scope=[attn]",
     }
 ]
 
@@ -94,7 +92,7 @@ def test_ranks_that_a_launcher_has_started_tell_a_mistake_once(tmp_path: Path):
 
 
 def test_the_table_has_what_people_do():
-    assert len(CASES) >= 80 and len(dict(CASES)) == len(CASES) and len(QUICK) == 10
+    assert len(CASES) >= 80 and len(dict(CASES)) == len(CASES) and len(QUICK) == 8
 
 
 @pytest.mark.parametrize(

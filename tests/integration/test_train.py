@@ -226,6 +226,7 @@ def test_resume_is_exact(whole: tuple[Path, str], tmp_path: Path, corpus: str):
     ]
 
 
+@pytest.mark.full
 def test_killed_while_training(whole: tuple[Path, str], tmp_path: Path, corpus: str):
     """kill -9 after the checkpoint of step 4; resume=auto of the same folder ends like the
     uninterrupted run.
@@ -292,7 +293,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"), sampled(MISTAKES, 3), ids=[said.split(":")[0] for _, said in MISTAKES]
+    ("overrides", "said"), sampled(MISTAKES, 6), ids=[said.split(":")[0] for _, said in MISTAKES]
 )
 def test_mistake_leaves_nothing_behind(
     tmp_path: Path, corpus: str, overrides: list[str], said: str
