@@ -54,6 +54,7 @@ def run_words(folder: Path, words: list[str]) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.full
 def test_a_model_in_three_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     theirs = tmp_path / "theirs"
     save_model(theirs)

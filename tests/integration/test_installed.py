@@ -143,9 +143,7 @@ def normal(distribution: str) -> str:
     return re.sub("[-_.]+", "-", distribution).lower()
 
 
-@pytest.mark.parametrize(
-    "name", chosen(PROJECT["scripts"], ["graphfold-train", "graphfold-report"])
-)
+@pytest.mark.parametrize("name", chosen(PROJECT["scripts"], ["graphfold-train"]))
 def test_installed_commands_explain_themselves(programs: Path, tmp_path: Path, name: str):
     said = called(programs, tmp_path, name, "--help")
     assert "Graphfold" in said and ("experiment: " in said) == (name == "graphfold-train")

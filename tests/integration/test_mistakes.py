@@ -77,18 +77,22 @@ def test_a_mistake(tmp_path: Path, typed: str, said: str):
     assert set(tmp_path.rglob("*")) == before
 
 
-def test_ranks_that_a_launcher_has_started_tell_a_mistake_once(tmp_path: Path):
+@pytest.mark.parametrize(
+    "typed", chosen(["schedule=dualpipe", "parallel.ep=3"], ["schedule=dualpipe"])
+)
+def test_ranks_that_a_launcher_has_started_tell_a_mistake_once(tmp_path: Path, typed: str):
     """Rank 0 does, which first tries what it advises; launchers end it once another has ended."""
     launcher = [sys.executable, "-m", "app.cli.torchrun", "--nproc-per-node=2"]
     done = run_forked(
         tmp_path,
-        [*launcher, str(ROOT / "train.py"), "parallel.ep=3"],
+        [*launcher, str(ROOT / "train.py"), typed],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
         tree=True,
     )
-    said = "train.py: parallel.ep=3: must divide model.moe.num_experts=8; nearest that works: 2\n"
+    said = f"train.py: {dict(CASES)[typed]}\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
-    assert f"\n{said}```" in (ROOT / "docs/messages.md").read_text()
+    if typed == "parallel.ep=3":
+        assert f"\n{said}```" in (ROOT / "docs/messages.md").read_text()
 
 
 def test_the_table_has_what_people_do():

@@ -293,7 +293,9 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"), sampled(MISTAKES, 6), ids=[said.split(":")[0] for _, said in MISTAKES]
+    ("overrides", "said"),
+    chosen(MISTAKES, MISTAKES[:1] + MISTAKES[-1:]),
+    ids=[said.split(":")[0] for _, said in MISTAKES],
 )
 def test_mistake_leaves_nothing_behind(
     tmp_path: Path, corpus: str, overrides: list[str], said: str
