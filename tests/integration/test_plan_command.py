@@ -447,7 +447,8 @@ def test_the_docs_have_commands():
     assert told == {*WHAT, "layouts"}
 
 
-@pytest.mark.parametrize("line", sampled([line for line in COMMANDS if f"$ {line}" not in DOCS], 4))
+@pytest.mark.full  # tests/integration/test_commands.py has a few of every page
+@pytest.mark.parametrize("line", [line for line in COMMANDS if f"$ {line}" not in DOCS])
 def test_a_command_of_the_docs(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
 ):
