@@ -12,11 +12,12 @@ import sys
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 import matplotlib.figure  # noqa: F401 - loaded once instead of in every program
 from hydra.core.global_hydra import GlobalHydra
@@ -53,14 +54,15 @@ def run_forked(
     except subprocess.TimeoutExpired:
         program.send_signal(signal.SIGKILL)
         raise
-    out, err = (_written(file) for file in files)
+    encoding = (env or os.environ).get("PYTHONIOENCODING", "utf-8")
+    out, err = (_written(file, encoding) for file in files)
     return subprocess.CompletedProcess(list(line), code, out, err)
 
 
-def _written(file: int) -> str:
+def _written(file: int, encoding: str) -> str:
     with os.fdopen(file, "rb") as opened:
         opened.seek(0)
-        return opened.read().decode()
+        return opened.read().decode(encoding)
 
 
 class Forked:
@@ -74,14 +76,25 @@ class Forked:
         args: Sequence[str],
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
-        stdout: int | None = None,
-        stderr: int | None = None,
+        stdout: int | IO[bytes] | None = None,
+        stderr: int | IO[bytes] | None = None,
         start_new_session: bool = False,
+        stdin: int | None = None,
+        close_fds: bool = True,
     ) -> None:
+        """`stdin` may be subprocess.DEVNULL; all other files are closed, whatever `close_fds`."""
+        if stdin == subprocess.DEVNULL:
+            stdin = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, stdin)
         self.args = list(args)
         self.returncode: int | None = None
         self._process: Process | None = None
-        files = {target: file for target, file in ((1, stdout), (2, stderr)) if file is not None}
+        given = ((0, stdin), (1, stdout), (2, stderr))
+        files = {
+            target: file if isinstance(file, int) else file.fileno()
+            for target, file in given
+            if file is not None
+        }
         begins = (cwd, env, start_new_session)
         if Server.own is not None:  # pytest itself: the program gets nothing that tests have left
             self._process = Process(
@@ -149,6 +162,9 @@ class Forked:
             if env is not None:
                 os.environ.clear()
                 os.environ.update(env)
+            encoding = os.environ.get("PYTHONIOENCODING")
+            sys.stdout.reconfigure(encoding=encoding)
+            sys.stderr.reconfigure(encoding=encoding, errors="backslashreplace")
             os.chdir(cwd or ".")
             warnings.resetwarnings()
             self.prepare()

@@ -17,6 +17,7 @@ import pytest
 
 from app.cli.options.compose import load_overrides
 from app.data.tokenizer import json_tokenizer
+from tests.cases import covering
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ("one_gpu.sh", "two_gpus.sh", "four_gpus.sh", "echo.sh", "echo.sh short")
@@ -85,10 +86,9 @@ def overrides_of(program: str, arguments: list[str]) -> Iterator[list[str]]:
             yield ["parallel.dp=1", "cuda_graph=full_iteration", *run, *words]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_every_run_of_a_script_is_accepted(script: str, tmp_path: Path):
-    runs = 0
-    for gpus, program, arguments in started(script, tmp_path):
+def runs_of(script: str, folder: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """GPUs and our overrides of every run that a script starts."""
+    for gpus, program, arguments in started(script, folder):
         assert (ROOT / "bench" / f"{program}.py").exists()
         if program == "compare":
             compare = bench("compare")
@@ -96,12 +96,30 @@ def test_every_run_of_a_script_is_accepted(script: str, tmp_path: Path):
             for setting in compare.all_settings(args, overrides):
                 if setting.who == "ours":
                     start = setting.command.index(f"--skip={args.skip}") + 1
-                    load_overrides(setting.command[start:], args.gpus)
-                    runs += 1
+                    yield args.gpus, tuple(setting.command[start:])
         for words in overrides_of(program, arguments):
-            load_overrides(words, gpus)
-            runs += 1
-    assert runs > 5
+            yield gpus, tuple(words)
+
+
+def test_runs_with_every_override_of_scripts_are_accepted(tmp_path: Path):
+    """The fewest runs of all scripts that have every override and number of GPUs."""
+    runs: list[tuple[int, tuple[str, ...]]] = []
+    for script in SCRIPTS:
+        folder = tmp_path / script
+        folder.mkdir()
+        found = list(runs_of(script, folder))
+        assert len(found) > 5
+        runs += found
+    for nth in covering([(gpus, *words) for gpus, words in runs], 1):
+        gpus, words = runs[nth]
+        load_overrides(words, gpus)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_run_of_a_script_is_accepted(script: str, tmp_path: Path):
+    for gpus, words in dict.fromkeys(runs_of(script, tmp_path)):
+        load_overrides(words, gpus)
 
 
 def test_losses_are_measured_on_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch):

@@ -9,9 +9,9 @@ import ast
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -25,6 +25,8 @@ from app.cli.plan import MOST_PLANNED
 from app.config import Run
 from app.errors import ConfigError
 from app.plan.plan import Plan
+from tests.cases import chosen
+from tests.override_types import check_types
 from tests.training import ROOT
 
 ROOT_PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS")]
@@ -40,7 +42,8 @@ PLACEHOLDER = re.compile(r"<[a-z -]+>|…|\.\.\.|\bNAME\b|\[(?!\w+[],]|\w+/)")
 HERE_DOCUMENT = re.compile(r"(<<'?(\w+)'?)\n.*?\n\2$", re.MULTILINE | re.DOTALL)
 
 
-class Command(NamedTuple):
+@dataclass(frozen=True)
+class Command:
     """A line that somebody may type."""
 
     where: str
@@ -193,10 +196,41 @@ CHECKS: dict[str, Callable[[Sequence[str]], object]] = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.where} {command.line}")
-def test_a_command_is_one_that_its_program_takes(command: Command):
+def parts_of(command: Command) -> tuple[list[str], str, list[str]]:
+    """Words of a command, its program, and the arguments of that."""
     words = words_of(re.sub(r"<[a-z -]+>", "it", command.line))
-    program, arguments = program_of(words)
+    return words, *program_of(words)
+
+
+def composes(command: Command) -> bool:
+    """Whether the check of a command composes a run, and perhaps plans it."""
+    return parts_of(command)[1] in ("train", "plan")
+
+
+RUNS = [command for command in COMMANDS if composes(command)]
+QUICK = [command for command in COMMANDS if not composes(command)]
+for shows_mistake in (False, True):
+    QUICK += [command for command in RUNS if command.refused is shows_mistake][::7]
+
+
+def test_overrides_of_commands_have_the_types_of_their_keys():
+    """Of all, also of those whose runs only `make test-all` composes."""
+    found = 0
+    for command in RUNS:
+        _, program, arguments = parts_of(command)
+        elsewhere = PLACEHOLDER.search(" ".join(arguments)) or "--config-dir" in arguments
+        if not elsewhere and not command.refused:
+            typed = plan.parse(arguments).typed if program == "plan" else Typed.parse(arguments)
+            check_types(word for word in typed.overrides if word not in SWEEPS)
+            found += 1
+    assert found > 70
+
+
+@pytest.mark.parametrize(
+    "command", chosen(COMMANDS, QUICK), ids=lambda command: f"{command.where} {command.line}"
+)
+def test_a_command_is_one_that_its_program_takes(command: Command):
+    words, program, arguments = parts_of(command)
     if PLACEHOLDER.search(" ".join(arguments)):  # how it is used, not what is typed
         assert program in CHECKS
     elif command.refused:

@@ -80,6 +80,7 @@ def test_both_sides_count_the_same_operations(compare: ModuleType, name: str):
     assert run.model.moe is None or run.model.moe.aux_loss_coeff == 1e-3
 
 
+@pytest.mark.full
 def test_a_table_of_ours_and_a_baseline_that_fails_once(
     compare: ModuleType,
     tmp_path: Path,

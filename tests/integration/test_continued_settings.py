@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from app.cli.options.arguments import Typed
 from app.cli.options.compose import load_overrides, load_typed, settings_line
+from app.cli.options.continued import RunSettings
 from app.config import Run
 from app.engine.run.run_folder import CONFIG, describe_run
 from app.plan.plan import Plan
 from app.shell import shell_word
 from app.version import Version
+from tests.cases import chosen
 from tests.programs import run_forked
 
 ROOT = Path(__file__).parent.parent.parent
@@ -34,9 +39,14 @@ TINY = (
 def described(folder: Path, *overrides: str, world_size: int | None = None) -> Run:
     """Write what a run of these overrides saves of its settings."""
     folder.mkdir(parents=True)
-    run = load_overrides(overrides, world_size)
-    describe_run(Plan(run), folder, Version.of())
-    return run
+    plan = planned(overrides, world_size)
+    describe_run(plan, folder, Version.of())
+    return plan.run
+
+
+@cache
+def planned(overrides: tuple[str, ...], world_size: int | None) -> Plan:
+    return Plan(load_overrides(overrides, world_size))
 
 
 def continued(*words: str, world_size: int | None = None) -> Run:
@@ -97,18 +107,20 @@ def test_run_without_settings_is_as_typed(tmp_path: Path):
     assert settings_line(Typed(("resume=auto",))) is None
 
 
-def test_processes_of_a_run_that_continues(tmp_path: Path):
+@pytest.mark.parametrize("launched", chosen([True, False], [False]), ids=["launched", "typed"])
+def test_processes_of_a_run_that_continues(tmp_path: Path, launched: bool):
     """By itself it has as many as before; a launcher, or what is typed, says otherwise."""
-    described(tmp_path / "launched", *TINY, world_size=2)
-    described(tmp_path / "typed", *TINY, "parallel.dp=2")
-    for name in ("launched", "typed"):
-        resume = f"resume={tmp_path}/{name}"
-        assert continued(resume).world_size == 2
-        assert continued(resume, world_size=1).dp == 1
-        assert continued(resume, world_size=2).dp == 2
-        assert continued(resume, "parallel.dp=1").world_size == 1
-        assert continued(resume, "parallel.tp=2", "parallel.dp=1").world_size == 2
-        assert continued(resume, "parallel.world_size=1").dp == 1
+    if launched:
+        described(tmp_path / "a", *TINY, world_size=2)
+    else:
+        described(tmp_path / "a", *TINY, "parallel.dp=2")
+    resume = f"resume={tmp_path}/a"
+    assert continued(resume).world_size == 2
+    assert continued(resume, world_size=1).dp == 1
+    assert continued(resume, world_size=2).dp == 2
+    assert continued(resume, "parallel.dp=1").world_size == 1
+    assert continued(resume, "parallel.tp=2", "parallel.dp=1").world_size == 2
+    assert continued(resume, "parallel.world_size=1").dp == 1
 
 
 def test_keys_of_other_versions_are_named(tmp_path: Path):
@@ -140,7 +152,7 @@ def test_accepted_data_are_accepted_once(tmp_path: Path):
     assert not continued(f"resume={tmp_path}/a").data.accept_changed
 
 
-@pytest.mark.parametrize("text", ["{", "- 1", "\x00", "[" * 3000])
+@pytest.mark.parametrize("text", chosen(["{", "- 1", "\x00", "[" * 3000], ["{", "- 1"]))
 def test_broken_settings_do_not_end_in_a_trace(tmp_path: Path, text: str):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / CONFIG).write_text(text)
@@ -152,7 +164,9 @@ def test_broken_settings_do_not_end_in_a_trace(tmp_path: Path, text: str):
 
 def program(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
     given = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **env}
-    return run_forked(folder, [sys.executable, str(ROOT / "train.py"), *words], env=given)
+    return run_forked(
+        folder, [sys.executable, str(ROOT / "train.py"), *words], env=given, tree=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +217,19 @@ def test_settings_of_a_run_are_a_configuration(trained: Path):
 NAMES = ["a$b$_{", "a b=c,d%", "\u00fc '\"\u65e5", "x${y}", "007", "(\\'"]
 
 
+def test_folders_of_any_name_are_typed_and_found(tmp_path: Path):
+    described(tmp_path / "plain", *TINY)
+    for name in NAMES:
+        (word,) = shlex.split(shell_word("run_dir", name))
+        (override,) = OverridesParser.create().parse_overrides([word])
+        assert str(OmegaConf.create({"word": override.value()}).word) == name
+        shutil.copytree(tmp_path / "plain", tmp_path / name)
+        (word,) = shlex.split(shell_word("resume", f"{tmp_path}/{name}"))
+        saved = RunSettings.of(Typed((word,)))
+        assert saved is not None and saved.file == tmp_path / name / CONFIG, name
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_runs_live_in_folders_of_any_name(trained: Path, name: str):
     (word,) = shlex.split(shell_word("run_dir", name))
@@ -214,8 +241,8 @@ def test_runs_live_in_folders_of_any_name(trained: Path, name: str):
     assert (done.returncode, done.stderr) == (0, "")
     assert opening(done.stdout, "changed") == ["train.steps: 2 -> 3"]
     line = [sys.executable, "-m", "app.cli.report", name]
-    done = subprocess.run(line, cwd=trained, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0
+    done = run_forked(trained, line)
+    assert done.returncode == 0, done.stderr
 
 
 ENCODINGS = {
@@ -224,26 +251,52 @@ ENCODINGS = {
 }
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", chosen(ENCODINGS, ["latin-1"]))
 def test_run_ends_whatever_its_output_can_encode(trained: Path, encoding: str):
-    name = f"\u00fc-{encoding}"
-    line = [sys.executable, str(ROOT / "train.py"), *TINY, "train.steps=2", f"run_dir='{name}'"]
-    done = subprocess.run(
-        line, cwd=trained, env={**os.environ, **ENCODINGS[encoding]}, capture_output=True
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert b"continues after \\u25b6" in done.stdout
+    name = f"a$b$_{{ \u00fc-{encoding}"
+    (word,) = shlex.split(shell_word("run_dir", name))
+    env = {**os.environ, **ENCODINGS[encoding], "PYTHONPATH": str(ROOT)}
+
+    def run(*line: str) -> tuple[bytes, bytes]:
+        """Output and errors of a program; one of another locale needs an interpreter of its own."""
+        if encoding == "latin-1":
+            done = run_forked(trained, [sys.executable, *line], env)
+            written = done.stdout.encode(encoding), done.stderr.encode(encoding)
+        else:
+            whole = [sys.executable, *line]
+            done = subprocess.run(whole, cwd=trained, env=env, capture_output=True)
+            written = done.stdout, done.stderr
+        assert done.returncode == 0, written
+        return written
+
+    said, wrong = run(str(ROOT / "train.py"), *TINY, "train.steps=2", word)
+    assert b"continues after \\u25b6" in said and wrong == b""
     ended = json.loads((trained / name / "ended.json").read_text())
     assert ended == {"step": 2}
-    for program in ("report", "generate"):
-        more = ["prompt=line", "max_new_tokens=4"] if program == "generate" else []
-        line = [sys.executable, "-m", f"app.cli.{program}", name, *more]
-        env = {**os.environ, **ENCODINGS[encoding], "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(line, cwd=trained, env=env, capture_output=True)
-        assert done.returncode == 0, done.stderr
+    run("-m", "app.cli.report", name)
+    run("-m", "app.cli.generate", name, "prompt=line", "max_new_tokens=4")
 
 
-def test_run_ends_with_its_streams_closed(trained: Path):
-    line = [sys.executable, str(ROOT / "train.py"), *TINY, "train.steps=2", "run_dir=closed"]
-    done = subprocess.run(["sh", "-c", f"{shlex.join(line)} >&- 2>&-"], cwd=trained)
-    assert done.returncode == 0 and (trained / "closed/ended.json").is_file()
+CLOSED = """
+import os, runpy, sys
+del sys.argv[0]
+os.close(1), os.close(2)
+sys.stdout = sys.stderr = None
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    os._exit(end.code or 0)
+os._exit(0)
+"""  # in a forked process, what a fresh one finds behind `>&- 2>&-`
+
+
+@pytest.mark.parametrize("fresh", chosen([False, True], [False]), ids=["forked", "fresh"])
+def test_run_ends_with_its_streams_closed(trained: Path, fresh: bool):
+    line = [str(ROOT / "train.py"), *TINY, "train.steps=2", f"run_dir=closed{fresh:d}"]
+    if fresh:
+        typed = shlex.join([sys.executable, *line])
+        done = subprocess.run(["sh", "-c", f"{typed} >&- 2>&-"], cwd=trained)
+    else:
+        (trained / "closed.py").write_text(CLOSED)
+        done = run_forked(trained, [sys.executable, "closed.py", *line])
+    assert done.returncode == 0 and (trained / f"closed{fresh:d}/ended.json").is_file()

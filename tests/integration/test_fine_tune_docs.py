@@ -50,10 +50,11 @@ def run_words(folder: Path, words: list[str]) -> None:
         typed = [word for word in corpus_in(folder / "corpus") if word.startswith("train.")]
         shape = [word for word in typed if not word.startswith(tuple(SMALLER))]
         words = [*words, *shape, "log=none", "data.cache_dir=cache"]
-    ended = run_forked(folder, [sys.executable, *words[1:]])
+    ended = run_forked(folder, [sys.executable, *words[1:]], tree=True)
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.full
 def test_a_model_in_three_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     theirs = tmp_path / "theirs"
     save_model(theirs)
@@ -71,6 +72,7 @@ def test_a_model_in_three_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert 0 < moved < 0.02
 
 
+@pytest.mark.full
 def test_without_a_conversion(tmp_path: Path):
     """From the files themselves to an export at the end; two ranks instead of eight."""
     download, *others = commands(0)

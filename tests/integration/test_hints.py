@@ -38,7 +38,7 @@ def refused(words: Sequence[str]) -> ConfigError:
     return Asked(Typed.parse(flags_to_overrides(words)), load_typed).advised(found)
 
 
-@pytest.mark.parametrize(("typed", "said"), sampled(CASES, 12), ids=[typed for typed, _ in CASES])
+@pytest.mark.parametrize(("typed", "said"), sampled(CASES, 40), ids=[typed for typed, _ in CASES])
 def test_a_hint_is_true_and_works_when_followed(typed: str, said: str):
     words = shlex.split(typed)
     error = refused(words)

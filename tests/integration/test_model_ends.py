@@ -17,6 +17,7 @@ from app.cli import convert
 from app.data.tokenizer import load_tokenizer
 from app.engine.decoding.model_tokens import generation_ends, prefix_token
 from app.errors import ConfigError
+from tests.cases import chosen
 from tests.hf_folders import transformers
 from tests.integration.test_generate import generated
 from tests.programs import run_forked
@@ -92,7 +93,7 @@ FILES: dict[str, dict[str, dict[str, object]]] = {
 GREEDY = ("prompt=the quick", "temperature=0", "max_new_tokens=8")
 
 
-@pytest.mark.parametrize("case", FILES)
+@pytest.mark.parametrize("case", chosen(FILES, ["several ids", "settings"]))
 def test_model_ends_are_ends(case: str, tmp_path: Path):
     save_chain(tmp_path / "theirs", **FILES[case])
     code, out, err = generated(tmp_path / "theirs", *GREEDY)

@@ -8,9 +8,11 @@ import pytest
 
 from app.cli.options.compose import load_overrides
 from app.cli.options.keys import all_keys, is_section
-from app.cli.options.other_names import OtherName, page, row_of, rows
+from app.cli.options.other_names import page, row_of, rows
 from app.cli.options.unknown import no_such_key
+from tests.cases import sampled
 from tests.integration.test_from_megatron import ROWS
+from tests.override_types import check_types
 from tests.training import ROOT
 
 ALL = [row for _, listed in rows() for row in listed]
@@ -36,20 +38,28 @@ def test_a_name_has_one_row():
     assert all(row.ours or row.note for row in ALL)
 
 
-@pytest.mark.parametrize("row", [row for row in ALL if row.key], ids=lambda row: row.names[0])
-def test_a_key_of_the_table_is_one_of_ours(row: OtherName):
-    assert row.key in all_keys() and not is_section(row.key)
-    named = re.findall(r"\b(?:parallel|train|model|optim|data)\.[a-z_.]+[a-z_]", row.note)
-    assert set(named) <= set(all_keys())
+def test_a_key_of_the_table_is_one_of_ours():
+    keys = set(all_keys())
+    for row in (row for row in ALL if row.key):
+        assert row.key in keys and not is_section(row.key), row
+        named = re.findall(r"\b(?:parallel|train|model|optim|data)\.[a-z_.]+[a-z_]", row.note)
+        assert set(named) <= keys, row
 
 
 CHOICES = [(row.names[0], value) for row in ALL for value, _ in row.choices if value != "*"]
 
 
-@pytest.mark.parametrize(("name", "value"), CHOICES)
+def test_the_overrides_of_a_value_are_of_its_type():
+    names = {*all_keys(), *GROUPS}
+    for name, value in CHOICES:
+        words = row_of(name).overrides(value)
+        assert words and all(word.split("=")[0] in names for word in words), name
+        check_types(words)
+
+
+@pytest.mark.parametrize(("name", "value"), sampled(CHOICES, 14))
 def test_the_overrides_of_a_value_compose(name: str, value: str):
     words = row_of(name).overrides(value)
-    assert words and all(word.split("=")[0] in {*all_keys(), *GROUPS} for word in words)
     text = " ".join(words)
     needed = [each for part, more in NEEDED.items() if part in text for each in more]
     load_overrides([*needed, *words])

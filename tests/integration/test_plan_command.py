@@ -39,6 +39,7 @@ from app.plan.suggestion import Suggestion
 from app.plan.summary import summary_lines
 from app.version import VERSION, Version
 from scripts.plan_docs import CONSOLE, refreshed
+from tests.cases import chosen, sampled
 from tests.test_config import load
 
 ROOT = Path(__file__).parent.parent.parent
@@ -104,7 +105,7 @@ def test_empty_stages_are_shown_and_drawn(
     assert all((tmp_path / "plan" / name).stat().st_size for name in files)
 
 
-@pytest.mark.parametrize("what", ["all", "groups", "memory"])
+@pytest.mark.parametrize("what", chosen(["all", "groups", "memory"], ["memory"]))
 def test_json_is_all_there_is_on_stdout(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ):
@@ -127,17 +128,23 @@ def test_a_section_alone(
     assert ("Fits" in out) == (what == "memory")
 
 
+TOO_SMALL = "gpu_memory_gib=0.1"
+
+
+@pytest.mark.full
+def test_json_and_exit_code_say_that_it_does_not_fit(capsys: pytest.CaptureFixture[str]):
+    code, out = shown(capsys, "what=memory", "--json", *SMALL, TOO_SMALL)
+    assert code == 1 and json.loads(out)["verdict"]["fits"] is False
+
+
 def test_exit_code_says_whether_it_fits(capsys: pytest.CaptureFixture[str]):
-    too_small = "gpu_memory_gib=0.1"
-    code, out = shown(capsys, "what=memory", *SMALL, too_small)
+    code, out = shown(capsys, "what=memory", *SMALL, TOO_SMALL)
     assert code == 1 and re.search(
         r"^Does not fit: \d+\.\d\d of 0\.10 GiB on pipeline rank \d, \d+\.\d\d GiB too much\.$",
         out,
         re.M,
     )
-    code, out = shown(capsys, "what=memory", "--json", *SMALL, too_small)
-    assert code == 1 and json.loads(out)["verdict"]["fits"] is False
-    code, out = shown(capsys, "what=stages", *SMALL, too_small)  # does not ask for the memory
+    code, out = shown(capsys, "what=stages", *SMALL, TOO_SMALL)  # does not ask for the memory
     assert code == 0
 
 
@@ -217,32 +224,38 @@ def test_suggestions_are_shown_with_their_price():
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [
-        (
-            ("what=stage",),
-            "plan: what=stage: must be one of groups, stages, schedule, graphs, memory, decoding, "
-            "layouts, all; did you mean stages?",
-        ),
-        (
-            ("--jsno",),
-            "did you mean --json?",
-        ),
-        (("model=llama3_8c",), "did you mean llama3_8b?"),
-        (
-            ("parallel.pp=3",),
-            "plan: model.num_layers=4: 4 layers do not divide over pp × vpp = 3 × 1 = 3 stages",
-        ),
-        (("gpu_memory_gib=much",), "plan: hardware.gpu_memory_gib=much: must be a number"),
-        (("gpu_memory_gib=-1",), "plan: hardware.gpu_memory_gib=-1.0: must be above 0"),
-        (("what=all", "gpus=3"), "plan: gpus=3: is parallel.world_size here"),
-        (("what=layout",), "did you mean layouts?"),
-        (("what=layouts", "tokens=some"), "plan: tokens=some: must be a number above 0, like 25"),
-        (("what=layouts", "slower=-3"), "plan: slower=-3: must be a number above 0"),
-        (("what=layouts", "slower=45"), "slower=45: must be below hardware.network_gb_s=45"),
-        (("what=layouts", "slower=inf"), "plan: slower=inf: must be a number above 0"),
-        (("what=memory", "tokens=1e9"), "plan: tokens=1e9: only works with what=layouts"),
-        (("modle",), "plan: option=modle: the options are --json, --help, -h, --config-dir"),
-    ],
+    sampled(
+        [
+            (
+                ("what=stage",),
+                "plan: what=stage: must be one of groups, stages, schedule, graphs, memory, "
+                "decoding, layouts, all; did you mean stages?",
+            ),
+            (
+                ("--jsno",),
+                "did you mean --json?",
+            ),
+            (("model=llama3_8c",), "did you mean llama3_8b?"),
+            (
+                ("parallel.pp=3",),
+                "plan: model.num_layers=4: 4 layers do not divide over pp × vpp = 3 × 1 = 3 stages",
+            ),
+            (("gpu_memory_gib=much",), "plan: hardware.gpu_memory_gib=much: must be a number"),
+            (("gpu_memory_gib=-1",), "plan: hardware.gpu_memory_gib=-1.0: must be above 0"),
+            (("what=all", "gpus=3"), "plan: gpus=3: is parallel.world_size here"),
+            (("what=layout",), "did you mean layouts?"),
+            (
+                ("what=layouts", "tokens=some"),
+                "plan: tokens=some: must be a number above 0, like 25",
+            ),
+            (("what=layouts", "slower=-3"), "plan: slower=-3: must be a number above 0"),
+            (("what=layouts", "slower=45"), "slower=45: must be below hardware.network_gb_s=45"),
+            (("what=layouts", "slower=inf"), "plan: slower=inf: must be a number above 0"),
+            (("what=memory", "tokens=1e9"), "plan: tokens=1e9: only works with what=layouts"),
+            (("modle",), "plan: option=modle: the options are --json, --help, -h, --config-dir"),
+        ],
+        3,
+    ),
 )
 def test_mistakes_cost_a_line(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
@@ -276,22 +289,24 @@ def test_help_names_every_choice(capsys: pytest.CaptureFixture[str]):
     assert max(map(len, out.splitlines())) <= 110
 
 
+TABLES: list[tuple[str, ...]] = [
+    SMALL,
+    ("model=moe_tiny",),
+    (
+        "model=mixtral_8x7b",
+        "parallel.world_size=16",
+        "parallel.tp=4",
+        "parallel.pp=2",
+        "parallel.etp=1",
+        "parallel.ep=4",
+    ),
+    (*LARGE, "cuda_graph=partial"),
+    (*HUGE, "parallel.layout=null", "model.num_layers=64", "parallel.vpp=4"),
+]
+
+
 @pytest.mark.parametrize(
-    "overrides",
-    [
-        SMALL,
-        ("model=moe_tiny",),
-        (
-            "model=mixtral_8x7b",
-            "parallel.world_size=16",
-            "parallel.tp=4",
-            "parallel.pp=2",
-            "parallel.etp=1",
-            "parallel.ep=4",
-        ),
-        (*LARGE, "cuda_graph=partial"),
-        (*HUGE, "parallel.layout=null", "model.num_layers=64", "parallel.vpp=4"),
-    ],
+    "overrides", chosen([(each,) for each in TABLES], [(TABLES[1],), (TABLES[4],)])
 )
 def test_tables_keep_to_their_width_without_colour(overrides: tuple[str, ...]):
     plan = Plan(load(*overrides))
@@ -309,7 +324,7 @@ def test_tables_keep_to_their_width_without_colour(overrides: tuple[str, ...]):
 
 
 @pytest.mark.parametrize(
-    ("columns", "most"), [("60", 60), ("150", 150), ("", WIDTH), ("wide", WIDTH)]
+    ("columns", "most"), sampled([("60", 60), ("150", 150), ("wide", WIDTH), ("", WIDTH)], 2)
 )
 def test_piped_tables_follow_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str, most: int
@@ -337,6 +352,7 @@ def test_the_header_counts_in_natural_units():
     assert small["run"].startswith("1 step, 2.05 k tokens, ")
 
 
+@pytest.mark.full
 def test_the_largest_experiment_fits():
     """However many microbatches: no more are in flight than fill the pipeline."""
     plan = Plan(load(*LARGE, "train.global_batch=4096"))
@@ -395,16 +411,18 @@ def test_graphs_of_every_kind():
 
 
 def test_the_command_needs_no_torch_and_no_working_directory(tmp_path: Path):
-    code = "import sys\nfrom app.cli.plan import main\ncode = main(sys.argv[1:])\n"
-    code += "assert not {'torch', 'matplotlib'} & set(sys.modules), 'loaded'\nsys.exit(code)"
-    line = [sys.executable, "-c", code, "what=memory", *SMALL]
+    line = [sys.executable, "-X", "importtime", "-m", "app.cli.plan", "what=stages", *SMALL]
     done = subprocess.run(
         line, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "FORCE_COLOR": ""}
     )
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    assert "\x1b" not in done.stdout and "Fits" in done.stdout
+    lines = done.stderr.splitlines()
+    assert done.returncode == 0 and all(each.startswith("import time:") for each in lines)
+    loaded = {each.split("|")[-1].strip() for each in lines}
+    assert "app.plan.plan" in loaded and not {"torch", "matplotlib"} & loaded
+    assert "\x1b" not in done.stdout and "Stages" in done.stdout
 
 
+@pytest.mark.full
 def test_as_a_module(tmp_path: Path):
     line = [sys.executable, "-m", "app.cli.plan", "what=memory", "gpu_memory_gib=0.1", *SMALL]
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
@@ -429,6 +447,7 @@ def test_the_docs_have_commands():
     assert told == {*WHAT, "layouts"}
 
 
+@pytest.mark.full  # tests/integration/test_commands.py has a few of every page
 @pytest.mark.parametrize("line", [line for line in COMMANDS if f"$ {line}" not in DOCS])
 def test_a_command_of_the_docs(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
@@ -438,7 +457,7 @@ def test_a_command_of_the_docs(
     assert code in (0, 1) and out
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block[1])
+@pytest.mark.parametrize("block", sampled(BLOCKS, 4), ids=lambda block: block[1])
 def test_the_docs_show_what_comes_out(block: re.Match[str]):
     """scripts/plan_docs.py puts it in anew."""
     assert refreshed(block[0]).splitlines() == block[0].splitlines()

@@ -44,6 +44,7 @@ def test_size():
     assert len(README.encode()) <= MAX_BYTES
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("line", [line for line in COMMANDS if line != LAUNCH])
 def test_command_runs(checkout: Path, line: str):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

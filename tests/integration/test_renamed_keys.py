@@ -282,7 +282,9 @@ def test_sweep_on_record_has_present_names():
 
 def program(folder: Path, *words: str) -> tuple[int, str, str]:
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = run_forked(folder, [sys.executable, str(ROOT / words[0]), *words[1:]], env=env)
+    done = run_forked(
+        folder, [sys.executable, str(ROOT / words[0]), *words[1:]], env=env, tree=True
+    )
     return done.returncode, done.stdout, done.stderr
 
 

@@ -63,6 +63,7 @@ def test_links_that_leave_docs_become_text():
 
 
 @needs_zensical
+@pytest.mark.full
 def test_site_builds():
     assert site.main() == 0
     assert (ROOT / "site/index.html").is_file() and (ROOT / "site/keys/index.html").is_file()

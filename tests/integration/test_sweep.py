@@ -12,13 +12,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from omegaconf import OmegaConf
 
 from app.engine.checkpoint.folder import newest_checkpoint
-from tests.cases import sampled
+from tests.cases import chosen, sampled
+from tests.programs import run_forked
 from tests.training import wait_for
 from tests.wandb_file import told
 
@@ -37,7 +38,7 @@ TINY = (
     "log=none",
     "checkpoint.interval=2",
 )
-SIX = ("parallel=single,dp2", "model.vocab_size=264,200,-8")
+VOCABULARIES = "model.vocab_size=264,200,-8"
 
 
 @pytest.fixture(scope="session")
@@ -54,9 +55,8 @@ def command(*overrides: str) -> list[str]:
 
 
 def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*overrides), cwd=folder, capture_output=True, text=True, timeout=300
-    )
+    """A sweep whose processes, also those of its jobs, are forked."""
+    return run_forked(folder, command(*overrides), tree=True)
 
 
 def states(folder: Path) -> list[str]:
@@ -67,31 +67,39 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture(scope="session")
-def six(
-    tmp_path_factory: pytest.TempPathFactory, corpus: tuple[str, ...]
-) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """Folder and outcome of a sweep of six: two that train, two that fail, two that are
-    impossible.
-    """
-    folder = tmp_path_factory.mktemp("six")
-    done = run(folder, *corpus, *TINY, "train.steps=3", *SIX)
+class Done(NamedTuple):
+    """A sweep of three jobs for each layout: one that trains, one that fails, an impossible one."""
+
+    folder: Path
+    layouts: tuple[str, ...]
+    ended: subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module", params=chosen(["dp2", "single,dp2"], ["dp2"]))
+def swept(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    corpus: tuple[str, ...],
+) -> Done:
+    folder = tmp_path_factory.mktemp("swept")
+    words = (f"parallel={request.param}", VOCABULARIES)
+    done = run(folder, *corpus, *TINY, "train.steps=3", *words)
     (sweep,) = (folder / "sweeps").iterdir()
-    return sweep, done
+    return Done(sweep, tuple(request.param.split(",")), done)
 
 
-def test_a_sweep_of_six(six: tuple[Path, subprocess.CompletedProcess[str]]):
-    folder, done = six
-    assert done.returncode == 1 and done.stderr == "", done.stderr  # two have failed
+def test_a_sweep_of_jobs_that_train_and_fail(swept: Done):
+    folder, layouts, done = swept
+    assert done.returncode == 1 and done.stderr == "", done.stderr  # one or two have failed
     assert re.fullmatch(r"moe_tiny-[0-9a-f]{8}", folder.name)
-    assert states(folder) == ["done", "failed", "skipped"] * 2
+    assert states(folder) == ["done", "failed", "skipped"] * len(layouts)
     jobs = json.loads((folder / "sweep.json").read_text())["jobs"]
-    assert [job["swept"] for job in jobs[2:4]] == [
-        ["parallel=single", "model.vocab_size=-8"],
-        ["parallel=dp2", "model.vocab_size=264"],
+    parts = [[f"parallel={layout}"] if len(layouts) > 1 else [] for layout in layouts]
+    assert [job["swept"] for job in jobs] == [
+        [*part, f"model.vocab_size={size}"] for part in parts for size in (264, 200, -8)
     ]
     assert {job["reason"] for job in jobs if job["state"] == "done"} == {None}
-    for failed, skipped in ((1, 2), (4, 5)):
+    for failed, skipped in [(1, 2), (4, 5)][: len(layouts)]:
         assert jobs[failed]["reason"].startswith(
             "model.vocab_size=200: data.tokenizer=bytes has 257 ids"
         )
@@ -100,33 +108,36 @@ def test_a_sweep_of_six(six: tuple[Path, subprocess.CompletedProcess[str]]):
         assert not (folder / jobs[skipped]["folder"]).exists()
 
 
-def test_what_is_told(six: tuple[Path, subprocess.CompletedProcess[str]]):
+def test_what_is_told(swept: Done):
     """What is skipped first, with the reason; then a line when a job begins and one when it
     ends.
     """
-    lines = six[1].stdout.splitlines()
-    assert lines[0].endswith(": 6 jobs, 2 skipped")
-    assert [line[:5] for line in lines[1:3]] == ["[3/6]", "[6/6]"] and all(
-        "skipped: model.vocab_size=-8" in line for line in lines[1:3]
-    )
-    told = [re.sub(r"\d:\d\d:\d\d", "T", line) for line in lines[3:11]]
-    assert told[0] == "[1/6] parallel=single model.vocab_size=264  started"
+    lines, layouts = swept.ended.stdout.splitlines(), swept.layouts
+    jobs, few = 3 * len(layouts), len(layouts)
+    assert lines[0].endswith(f": {jobs} jobs, {few} skipped")
+    skipped, told = lines[1 : 1 + few], lines[1 + few : 1 + 5 * few]
+    assert [line[:5] for line in skipped] == [f"[{number}/{jobs}]" for number in (3, 6)[:few]]
+    assert all("skipped: model.vocab_size=-8" in line for line in skipped)
+    told = [re.sub(r"\d:\d\d:\d\d", "T", line) for line in told]
+    part = f"parallel={layouts[0]} " if few > 1 else ""
+    assert told[0] == f"[1/{jobs}] {part}model.vocab_size=264  started"
     assert re.fullmatch(
-        r"\[1/6\] parallel=single model.vocab_size=264  done in T, loss \d\.\d{4}", told[1]
+        rf"\[1/{jobs}\] {part}model.vocab_size=264  done in T, loss \d\.\d{{4}}", told[1]
     )
     assert told[3].startswith(
-        "[2/6] parallel=single model.vocab_size=200  failed after T: model.vocab_size=200: "
+        f"[2/{jobs}] {part}model.vocab_size=200  failed after T: model.vocab_size=200: "
         "data.tokenizer"
     )
-    assert [line[:5] for line in told] == [f"[{number}/6]" for number in (1, 1, 2, 2, 4, 4, 5, 5)]
+    numbers = (1, 1, 2, 2, 4, 4, 5, 5)[: 4 * few]
+    assert [line[:5] for line in told] == [f"[{number}/{jobs}]" for number in numbers]
     assert lines[-1].startswith("written: ")
 
 
-def test_every_job_is_a_run_in_a_folder_of_its_own(
-    six: tuple[Path, subprocess.CompletedProcess[str]],
-):
-    folder = six[0]
-    names = {"0_parallel-single_vocab_size-264": None, "3_parallel-dp2_vocab_size-264": 2}
+def test_every_job_is_a_run_in_a_folder_of_its_own(swept: Done):
+    folder = swept.folder
+    names = {"0_vocab_size-264": 2}
+    if len(swept.layouts) > 1:
+        names = {"0_parallel-single_vocab_size-264": None, "3_parallel-dp2_vocab_size-264": 2}
     for name, ranks in names.items():
         config = OmegaConf.load(folder / name / "config.yaml")
         assert (config.parallel.world_size, config.model.vocab_size) == (ranks, 264)
@@ -135,32 +146,29 @@ def test_every_job_is_a_run_in_a_folder_of_its_own(
         assert [row["step"] for row in metrics(folder / name) if "loss" in row] == [1, 2, 3]
         assert newest_checkpoint(folder / name) is not None and (folder / name / "job.log").exists()
     losses = [[row["loss"] for row in metrics(folder / name) if "loss" in row] for name in names]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0] == pytest.approx(losses[-1], rel=1e-4)
 
 
-def test_started_again_only_what_is_not_done_runs(
-    six: tuple[Path, subprocess.CompletedProcess[str]], corpus: tuple[str, ...]
-):
+def test_started_again_only_what_is_not_done_runs(swept: Done, corpus: tuple[str, ...]):
     """The same overrides in another order are the same sweep."""
-    folder = six[0]
+    folder, layouts, _ = swept
+    jobs, few = 3 * len(layouts), len(layouts)
     kept = {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.jsonl")}
-    again = run(folder.parent.parent, *reversed(SIX), *TINY, "train.steps=3", *corpus)
-    assert again.returncode == 1 and ": 6 jobs, 2 skipped, 2 done before" in again.stdout
-    assert [line[:5] for line in again.stdout.splitlines() if "started" in line] == [
-        "[2/6]",
-        "[5/6]",
-    ]
+    words = (VOCABULARIES, f"parallel={','.join(layouts)}")
+    again = run(folder.parent.parent, *words, *TINY, "train.steps=3", *corpus)
+    told = f": {jobs} jobs, {few} skipped, {few} done before"
+    assert again.returncode == 1 and told in again.stdout
+    began = [line[:5] for line in again.stdout.splitlines() if "started" in line]
+    assert began == [f"[{number}/{jobs}]" for number in (2, 5)[:few]]
     assert {
         path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.jsonl")
-    } == kept and len(kept) == 2
-    assert states(folder) == ["done", "failed", "skipped"] * 2
+    } == kept and len(kept) == few
+    assert states(folder) == ["done", "failed", "skipped"] * few
 
 
-def test_two_sweeps_do_not_share_a_folder(
-    six: tuple[Path, subprocess.CompletedProcess[str]], corpus: tuple[str, ...], tmp_path: Path
-):
-    before = (six[0] / "sweep.json").read_text()
-    other = run(tmp_path, *corpus, *TINY, "train.steps=4,5", f"hydra.sweep.dir={six[0]}")
+def test_two_sweeps_do_not_share_a_folder(swept: Done, corpus: tuple[str, ...], tmp_path: Path):
+    before = (swept.folder / "sweep.json").read_text()
+    other = run(tmp_path, *corpus, *TINY, "train.steps=4,5", f"hydra.sweep.dir={swept.folder}")
     assert (
         other.returncode == 2
         and "contains another sweep (python train.py -m " in other.stderr
@@ -172,7 +180,7 @@ def test_two_sweeps_do_not_share_a_folder(
         2,
         "train.py: hydra.sweep.dir=.: has files but no sweep; choose a new folder\n",
     )
-    assert (six[0] / "sweep.json").read_text() == before and [
+    assert (swept.folder / "sweep.json").read_text() == before and [
         path.name for path in tmp_path.iterdir()
     ] == ["notes.txt"]
 
@@ -273,6 +281,7 @@ MISTAKES = {
 }
 
 
+NOTHING = "train.py: nothing to train: every combination was skipped\n"
 NOTHING_TO_TRAIN = {
     "parallel.ep=3,5": "parallel.ep=5: must divide model.moe.num_experts=8",
     "hardware.gpu_memory_gib=0.1,0.25": "hardware.gpu_memory_gib=0.2: too small: a rank needs ",
@@ -291,16 +300,18 @@ def test_a_mistake_costs_one_line_and_leaves_nothing(tmp_path: Path, overrides: 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("overrides", sampled(NOTHING_TO_TRAIN, 3))
+@pytest.mark.full
+@pytest.mark.parametrize("overrides", NOTHING_TO_TRAIN)
 def test_nothing_to_train_is_an_error(tmp_path: Path, overrides: str):
     done = run(tmp_path, *overrides.split())
-    assert (done.returncode, done.stderr) == (
-        1,
-        "train.py: nothing to train: every combination was skipped\n",
-    )
-    said = rf"^\[2/2\] \S+  skipped: {re.escape(NOTHING_TO_TRAIN[overrides])}"
-    assert re.search(said, done.stdout, re.MULTILINE), done.stdout
+    assert (done.returncode, done.stderr) == (1, NOTHING)
+    expect_all_skipped(done.stdout, overrides)
     assert list(tmp_path.iterdir()) == []
+
+
+def expect_all_skipped(printed: str, overrides: str) -> None:
+    said = rf"^\[2/2\] \S+  skipped: {re.escape(NOTHING_TO_TRAIN[overrides])}"
+    assert re.search(said, printed, re.MULTILINE), printed
 
 
 def test_a_sweep_is_not_one_of_several_ranks(tmp_path: Path):
@@ -316,11 +327,11 @@ def test_a_sweep_is_not_one_of_several_ranks(tmp_path: Path):
 
 
 def test_the_parent_does_without_torch(tmp_path: Path):
+    """With nothing to train, which is an error."""
     line = [sys.executable, "-X", "importtime", *command("parallel.ep=3,5")[1:]]
-    loaded = {
-        found.split("|")[-1].strip()
-        for found in subprocess.run(
-            line, cwd=tmp_path, capture_output=True, text=True
-        ).stderr.splitlines()
-    }
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
+    loaded = {found.split("|")[-1].strip() for found in done.stderr.splitlines()}
+    assert done.returncode == 1 and NOTHING in done.stderr
+    expect_all_skipped(done.stdout, "parallel.ep=3,5")
+    assert list(tmp_path.iterdir()) == []
     assert "app.cli.sweeps.combinations" in loaded and "torch" not in loaded

@@ -21,6 +21,7 @@ from app.cli.plan_views.timeline_picture import (
 )
 from app.plan.actions import Backward, BackwardInput, BackwardWeight, Compute, Forward
 from app.plan.plan import Plan
+from tests.cases import sampled
 from tests.test_config import load
 
 STEP = (
@@ -49,22 +50,25 @@ def words(figure: Figure) -> list[str]:
 
 @pytest.mark.parametrize(
     ("schedule", "per_row", "legend"),
-    [
-        ("1f1b", 16, ["forward", "backward", "idle"]),
-        ("gpipe", 16, ["forward", "backward", "idle"]),
-        ("zero_bubble_h1", 24, ["forward", "backward, inputs", "backward, weights", "idle"]),
-        (
-            "interleaved parallel.vpp=2",
-            32,
-            [
-                "forward, chunk 0",
-                "forward, chunk 1",
-                "backward, chunk 0",
-                "backward, chunk 1",
-                "idle",
-            ],
-        ),
-    ],
+    sampled(
+        [
+            ("1f1b", 16, ["forward", "backward", "idle"]),
+            ("gpipe", 16, ["forward", "backward", "idle"]),
+            ("zero_bubble_h1", 24, ["forward", "backward, inputs", "backward, weights", "idle"]),
+            (
+                "interleaved parallel.vpp=2",
+                32,
+                [
+                    "forward, chunk 0",
+                    "forward, chunk 1",
+                    "backward, chunk 0",
+                    "backward, chunk 1",
+                    "idle",
+                ],
+            ),
+        ],
+        2,
+    ),
 )
 def test_a_row_per_rank_and_a_bar_per_action(schedule: str, per_row: int, legend: list[str]):
     name, *more = schedule.split()
@@ -136,6 +140,7 @@ def test_a_long_step_is_shown_by_its_ends():
     assert [view.title for view in windows(plan_of("1f1b", MOST_BARS // 2))] == [""]
 
 
+@pytest.mark.full
 def test_a_very_long_step_is_drawn_fast_and_small(tmp_path: Path):
     plan = Plan(load(*STEP, "parallel.pp=16", "train.global_batch=1024"))
     assert plan.timeline.makespan > 0

@@ -8,6 +8,7 @@ import html
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,8 +22,8 @@ from app.engine.checkpoint.folder import complete_checkpoints, newest_checkpoint
 from app.engine.report.metrics import RollbackReport, StepReport, ValidationReport
 from app.engine.report.trackers import NAMES
 from app.version import Version
-from tests.cases import sampled
-from tests.programs import run_forked
+from tests.cases import chosen, sampled
+from tests.programs import Forked, run_forked
 from tests.training import TIMED, wait_for
 from tests.wandb_file import history, told
 
@@ -225,13 +226,12 @@ def test_resume_is_exact(whole: tuple[Path, str], tmp_path: Path, corpus: str):
     ]
 
 
+@pytest.mark.full
 def test_killed_while_training(whole: tuple[Path, str], tmp_path: Path, corpus: str):
     """kill -9 after the checkpoint of step 4; resume=auto of the same folder ends like the
     uninterrupted run.
     """
-    process = subprocess.Popen(
-        command(corpus, "train.steps=12", "run_dir=run"), cwd=tmp_path, stdout=subprocess.DEVNULL
-    )
+    process = Forked(command(corpus, "train.steps=12", "run_dir=run"), cwd=tmp_path)
     wait_for(lambda: newest_checkpoint(tmp_path / "run") is not None)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -262,7 +262,8 @@ def test_two_processes_with_shared_experts_resume_exactly(tmp_path: Path, corpus
 
 
 def test_the_layout_starts_its_processes(whole: tuple[Path, str], tmp_path: Path, corpus: str):
-    done = run(tmp_path, command(corpus, "parallel.dp=2", "train.steps=12", "run_dir=run"))
+    line = command(corpus, "parallel.dp=2", "train.steps=12", "run_dir=run")
+    done = run_forked(tmp_path, line, tree=True)
     assert done.returncode == 0, done.stderr
     losses = [
         [row["loss"] for row in metrics(folder) if "loss" in row]
@@ -292,7 +293,9 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"), sampled(MISTAKES, 3), ids=[said.split(":")[0] for _, said in MISTAKES]
+    ("overrides", "said"),
+    chosen(MISTAKES, MISTAKES[:1] + MISTAKES[-1:]),
+    ids=[said.split(":")[0] for _, said in MISTAKES],
 )
 def test_mistake_leaves_nothing_behind(
     tmp_path: Path, corpus: str, overrides: list[str], said: str
@@ -399,19 +402,27 @@ def test_continuing_with_other_data_is_refused(whole: tuple[Path, str], corpus: 
     )
 
 
-def test_local_script(tmp_path: Path, corpus: str):
-    script = [
-        str(ROOT / "scripts/train_local.sh"),
-        "-n",
-        "1",
-        *command(corpus, f"run_dir={tmp_path}/run", "train.steps=4")[2:],
-    ]
-    if not (ROOT / ".venv").exists():
+@pytest.mark.parametrize("fresh", chosen([False, True], [False]), ids=["forked", "fresh"])
+def test_local_script(tmp_path: Path, corpus: str, fresh: bool):
+    """What it starts is started as fresh processes, or only told, and forked."""
+    script, folder = ROOT / "scripts/train_local.sh", tmp_path / "checkout"
+    more = command(corpus, f"run_dir={tmp_path}/run", "train.steps=4")[2:]
+    if fresh and not (ROOT / ".venv").exists():
         pytest.skip("needs the environment that make creates")
-    done = run(tmp_path, script)
+    if not fresh:
+        (folder / "scripts").mkdir(parents=True)
+        (folder / ".venv/bin").mkdir(parents=True)
+        script = Path(shutil.copy(script, folder / "scripts"))
+        (folder / ".venv/bin/python").write_text("#!/bin/sh\npwd\nprintf '%s\\n' \"$@\"\n")
+        (folder / ".venv/bin/python").chmod(0o755)
+    done = run(tmp_path, [str(script), "-n", "1", *more])
+    if not fresh:
+        place, *line = done.stdout.splitlines()
+        assert place == str(folder)
+        done = run_forked(ROOT, [sys.executable, *line], tree=True)
     assert done.returncode == 0, done.stderr
     assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2, 3, 4, 4]
-    assert "scripts/train_local.sh" in run(tmp_path, [script[0], "-h"]).stdout
+    assert "scripts/train_local.sh" in run(tmp_path, [str(script), "-h"]).stdout
 
 
 @pytest.mark.full
