@@ -1,0 +1,179 @@
+"""Bugs put in on purpose: for each, a default test of the named file must fail.
+
+Each case changes one line in a copy of the checkout and runs that file there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+COPIED = ("app", "conf", "hydra_plugins", "tests", "train.py", "pyproject.toml")
+
+
+@dataclass(frozen=True)
+class Bug:
+    """One line of app/ made wrong, and the tests that must notice."""
+
+    file: str  # in app/
+    right: str
+    wrong: str
+    seen_by: str  # in tests/
+
+
+BUGS = {
+    "sign of the router's input gradient": Bug(
+        "moe/router_matmul.py",
+        "x_grad_TD = wide_gemm(",
+        "x_grad_TD = -wide_gemm(",
+        "tensors/test_router_matmul.py",
+    ),
+    "sign of the balancing bias": Bug(
+        "moe/router.py",
+        "torch.sign(counts_E.sum() - counts_E * counts_E.numel())",
+        "torch.sign(counts_E * counts_E.numel() - counts_E.sum())",
+        "tensors/test_router.py",
+    ),
+    "probabilities of sigmoid scores that do not add up": Bug(
+        "moe/router.py",
+        "return chosen_TK / (chosen_TK.sum(dim=-1, keepdim=True) + TINY)",
+        "return chosen_TK",
+        "tensors/test_router.py",
+    ),
+    "expert load of one rank instead of all": Bug(
+        "moe/phases.py", "        all_reduce(counts, group)\n", "", "processes/test_balance.py"
+    ),
+    "a bias that moves in a skipped step": Bug(
+        "engine/pipeline/step.py",
+        "torch.where(skipped > 0, router.bias_E, moved_E)",
+        "moved_E",
+        "processes/test_bad_steps.py",
+    ),
+    "one token more than an expert's capacity": Bug(
+        "moe/capacity.py", "place_R < limit", "place_R <= limit", "tensors/test_capacity.py"
+    ),
+    "gradients of norms not summed over tensor-parallel ranks": Bug(
+        "optim/distributed.py",
+        "    all_reduce(total, group)\n",
+        "",
+        "processes/test_tensor_parallel.py",
+    ),
+    "a softmax over a part of the vocabulary": Bug(
+        "model/loss.py", "        all_reduce(both_2T, group)\n", "", "processes/test_parity.py"
+    ),
+    "key gradients of one context-parallel rank": Bug(
+        "model/context_parallel.py",
+        "reduce_scatter(own_BsF, parts_PBsF, ctx.group)",
+        "own_BsF.copy_(parts_PBsF[ctx.group.rank()])",
+        "processes/test_context_parallel.py",
+    ),
+    "a stale FP8 copy of the weights": Bug(
+        "model/fp8/linear.py",
+        "linear.stale = True",
+        "linear.stale = False",
+        "processes/test_fp8_training.py",
+    ),
+    "two microbatches in flight in one graph slot": Bug(
+        "plan/graphs.py",
+        "new = max(new, slots[place] + 1)",
+        "new = max(new, slots[place])",
+        "plan/test_graphs.py",
+    ),
+    "a forward too many before the first backward": Bug(
+        "plan/schedule.py",
+        "min(total, pp - pp_rank - 1)",
+        "min(total, pp - pp_rank)",
+        "plan/test_schedule.py",
+    ),
+    "a resumed run that repeats a sequence": Bug(
+        "data/feed.py",
+        "return cls(**state)",
+        'return cls(**state | {"sequences": max(state["sequences"] - 1, 0)})',
+        "processes/test_resume.py",
+    ),
+    "labels that are the tokens themselves": Bug(
+        "data/feed.py",
+        "labels_BS = rows_BS1[:, 1:]",
+        "labels_BS = rows_BS1[:, :-1]",
+        "data/test_feed.py",
+    ),
+    "an end of document in the next document": Bug(
+        "data/feed.py",
+        "np.cumsum(ends_BS, axis=1) - ends_BS",
+        "np.cumsum(ends_BS, axis=1)",
+        "data/test_feed.py",
+    ),
+    "a learning rate that is a step late": Bug(
+        "optim/lr.py", "* step / warmup_steps", "* (step - 1) / warmup_steps", "tensors/test_lr.py"
+    ),
+    "weight decay of norms": Bug(
+        "optim/adam.py",
+        "weight_decay=weight_decay if decays else 0.0",
+        "weight_decay=weight_decay",
+        "processes/test_optimizer.py",
+    ),
+    "bf16 parameters that stay as they were": Bug(
+        "optim/adam.py",
+        "            self.own_params.copy_(self.main)\n",
+        "            pass\n",
+        "processes/test_optimizer.py",
+    ),
+    "a loss scale that rises after an overflow": Bug(
+        "optim/scale.py", "self.scale * 0.5", "self.scale * 2.0", "tensors/test_loss_scale.py"
+    ),
+    "a norm kernel without its epsilon": Bug(
+        "kernels/rms_norm.py", "/ width + eps)", "/ width)", "tensors/test_kernels_layer.py"
+    ),
+    "gradients of clones that do not return": Bug(
+        "moe/clones/cloning.py",
+        "        self.transport.return_grads(self.kind, total_LIO, self.clones)\n",
+        "",
+        "processes/test_clones.py",
+    ),
+    "a decoded token that does not see itself": Bug(
+        "model/decoding/layer_caches.py",
+        "> place_B[:, None]",
+        ">= place_B[:, None]",
+        "processes/test_decoding.py",
+    ),
+    "damaged checkpoint files that are loaded": Bug(
+        "engine/checkpoint/folder.py",
+        'hexdigest() != manifest["files"][name]["sha256"]',
+        'hexdigest() == ""',
+        "processes/test_checkpoint.py",
+    ),
+    "imported weights upside down": Bug(
+        "hf/pretrained.py",
+        "copy_(values.permute(part.order))",
+        "copy_(values.permute(part.order).flip(0))",
+        "tensors/test_hf_parity.py",
+    ),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", BUGS)
+def test_a_default_test_sees(name: str, tmp_path: Path):
+    pytest.importorskip("triton")  # some are seen by kernels alone
+    bug = BUGS[name]
+    for each in COPIED:
+        copy = shutil.copytree if (ROOT / each).is_dir() else shutil.copy
+        copy(ROOT / each, tmp_path / each)
+    file = tmp_path / "app" / bug.file
+    text = file.read_text()
+    assert text.count(bug.right) == 1, f"app/{bug.file} has changed: choose another line"
+    file.write_text(text.replace(bug.right, bug.wrong))
+    line = [sys.executable, "-m", "pytest", "-x", "-n0", "-p", "no:cacheprovider"]
+    environ = os.environ | {"PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(
+        [*line, f"tests/{bug.seen_by}"], cwd=tmp_path, env=environ, capture_output=True, text=True
+    )
+    assert re.search(r"\b1 failed\b", ended.stdout), ended.stdout[-2000:]
