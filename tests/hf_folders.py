@@ -20,8 +20,8 @@ from app.hf.chunks import fill_chunks
 from app.hf.pretrained import Pretrained
 from app.model.chunk import Chunk
 from app.plan.sharding.blocks import ShardCoords
+from tests.tensors.hf_parity import CASES, spread_weights
 from tests.tensors.models import make_chunk
-from tests.tensors.test_hf_parity import CASES, spread_weights
 
 transformers = pytest.importorskip("transformers")
 

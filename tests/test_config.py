@@ -9,22 +9,17 @@ import signal
 import threading
 import time
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 
 from app.cli.options import messages
 from app.cli.options.arguments import Typed
-from app.cli.options.compose import load_run, load_typed, register_schema
+from app.cli.options.compose import load_typed
 from app.cli.options.keys import all_keys
 from app.cli.options.messages import Asked, readable_errors
-from app.config import Run
 from app.errors import ConfigError
+from tests.config import CONF, ROOT, load
 
-ROOT = Path(__file__).parent.parent
-CONF = ROOT / "conf"
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
 NEEDS = {
     "data=text": ["data.path=[x]"],
@@ -35,13 +30,6 @@ NEEDS = {
     "schedule=interleaved": ["parallel.pp=2", "parallel.vpp=2"],
     "schedule=zero_bubble_v": ["parallel.pp=2", "parallel.vpp=2"],
 }
-
-
-def load(*overrides: str, world_size: int | None = None) -> Run:
-    register_schema()
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return load_run(compose("train", list(overrides)), world_size)
 
 
 def test_option_surface_is_a_decision():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.errors import ConfigError
-from tests.test_config import load
+from tests.config import load
 
 LATENT = "model=deepseek_v2_lite"
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-SOURCES = sorted((ROOT / "app").rglob("*.py"))
+from tests.structure import MODULES, ROOT, SOURCES, imported, module_name
+
 FUNCTION_MAX, FILE_MAX = 60, 500  # lines, of functions those of the body
 KERNEL_MAX = 80  # of a Triton kernel: a pass over memory is one function
 TREE_MAX = 8 * 2**20  # bytes that git tracks
@@ -40,13 +40,6 @@ LAYERS = (
 )
 
 
-def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-MODULES = {module_name(path) for path in SOURCES}
-
-
 def layer_of(module: str) -> int:
     """Index of the longest layer entry that the module belongs to."""
     matches = [
@@ -67,16 +60,6 @@ def test_every_public_class_has_a_name_of_its_own():
     )
     assert len(named) > 200
     assert [name for name, times in named.items() if times > 1] == []
-
-
-def imported(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            module = node.module or ""
-            parts = {f"{module}.{alias.name}" for alias in node.names} & MODULES
-            yield from parts or {module}
 
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:

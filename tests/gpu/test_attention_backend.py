@@ -24,9 +24,9 @@ from app.config import (
 )
 from app.model.attention.kernels import Attend, TorchAttention
 from app.model.attention.transformer_engine import TransformerEngineAttention
+from tests.gpu.fp8_runs import FOUR
 from tests.gpu.in_process import trained_alone
 from tests.gpu.programs import GPUS
-from tests.gpu.test_fp8_runs import FOUR
 from tests.runs import make_run
 
 pytest.importorskip("transformer_engine")

@@ -4,7 +4,6 @@ per step.
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Iterator
 
@@ -13,17 +12,15 @@ import torch
 
 from app.choices import Dtype
 from app.config import ModelConfig, PrecisionConfig, Run
-from app.engine.build import Engine, build_engine
-from app.engine.groups import create_groups, process_world
+from app.engine.groups import process_world
 from app.engine.pipeline.step import TrainingStep
-from app.plan.plan import Plan
-from tests.runs import LATENT, TINY, batches_of, make_run
+from tests.gpu.engine import MODELS, engine_on
+from tests.runs import batches_of, make_run
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-MODELS = {"moe": TINY, "dense": dataclasses.replace(TINY, moe=None), "latent": LATENT}
 
 
 @pytest.fixture
@@ -42,19 +39,6 @@ def losses(run: Run, device: str, steps: int = 5) -> list[float]:
             facts, _ = step(batches_of(run, n, 0), run.optim.lr, run.optim.weight_decay)
             seen += [facts.loss, facts.norm_sq]
     return seen
-
-
-def engine_on(run: Run, device: str) -> Engine:
-    """An engine whose weights are those of the CPU's generator, on any device."""
-    plan = Plan(run)
-    engine = build_engine(plan, create_groups(plan.layout, 0), torch.device(device))
-    generator = torch.Generator().manual_seed(0)
-    for piece in engine.optimizer.param_shards():
-        piece.main.copy_(
-            torch.randn(piece.main.shape, generator=generator) * 0.05 + (not piece.spec.decay)
-        )
-    engine.optimizer.restored(updates=0)
-    return engine
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)

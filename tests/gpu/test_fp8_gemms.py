@@ -24,7 +24,7 @@ from app.model.linear import ColumnParallelLinear
 from app.model.weight_grads import MainGradSink, WeightGradQueue
 from app.plan.model.weight import Weight
 from tests.gpu.programs import no_waits
-from tests.tensors.test_fp8_gemms import check_gemms
+from tests.tensors.fp8_gemms import check_gemms
 
 pytest.importorskip("transformer_engine")
 pytestmark = [

@@ -35,6 +35,7 @@ from app.config import (
     TrainConfig,
 )
 from app.engine.checkpoint.folder import newest_checkpoint
+from tests.gpu.fp8_runs import FOUR
 from tests.gpu.in_process import print_trained, trained_alone
 from tests.gpu.programs import GPUS, losses, printed_by_ranks
 from tests.runs import make_run
@@ -43,14 +44,6 @@ pytest.importorskip("transformer_engine")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS, reason="needs a CUDA device")]
 RECIPES = tuple(Fp8Recipe)
 BOTH = (Fp8Part.linear, Fp8Part.head)
-FOUR = ModelConfig(
-    num_layers=4,
-    hidden_size=256,
-    ffn_hidden_size=512,
-    num_heads=4,
-    num_kv_heads=2,
-    vocab_size=512,
-)
 ROUTED = dataclasses.replace(
     FOUR, moe=MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=64, shared_ffn_hidden_size=64)
 )

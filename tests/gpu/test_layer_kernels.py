@@ -12,7 +12,7 @@ from torch import Tensor
 
 from app.kernels.rms_norm import rms_norm
 from app.kernels.swiglu import swiglu
-from tests.tensors.test_kernels_layer import (
+from tests.tensors.kernels_layer import (
     EPS,
     Outputs,
     check,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,8 @@ from app.cli.options.request import Words
 from app.engine.decoding.trained import weights_at
 from app.errors import ConfigError
 from tests.distributed import run_distributed
-from tests.integration.test_generate import saved
-from tests.programs import run_forked
+from tests.integration.evaluate import evaluated
+from tests.integration.generate import saved
 
 QUESTIONS = [
     {"prompt": "a b", "choices": [" c", " d", "xyz"], "answer": 0},
@@ -46,14 +45,6 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder.parent / "nothing_in_it.txt").write_text("")
     (folder.parent / "long.jsonl").write_text(json.dumps({**QUESTIONS[0], "prompt": "a" * 40}))
     return folder
-
-
-def evaluated(folder: Path, *words: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr."""
-    line = [sys.executable, "-m", "app.cli.evaluate", str(folder), *words]
-    cache = f"data.cache_dir={folder.parent}/cache"
-    done = run_forked(folder.parent, [*line, cache])
-    return done.returncode, done.stdout, done.stderr
 
 
 def test_perplexity_of_files(run_dir: Path):

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from app.model.transformer_engine import INSTALL, LIBRARY, OLDEST
-from tests.integration.test_installed import normal
+from tests.integration.installed import normal
 from tests.training import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

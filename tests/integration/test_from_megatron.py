@@ -11,15 +11,9 @@ import pytest
 from app.cli.options.compose import load_overrides
 from app.cli.options.keys import all_keys
 from tests.cases import sampled
+from tests.integration.from_megatron import PAGE, ROWS
 from tests.override_types import check_types
 from tests.training import ROOT
-
-PAGE = (ROOT / "docs/from-megatron.md").read_text()
-ROWS = [
-    tuple(cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1])
-    for line in PAGE.splitlines()
-    if line.startswith("| `--")
-]
 
 
 def choices() -> list[str]:

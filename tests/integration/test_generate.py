@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import sys
 from pathlib import Path
 
 import pytest
 
 from app.cli.generate import read_prompts
-from app.config import ParallelConfig, TrainConfig
-from app.engine.checkpoint.load import Progress
-from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed
-from tests.programs import run_forked
-from tests.runs import TINY, engine_of, make_run
-
-MODEL = dataclasses.replace(TINY, num_layers=2, vocab_size=264, init_std=0.3)
-
-
-def saved(rank: int, folder: Path) -> None:
-    train = TrainConfig(steps=20, seq_len=32, micro_batch=1, global_batch=4)
-    run = make_run(MODEL, parallel=ParallelConfig(tp=2), train=train)
-    save_checkpoint(folder, engine_of(run, rank), run, Progress(3), cursor={})
+from tests.integration.generate import generated, saved
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +16,6 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     run_distributed(saved, 2, folder / "checkpoints")
     return folder
-
-
-def generated(folder: Path, *words: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr."""
-    line = [sys.executable, "-m", "app.cli.generate", str(folder), *words]
-    done = run_forked(folder.parent, line)
-    return done.returncode, done.stdout, done.stderr
 
 
 def test_texts_go_to_stdout_and_facts_to_stderr(run_dir: Path):

@@ -19,8 +19,8 @@ from app.engine.run.start import check_tokenizer
 from app.plan.plan import Plan
 from tests.distributed import run_distributed
 from tests.hf_folders import transformers
-from tests.integration.test_model_ends import SIZE, tokenizer_of_words
-from tests.tensors.test_hf_parity import spread_weights
+from tests.integration.model_ends import SIZE, tokenizer_of_words
+from tests.tensors.hf_parity import spread_weights
 
 CONTEXT = 16
 QUESTIONS = [

@@ -20,8 +20,9 @@ import pytest
 from app.cli import commands
 from app.cli.sweeps.record import Sweep
 from tests.cases import chosen
+from tests.integration.installed import normal
 from tests.programs import run_forked
-from tests.test_structure import imported
+from tests.structure import imported
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -136,11 +137,6 @@ def test_what_is_imported_is_what_is_asked_for():
     } - sys.stdlib_module_names
     found = {normal(owners[name][0]) for name in names - {"app", "hydra_plugins", "triton"}}
     assert found == {normal(re.split("[<>=]", asked)[0]) for asked in PROJECT["dependencies"]}
-
-
-def normal(distribution: str) -> str:
-    """The name of a distribution as an index knows it."""
-    return re.sub("[-_.]+", "-", distribution).lower()
 
 
 @pytest.mark.parametrize("name", chosen(PROJECT["scripts"], ["graphfold-train"]))

@@ -30,7 +30,7 @@ from app.plan.model.vocabulary import table
 from app.plan.plan import Plan
 from app.plan.sharding.blocks import ShardCoords
 from tests.cases import chosen
-from tests.test_config import load
+from tests.config import load
 
 # groups that are drawn, where they have several ranks
 SHOWN = ("tp", "cp", "pp", "dp_cp", "etp_ep", "edp")

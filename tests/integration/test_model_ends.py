@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers import Tokenizer
 
 from app.cli import convert
 from app.data.tokenizer import load_tokenizer
@@ -19,35 +19,12 @@ from app.engine.decoding.model_tokens import generation_ends, prefix_token
 from app.errors import ConfigError
 from tests.cases import chosen
 from tests.hf_folders import transformers
-from tests.integration.test_generate import generated
+from tests.integration.generate import generated
+from tests.integration.model_ends import SIZE, SPECIAL, WORDS, tokenizer_of_words
 from tests.programs import run_forked
 from tests.training import ROOT, corpus_in
 
-WORDS = ["▁the", "▁quick", "▁brown", "▁fox", "▁jumps"]
-SPECIAL = ["<unk>", "<s>", "</s>", "<turn>"]
 CHAIN = [*WORDS[:4], "<turn>", "▁jumps", "</s>", "▁the"]
-SIZE = 96
-
-
-def tokenizer_of_words() -> Tokenizer:
-    """As Llama 2's: words are tokens, a blank is the "▁" in front of them."""
-    letters = {letter: None for letter in "▁".join(["", *map(chr, range(97, 123))])}
-    vocab = {token: number for number, token in enumerate([*SPECIAL, *letters])}
-    merges = []
-    for word in WORDS:
-        for size in range(2, len(word) + 1):
-            vocab.setdefault(word[:size], len(vocab))
-            if (pair := (word[: size - 1], word[size - 1])) not in merges:
-                merges.append(pair)
-    found = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>"))
-    found.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    found.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    found.add_special_tokens(SPECIAL)
-    return found
 
 
 def save_chain(folder: Path, **files: dict[str, object]) -> Tokenizer:

@@ -15,7 +15,7 @@ from app.cli.plan_views.pictures import save_picture
 from app.moe.echo import plan_clones
 from scripts.dispatch_picture import PICTURE, picture
 from scripts.echo_picture import AVERAGE, LOADS, ROOMS, SPILLS, plan_picture
-from tests.integration.test_parallelism_docs import drawn
+from tests.integration.parallelism_docs import drawn
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "bench/results"

@@ -11,7 +11,7 @@ from app.cli.options.keys import all_keys, is_section
 from app.cli.options.other_names import page, row_of, rows
 from app.cli.options.unknown import no_such_key
 from tests.cases import sampled
-from tests.integration.test_from_megatron import ROWS
+from tests.integration.from_megatron import ROWS
 from tests.override_types import check_types
 from tests.training import ROOT
 

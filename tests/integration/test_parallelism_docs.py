@@ -22,7 +22,8 @@ from app.plan.plan import GIB, Plan
 from app.plan.schedule import build_schedule, v_shaped
 from scripts.plan_docs import CONSOLE, PICTURE, refreshed
 from tests.cases import chosen, sampled
-from tests.test_config import load
+from tests.config import load
+from tests.integration.parallelism_docs import drawn
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = (ROOT / "docs/parallelism.md").read_text()
@@ -49,20 +50,6 @@ def overrides(name: str) -> list[str]:
     """Those of the command that draws a picture."""
     words = shlex.split(PICTURES[name][0])[3:]
     return [word for word in words if not word.startswith(("what=", "out="))]
-
-
-def drawn(svg: str) -> tuple[list[str], list[str], list[int]]:
-    """Words, colours and places of a picture, the latter in whole points."""
-    words, colours = (
-        re.findall(r">([^<>\n]+)</text>", svg),
-        re.findall(r"(?:fill|stroke): (#\w+)", svg),
-    )
-    places = [
-        number
-        for path in re.findall(r'(?: d| x| y)="([^"]*)"', svg)
-        for number in re.findall(r"-?\d[\d.]*", path)
-    ]
-    return words, colours, [round(float(number)) for number in places]
 
 
 def volumes(*more: str) -> dict[str, int]:

@@ -40,7 +40,7 @@ from app.plan.summary import summary_lines
 from app.version import VERSION, Version
 from scripts.plan_docs import CONSOLE, refreshed
 from tests.cases import chosen, sampled
-from tests.test_config import load
+from tests.config import load
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = (ROOT / "docs/planning.md").read_text()

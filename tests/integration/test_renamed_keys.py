@@ -35,7 +35,7 @@ from app.engine.run.run_folder import CONFIG, describe_run
 from app.errors import ConfigError
 from app.plan.plan import Plan
 from app.version import Version
-from tests.integration.test_continued_settings import TINY
+from tests.integration.continued_settings import TINY
 from tests.programs import run_forked
 from tests.training import ROOT
 

@@ -13,7 +13,6 @@ import statistics
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,50 +24,13 @@ from app.cli.sweeps.record import Job, JobState, Sweep
 from app.engine.report.fp8 import KINDS
 from app.engine.report.trackers import PANELS
 from tests.cases import sampled
-
-CONFIG = """\
-model: {{name: moe_tiny, num_layers: {layers}}}
-optim: {{lr: 0.003}}
-train: {{steps: {steps}}}
-data: {{path: [a, b]}}
-checkpoint: {{interval: {saves}}}
-parallel: {{world_size: {layers}}}
-log: {{group: g{layers}}}
-run_dir: /x/{layers}
-resume: null
-"""
+from tests.integration.report import write_run
 
 
 def write_plan(folder: Path, *gib: float) -> None:
     """What a run writes before it starts: bytes of tensors of each pipeline rank."""
     ranks = [{"allocated": each * 2**30, "total": 99} for each in gib]
     (folder / "plan.json").write_text(json.dumps({"memory": ranks}))
-
-
-def write_run(
-    folder: Path, loss: float, layers: int = 2, steps: int = 6, taken: int = 6, saves: int = 0
-) -> Path:
-    """A run of `steps` steps of which it has `taken`; the slow first ones must not count."""
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(CONFIG.format(layers=layers, steps=steps, saves=saves))
-    rows: list[dict[str, Any]] = [{"step": 0, "val_loss": 9.5, "val_tokens": 8}]
-    for n in range(1, taken + 1):
-        rate = 10.0 if n <= taken / 2 else 1000.0 * layers + n
-        rows.append(
-            {
-                "step": n,
-                "loss": loss + 6 - n,
-                "tokens": 64 * n,
-                "tokens_per_s": rate,
-                "tflops_per_gpu": rate / 1e4,
-            }
-        )
-    if taken:
-        rows[1]["memory_peak_gib"], rows[-1]["memory_peak_gib"] = 1.5, 1.25
-    if taken == steps:
-        rows.append({"step": steps, "val_loss": loss, "val_tokens": 8})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
 
 
 def table(folder: Path) -> list[dict[str, str]]:

@@ -37,7 +37,7 @@ from app.engine.run.run_folder import plain
 from app.errors import ConfigError
 from app.plan.plan import GIB, Plan
 from app.shell import quoted
-from tests.test_config import CONF, load
+from tests.config import CONF, load
 
 
 def found_by(*overrides: str) -> list[Combination]:

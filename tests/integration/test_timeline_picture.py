@@ -22,7 +22,7 @@ from app.cli.plan_views.timeline_picture import (
 from app.plan.actions import Backward, BackwardInput, BackwardWeight, Compute, Forward
 from app.plan.plan import Plan
 from tests.cases import sampled
-from tests.test_config import load
+from tests.config import load
 
 STEP = (
     "model=llama3_8b",

@@ -26,8 +26,8 @@ from app.engine.run.start import check_tokenizer
 from app.errors import ConfigError
 from app.plan.plan import Plan
 from tests.distributed import run_distributed
-from tests.integration.test_evaluate import evaluated
-from tests.integration.test_generate import generated
+from tests.integration.evaluate import evaluated
+from tests.integration.generate import generated
 from tests.pretrained_model import CONTEXT, TEXT, save_pretrained
 from tests.runs import make_run, with_model
 

@@ -16,7 +16,7 @@ from app.plan.pipeline.timeline import simulate
 from app.plan.plan import Plan
 from app.plan.schedule import build_schedule, chunk_order, v_shaped
 from tests.actions import parse_action
-from tests.test_config import load
+from tests.config import load
 
 NAMES = ("none", "gpipe", "1f1b", "interleaved", "zero_bubble_h1", "zero_bubble_v")
 Case = tuple[str, int, int, int, int | None]  # name, pp, microbatches, chunks, group size

@@ -31,7 +31,7 @@ from app.plan.formatting import gib
 from app.plan.plan import Plan
 from app.plan.stages import parse_layout, spelled_layout
 from app.rules import check
-from tests.test_config import load
+from tests.config import load
 
 ROOT = Path(__file__).parent.parent.parent
 H200 = ("+experiment=small", "hardware=h200", "train.micro_batch=1", "train.seq_len=2048")

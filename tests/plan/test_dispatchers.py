@@ -27,7 +27,7 @@ from app.plan.plan import Plan
 from app.plan.summary import summary_lines
 from app.plan.trace.trace import Trace
 from app.rules import check
-from tests.test_config import load
+from tests.config import load
 
 ROOT = Path(__file__).parents[2]
 EXPERTS = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=32, planned_imbalance=1.5)

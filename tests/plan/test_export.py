@@ -14,7 +14,7 @@ from app.plan.export import SECTIONS, WHAT, Estimate, plan_json, stage_rows
 from app.plan.plan import GIB, Plan
 from app.plan.suggestion import Suggestion
 from tests.actions import parse_action
-from tests.test_config import load
+from tests.config import load
 
 DENSE = ("model=llama3_8b", "parallel.world_size=16", "parallel.tp=4", "parallel.pp=2")
 EXPERTS = (

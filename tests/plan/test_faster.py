@@ -14,7 +14,7 @@ from app.advice.trials import Trials
 from app.cli.plan import main
 from app.plan.plan import Plan
 from app.plan.stages import plan_stages
-from tests.test_config import load
+from tests.config import load
 
 H200 = ("+experiment=small", "hardware=h200", "train.micro_batch=1")
 LLAMA = (*H200, "model=llama3_8b", "model.num_layers=8", "cuda_graph=full_iteration")

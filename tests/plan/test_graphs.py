@@ -13,7 +13,7 @@ from app.plan.pipeline.lowering import lower_all
 from app.plan.plan import Plan
 from app.plan.schedule import build_schedule, peak_in_flight, signed_order, warmup_count
 from tests.actions import parse_action
-from tests.test_config import load
+from tests.config import load
 
 LAYOUTS = [
     (name, pp, mbs, 1)

@@ -8,37 +8,23 @@ import dataclasses
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from app.errors import ConfigError
 from app.plan.groups import CHECKPOINT, EVERYBODY, GROUPS, Group, GroupKind
 from app.plan.layout import ParallelLayout
 from app.plan.memory.rank_memory import communicators
 from app.plan.plan import Plan
-from tests.test_config import load
+from tests.config import load
+from tests.plan.group_table import small_layouts
 
 DOCS = Path(__file__).parents[2] / "docs"
-ORDERS = ("tp-cp-ep-dp-pp", "dp-pp-cp-tp-ep", "pp-dp-ep-cp-tp")
 EVERYTHING = (
     "model=mixtral_8x7b", "model.tie_embeddings=true", "parallel.tp=2", "parallel.cp=2",
     "parallel.pp=2", "parallel.dp=2", "parallel.ep=2", "parallel.etp=2", "train.micro_batch=1",
     "train.global_batch=8",
 )  # fmt: skip
-
-
-def small_layouts(worlds: range) -> Iterator[ParallelLayout]:
-    """Every legal layout of so many ranks, in three orders of axes."""
-    for world in worlds:
-        divisors = [n for n in range(1, world + 1) if world % n == 0]
-        for tp, cp, pp, ep, etp in itertools.product(divisors, repeat=5):
-            for order in ORDERS:
-                try:
-                    yield ParallelLayout(world, tp, cp, pp=pp, ep=ep, etp=etp, order=order)
-                except ConfigError:
-                    continue
 
 
 LAYOUTS = list(small_layouts(range(1, 9)))

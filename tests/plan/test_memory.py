@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 
-from app.choices import Dtype, GraphImpl, GraphKey, GraphScope, Recompute, ScheduleName
+from app.choices import GraphImpl, GraphKey, GraphScope, Recompute, ScheduleName
 from app.cli.options.compose import load_overrides
 from app.config import (
     CudaGraphConfig,
     DataConfig,
     ModelConfig,
-    MoEConfig,
     ParallelConfig,
-    PrecisionConfig,
     RecomputeConfig,
     Run,
     ScheduleConfig,
@@ -36,30 +34,15 @@ from app.plan.memory.activations import (
 )
 from app.plan.memory.overheads import CUDA_CONTEXT, FRAGMENTATION, GRAPH, GRAPH_KERNEL, WORKSPACES
 from app.plan.memory.peak import borders_of, find_peak
-from app.plan.memory.rank_memory import OUTSIDE, RankMemory, communicators, plan_memory
+from app.plan.memory.rank_memory import OUTSIDE, communicators, plan_memory
 from app.plan.pipeline.moments import Walks, moments_of
 from app.plan.plan import GIB, Plan
 from app.plan.schedule import build_schedule
 from app.plan.stages import Stage
 from app.rules import check
 from tests.actions import parse_action
-from tests.test_config import load
-
-DENSE = ModelConfig(
-    num_layers=8, hidden_size=256, ffn_hidden_size=512, num_heads=8, num_kv_heads=8, vocab_size=1024
-)
-EXPERTS = MoEConfig(num_experts=16, top_k=4, ffn_hidden_size=128, shared_ffn_hidden_size=256)
-MOE = dataclasses.replace(DENSE, moe=EXPERTS)
-BF16 = PrecisionConfig(Dtype.bfloat16)
-
-
-def run_of(model: ModelConfig = DENSE, **sections: Any) -> Run:
-    chosen = {"train": TrainConfig(seq_len=512, micro_batch=2, global_batch=64), "precision": BF16}
-    return check(Run(model, **(chosen | sections)))
-
-
-def sizes(memory: RankMemory) -> dict[str, int]:
-    return {part.name: part.bytes for part in memory.parts}
+from tests.config import load
+from tests.plan.memory import DENSE, MOE, kept, parts_of, run_of, sizes
 
 
 def test_a_rank_of_an_empty_stage_holds_only_what_passes_through():
@@ -83,25 +66,9 @@ def test_a_rank_of_an_empty_stage_holds_only_what_passes_through():
             assert plan.parameters[1] == ((),) and plan.buffers[1][0].dense is None
 
 
-def parts_of(run: Run, rank: int = 0) -> dict[str, int]:
-    return sizes(Plan(run).memory[rank])
-
-
 def allocated(run: Run) -> int:
     """Bytes of tensors on the busiest rank."""
     return max(rank.allocated for rank in Plan(run).memory)
-
-
-def kept(run: Run, stage: Stage, **layout: int) -> dict[str, int]:
-    grid = ParallelLayout(
-        run.world_size,
-        tp=run.parallel.tp,
-        cp=run.parallel.cp,
-        ep=run.parallel.ep,
-        etp=run.parallel.etp,
-        **layout,
-    )
-    return dict(chunk_activations(run, stage, grid).usual.kept)
 
 
 # --- worked by hand ---

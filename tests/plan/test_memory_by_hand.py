@@ -24,7 +24,7 @@ from app.plan.memory.activations import chunk_activations
 from app.plan.memory.rank_memory import bytes_per_parameter
 from app.plan.sharding.parameters import chunk_parameters
 from app.plan.stages import Stage
-from tests.plan.test_memory import DENSE, EXPERTS, MOE, kept, parts_of, run_of
+from tests.plan.memory import DENSE, EXPERTS, MOE, kept, parts_of, run_of
 
 
 @pytest.mark.parametrize(("params", "grads", "alone", "shared"), [

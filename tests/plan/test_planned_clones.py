@@ -18,7 +18,7 @@ from app.plan.groups import ETP_EP
 from app.plan.plan import Plan
 from app.plan.summary import summary_lines
 from app.rules import check
-from tests.test_config import load
+from tests.config import load
 
 HIDDEN, FFN, TOKENS = 64, 32, 64
 MATRICES = {"up": 2 * HIDDEN * FFN, "down": FFN * HIDDEN}

@@ -24,7 +24,7 @@ from app.errors import ConfigError
 from app.plan.plan import GIB, Plan
 from app.rules import check
 from tests.cases import chosen, sampled
-from tests.test_config import load
+from tests.config import load
 
 SIZES = (
     dict(

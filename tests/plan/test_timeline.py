@@ -12,7 +12,7 @@ from app.plan.pipeline.timeline import Times, simulate
 from app.plan.plan import Plan
 from app.plan.schedule import build_schedule, v_shaped
 from tests.actions import parse_action
-from tests.test_config import load
+from tests.config import load
 
 SMALL = list(product(range(1, 6), range(1, 9)))  # pipeline ranks, microbatches
 CHUNKS = {"gpipe": 1, "1f1b": 1, "zero_bubble_h1": 1, "interleaved": 2, "zero_bubble_v": 2}

@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from app.choices import Dtype, Score, Source
-from app.config import CheckpointConfig, ModelConfig, ParallelConfig, PrecisionConfig, Run
+from app.choices import Dtype, Source
+from app.config import Run
 from app.engine.build import Engine
 from app.engine.checkpoint.folder import CHECKPOINTS, LATEST, newest_checkpoint
 from app.engine.checkpoint.load import Progress, load_checkpoint
@@ -25,31 +25,15 @@ from app.engine.run.start import find_start
 from app.errors import ConfigError
 from app.kernels.adamw import update_rates
 from app.plan.sharding.reshard import Block, Slice, overlaps
-from tests.checkpoints import save_checkpoint, verify_checkpoint
+from tests.checkpoints import verify_checkpoint
 from tests.distributed import run_distributed
 from tests.parity import exact_engine
+from tests.processes.checkpoint import MODELS, run_of, save
 from tests.rounding import expect_alike, numbered
-from tests.runs import STEADY, TINY, TINY_MOE, engine_of, make_run, train_steps, whole_parameters
+from tests.runs import STEADY, TINY, TINY_MOE, engine_of, train_steps, whole_parameters
 
-SIGMOID = dataclasses.replace(TINY_MOE, score=Score.sigmoid, bias_update_rate=0.01)
-MODELS = {
-    "dense": dataclasses.replace(TINY, moe=None, tie_embeddings=True),
-    "moe": TINY,
-    "bias": dataclasses.replace(TINY, moe=SIGMOID),
-}
 STEPS = 3  # before and after the checkpoint
 Parameters = dict[str, Any]  # name -> numpy array of the whole parameter
-
-
-def run_of(
-    model: ModelConfig, dp: int = 1, ep: int = 1, params: Dtype = Dtype.float32, seed: int = 1
-) -> Run:
-    run = make_run(
-        model,
-        parallel=ParallelConfig(world_size=dp, dp=dp, ep=ep),
-        precision=PrecisionConfig(params),
-    )
-    return dataclasses.replace(run, train=dataclasses.replace(run.train, seed=seed))
 
 
 def trained_engine(run: Run, rank: int) -> tuple[Engine, Progress]:
@@ -73,12 +57,6 @@ def train_first(run: Run, engine: Engine) -> Progress:
         if router.moe.bias_update_rate:
             router.bias_E.copy_(torch.randn(router.bias_E.shape, generator=random) * 0.1)
     return Progress(STEPS + 1, STEPS, 640)
-
-
-def save(folder: Path, run: Run, engine: Engine, progress: Progress, keep_last: int = 2) -> Path:
-    cursor = {"sequences": 8 * progress.step, "stream": {"rank": engine.groups.rank}}
-    kept = dataclasses.replace(run, checkpoint=CheckpointConfig(keep_last=keep_last))
-    return save_checkpoint(folder, engine, kept, progress=progress, cursor=cursor)
 
 
 def load(path: Path, run: Run, rank: int) -> tuple[Engine, Progress, dict[str, Any]]:

@@ -43,8 +43,8 @@ from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed
 from tests.echo_plans import draw_counts, loads_after
 from tests.parity import exactly, here
-from tests.processes.test_captured import CHOICES, EAGER, FULL_ITERATIONS, same, several
-from tests.processes.test_static import (
+from tests.processes.captured import CHOICES, EAGER, FULL_ITERATIONS, same, several
+from tests.processes.static import (
     FACTOR,
     GRAPHS,
     LAYOUTS,

@@ -25,7 +25,7 @@ from app.engine.run.signals import StopRequest, ctrl_c_held_back
 from app.engine.train import train
 from app.plan.plan import Plan
 from tests.forks import Process
-from tests.processes.test_stop import exit_code, launched
+from tests.processes.stop import exit_code, launched
 from tests.programs import Forked
 from tests.training import ROOT, composed, corpus_in, losses
 

@@ -4,112 +4,38 @@ position, for prompts of different lengths, at every layout.
 
 from __future__ import annotations
 
-import dataclasses
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from app.choices import CpComm, DispatcherKind
-from app.config import ModelConfig, ParallelConfig, Run
 from app.engine.build import Engine
-from app.engine.capture.recorder import Recorder
 from app.engine.capture.stand_in import HostRecorder
-from app.engine.decoding.decoder import Decoder, Model
+from app.engine.decoding.decoder import Decoder
 from app.engine.decoding.drawing import Sampling
 from app.engine.decoding.texts import drawn_tokens
 from app.engine.generate import sample_tokens
 from app.plan.memory.decoding import decoding_memory
 from tests.cases import chosen
 from tests.distributed import run_distributed
-from tests.parity import exact_engine, here
+from tests.parity import here
+from tests.processes.decoding import (
+    LAYOUTS,
+    MODELS,
+    PAIRS,
+    PLACES,
+    PROMPTS,
+    STEPS,
+    alone,
+    greedy,
+    run_of,
+)
 from tests.rounding import Values, expect_alike, numbered
-from tests.runs import LATENT, TINY, TINY_MOE, make_run
 
-PROMPTS = ([5, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5])
-STEPS = 6
-PLACES = 13  # the longest prompt and all steps but the last fill them
-
-
-def sharp(model: ModelConfig, **changes: Any) -> ModelConfig:
-    """Far from uniform, so that rounding does not decide between tokens."""
-    return dataclasses.replace(model, num_layers=4, init_std=0.3, **changes)
-
-
-MODELS = {
-    "moe": sharp(TINY),
-    "dense": sharp(TINY, moe=None, qk_norm=True, tie_embeddings=True),
-    "latent": sharp(LATENT),
-    "plain queries": sharp(
-        LATENT, yarn=None, moe=None, mla=dataclasses.replace(LATENT.mla, q_lora_rank=None)
-    ),
-    "static": sharp(TINY, moe=dataclasses.replace(TINY_MOE, dispatcher=DispatcherKind.static)),
-}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp 2": {"tp": 2},
-    "tp 2, two replicas": {"tp": 2, "dp": 2},
-    "ep 2": {"ep": 2, "dp": 2},
-    "tp 2 ep 2": {"tp": 2, "ep": 2, "etp": 1},
-    "pp 2": {"pp": 2},
-    "pp 2 vpp 2": {"pp": 2, "vpp": 2},
-    "pp 2 tp 2": {"pp": 2, "tp": 2},
-    "cp 2": {"cp": 2},
-    "cp 2 heads": {"cp": 2, "cp_comm_type": CpComm.all_to_all},
-    "cp 2 ep 2": {"cp": 2, "ep": 2},
-}
 QUICK = [("moe", "tp 2 ep 2"), ("dense", "pp 2 tp 2"), ("latent", "tp 2"), ("moe", "cp 2 ep 2"),
          ("static", "ep 2"), ("latent", "pp 2")]  # fmt: skip
-
-
-def run_of(name: str, **parallel: Any) -> Run:
-    return make_run(MODELS[name], parallel=ParallelConfig(**({"dp": 1} | parallel)))
-
-
-def greedy(engine: Model, recorder: Recorder | None = None) -> tuple[list[list[int]], Values]:
-    """The prompts with what follows, and the logits that said so."""
-    decoder = Decoder(engine, len(PROMPTS), PLACES, recorder)
-    found = [decoder.prompts(PROMPTS)]
-    sequences = [list(prompt) for prompt in PROMPTS]
-    for _ in range(STEPS):
-        for sequence, token in zip(sequences, found[-1].argmax(-1).tolist(), strict=True):
-            sequence.append(token)
-        found.append(decoder.step([sequence[-1] for sequence in sequences]))
-    assert len({logits.data_ptr() for logits in found}) == len(found), "none is overwritten"
-    return sequences, numbered(logits.numpy() for logits in found)
-
-
-@torch.no_grad()
-def whole(engine: Engine, sequences: list[list[int]]) -> Values:
-    """Compute the same logits by forwards of whole sequences, one after the other."""
-    (chunk,) = engine.chunks
-    found = []
-    for prompt, sequence in zip(PROMPTS, sequences, strict=True):
-        tokens_1S = torch.tensor([sequence])
-        context = chunk.context(torch.arange(len(sequence))[None], None)
-        logits_SV = chunk.logits(chunk(tokens_1S, context).x)[0]
-        found.append(logits_SV[len(prompt) - 1 :])
-    return numbered(torch.stack(found, dim=1).numpy())
-
-
-def exactly_whole(rank: int, run: Run, sequences: list[list[int]]) -> Values:
-    with exact_engine(rank, run) as engine:
-        return whole(engine, sequences)
-
-
-def both(engine: Engine) -> tuple[list[list[int]], Values, Values]:
-    sequences, found = greedy(engine)
-    return sequences, found, whole(engine, sequences)
-
-
-@cache
-def alone(name: str) -> tuple[list[list[int]], Values, Values, Values]:
-    """Return, for one process, sequences and logits: with a cache, without one, and in fp64."""
-    run = run_of(name)
-    ((sequences, found, plain),) = run_distributed(here, 1, run, both)
-    (exact,) = run_distributed(exactly_whole, 1, run, sequences)
-    return sequences, found, plain, exact
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -123,14 +49,6 @@ def test_tokens_and_logits_are_those_of_whole_sequences(name: str):
             for prompt, sequence in zip(PROMPTS, sequences, strict=True)
         ]
     assert len({token for sequence in sequences for token in sequence}) > 8, "says something"
-
-
-PAIRS = [
-    (name, layout)
-    for name in MODELS
-    for layout, degrees in LAYOUTS.items()
-    if "ep" not in degrees or MODELS[name].moe
-]
 
 
 @pytest.mark.parametrize(("name", "layout"), chosen(PAIRS, QUICK))

@@ -27,7 +27,7 @@ from app.engine.pipeline.step import Validation
 from tests.cases import chosen, sampled
 from tests.distributed import run_distributed
 from tests.parity import OneProcess, Trained, alone, here, results
-from tests.processes.test_captured import several
+from tests.processes.captured import several
 from tests.runs import (
     STEADY,
     TINY,

@@ -33,7 +33,7 @@ from app.config import (
 from app.config.model import StaticConfig
 from tests.cases import chosen
 from tests.distributed import run_distributed
-from tests.processes.test_fp8_training import (
+from tests.processes.fp8_training import (
     STEPS,
     captured,
     distance,

@@ -22,9 +22,9 @@ from app.rules import check
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.processes import test_kept_memory as unnarrowed
-from tests.processes.test_kept_memory import DENSE, measured, planned, run_of
-from tests.tensors.test_activation_memory import with_kernels
-from tests.tensors.test_fp8_memory import Allocating
+from tests.processes.kept_memory import DENSE, measured, planned, run_of
+from tests.tensors.activation_memory import with_kernels
+from tests.tensors.fp8_memory import Allocating
 
 kernels = pytest.fixture(autouse=True)(with_kernels)
 WIDE = dataclasses.replace(DENSE, vocab_size=1024)

@@ -20,7 +20,7 @@ from app.engine.pipeline.step import TrainingStep, Validation
 from app.engine.report.fp8 import Fp8Meter
 from tests.cases import chosen
 from tests.distributed import run_distributed
-from tests.processes.test_fp8_state import DENSE, WARMUP, WHOLE
+from tests.processes.fp8_state import DENSE, WARMUP, WHOLE
 from tests.runs import batches_of, engine_of, make_run
 
 STEPS, INTERVAL = 6, 3

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.choices import DispatcherKind, Dtype, Fp8Part, Fp8Recipe, GraphImpl, StaticCapacity
+from app.choices import DispatcherKind, Dtype, Fp8Part, Fp8Recipe, StaticCapacity
 from app.config import CudaGraphConfig, Fp8Config, ParallelConfig, PrecisionConfig, Run, TrainConfig
 from app.config.model import StaticConfig
 from app.engine.build import Engine
@@ -23,12 +23,10 @@ from app.engine.pipeline.step import TrainingStep, Validation
 from tests.cases import chosen
 from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed
+from tests.processes.fp8_state import DENSE, STEPS, WHOLE
 from tests.runs import TINY, batches_of, engine_of, make_run
 
-DENSE = dataclasses.replace(TINY, num_layers=4, ffn_hidden_size=64, moe=None)
-STEPS, WARMUP = 5, 2
 EAGER = CudaGraphConfig()
-WHOLE = CudaGraphConfig(GraphImpl.full_iteration, warmup_steps=WARMUP)
 UPDATING = dataclasses.replace(WHOLE, optimizer=True)
 GRAPHS = {"eager": EAGER, "full iteration": WHOLE, "full iteration, update": UPDATING}
 Scales = dict[str, Any]  # global name of a weight -> its layer's scales, and what they are of

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 
 from app.choices import (
@@ -47,9 +46,21 @@ from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed
 from tests.forks import Patches
 from tests.graphed_callables import install
-from tests.parity import exactly
-from tests.runs import TINY, batches_of, engine_of, make_run, train_steps, whole_gradients
-from tests.training import composed, corpus_in, train_rank, untimed
+from tests.processes.fp8_training import (
+    STEPS,
+    WARMUP,
+    captured,
+    distance,
+    exact_step,
+    expect_same,
+    first_step,
+    overfitted,
+    several,
+    stopped_and_resumed,
+    trained,
+)
+from tests.runs import TINY, batches_of, engine_of, make_run, train_steps
+from tests.training import composed, corpus_in, untimed
 
 # with biases, which attention adds in place to the output of its first FP8 layer
 EXPERTS = dataclasses.replace(
@@ -60,7 +71,6 @@ EXPERTS = dataclasses.replace(
     moe=dataclasses.replace(TINY.moe, shared_ffn_hidden_size=32),
 )
 DENSE = dataclasses.replace(EXPERTS, moe=None)
-STEPS, WARMUP = 5, 2
 RECIPES = tuple(Fp8Recipe)
 EVERYTHING = tuple(Fp8Part)
 
@@ -74,32 +84,6 @@ def in_8(
 
 def run_of(recipe: Fp8Recipe | None, model: Any = DENSE, **sections: Any) -> Run:
     return make_run(model, **({"precision": in_8(recipe)} | sections))
-
-
-def trained(rank: int, run: Run) -> dict[str, Any]:
-    """Losses and norms of some steps, the last gradients, and how often weights are quantised."""
-    engine = engine_of(run, rank)
-    seen = train_steps(run, engine, STEPS)
-    grads = whole_gradients(engine)
-    times = {linear.times for linear in engine.fp8.linears.values()}
-    engine.release()
-    return {
-        "losses": [loss for loss, _ in seen],
-        "grads": {name: grad.numpy() for name, grad in grads.items()},
-        "times": times,
-    }
-
-
-def several(rank: int, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
-    return {name: trained(rank, run) for name, run in runs.items()}
-
-
-def expect_same(found: dict[str, Any], expected: dict[str, Any], case: str) -> None:
-    assert found["losses"] == expected["losses"], case
-    unlike = [
-        name for name, grad in expected["grads"].items() if (found["grads"][name] != grad).any()
-    ]
-    assert not unlike, case
 
 
 ONE_STAGE = {
@@ -157,13 +141,6 @@ def test_stages_change_no_bits(recipe: Fp8Recipe, schedule: str):
         assert found["times"] == {STEPS}
 
 
-def distance(found: dict[str, Any], exact: dict[str, Any]) -> float:
-    """Return the relative distance, over all gradients together, from the exact ones."""
-    pairs = [(found["grads"][name], exact["grads"][name]) for name in exact["grads"]]
-    apart = sum(float(np.square(mine - wanted).sum()) for mine, wanted in pairs)
-    return (apart / sum(float(np.square(wanted).sum()) for _, wanted in pairs)) ** 0.5
-
-
 LAYOUTS = {
     "tp2": {"parallel": ParallelConfig(tp=2)},
     "tp2 chunked loss": {"parallel": ParallelConfig(tp=2), "loss": LossConfig(chunk_tokens=8)},
@@ -179,27 +156,6 @@ LAYOUT_CASES = [*itertools.product(RECIPES, LAYOUTS)]
 LAYOUTS_QUICK = [(Fp8Recipe.current, "tp2 pp2 zero-bubble"), (Fp8Recipe.block, "dp2")]
 
 
-def first_step(rank: int, run: Run) -> dict[str, Any]:
-    engine = engine_of(run, rank)
-    losses = [loss for loss, _ in train_steps(run, engine, 1)]
-    return {
-        "losses": losses,
-        "grads": {name: grad.numpy() for name, grad in whole_gradients(engine).items()},
-    }
-
-
-def exact_step(rank: int, run: Run) -> dict[str, Any]:
-    return exactly(rank, run, lambda engine: first_results(run, engine))
-
-
-def first_results(run: Run, engine: Any) -> dict[str, Any]:
-    losses = [loss for loss, _ in train_steps(run, engine, 1)]
-    return {
-        "losses": losses,
-        "grads": {name: grad.numpy() for name, grad in whole_gradients(engine).items()},
-    }
-
-
 @pytest.mark.parametrize(("recipe", "layout"), chosen(LAYOUT_CASES, LAYOUTS_QUICK))
 def test_layouts_are_as_near_to_fp64_as_one_process(recipe: Fp8Recipe, layout: str):
     """Ranks that have parts of a matrix scale their own: no worse than one scale for all."""
@@ -213,10 +169,6 @@ def test_layouts_are_as_near_to_fp64_as_one_process(recipe: Fp8Recipe, layout: s
     for found in several:
         assert distance(found, exact) < 1.25 * noise
         assert abs(found["losses"][0] - exact["losses"][0]) < 1e-2
-
-
-def captured(impl: GraphImpl, *scope: GraphScope, key: GraphKey = GraphKey.microbatch) -> Any:
-    return CudaGraphConfig(impl, scope, WARMUP, key)
 
 
 GRAPHS = {
@@ -459,24 +411,11 @@ def test_rollback_drops_quantised_copies_of_later_weights(recipe: Fp8Recipe, tmp
     assert used == new
 
 
-def overfitted(rank: int, run: Run) -> list[float]:
-    """Losses of steps on one batch."""
-    engine = engine_of(run, rank)
-    step = TrainingStep(engine)
-    batches = batches_of(run, 0, 0)
-    return [step(batches, 1e-2, 0.0)[0].loss for _ in range(30)]
-
-
 @pytest.mark.parametrize("recipe", chosen(RECIPES, [Fp8Recipe.delayed]))
 def test_loss_falls_as_without_fp8(recipe: Fp8Recipe):
     wide, narrow = (run_distributed(overfitted, 1, run_of(each))[0] for each in (None, recipe))
     assert wide[-1] < 0.5 * wide[0]
     assert abs(narrow[-1] - wide[-1]) < 0.1 * wide[0]
-
-
-def stopped_and_resumed(rank: int, runs: list[Run]) -> None:
-    for run in runs:
-        assert train_rank(rank, run, {})[0]
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,8 @@ Replays in these tests do on the host what they do on a GPU: nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from torch import Tensor
@@ -26,8 +23,6 @@ from app.config import (
 )
 from app.engine.build import Engine
 from app.engine.capture.full_iteration import FullIteration
-from app.engine.capture.recorder import Work
-from app.engine.capture.stand_in import HostRecorder, HostRecording
 from app.engine.checkpoint.folder import CHECKPOINTS
 from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.checkpoint.saver import Saver
@@ -40,7 +35,8 @@ from app.optim.param_gather import ParamGather
 from tests.cases import chosen
 from tests.checkpoints import verify_checkpoint
 from tests.distributed import run_distributed
-from tests.processes.test_captured import EAGER, FOUR, UPDATING, WARMUP, WHOLE
+from tests.processes.captured import EAGER, FOUR, UPDATING, WARMUP, WHOLE
+from tests.processes.gathers_in_graphs import replays_as_on_a_gpu
 from tests.runs import batches_of, engine_of, make_run, whole_parameters
 
 DENSE = dataclasses.replace(FOUR, moe=None)
@@ -75,37 +71,6 @@ def run_of(case: str, graph: CudaGraphConfig, overlap: bool) -> Run:
     # both overlaps off would make other buckets
     optim = OptimConfig(lr=1e-2, warmup_steps=2, bucket_numel=1500, overlap_params=overlap)
     return make_run(**{"model": FOUR, "optim": optim, "cuda_graph": graph, **CASES[case]})
-
-
-@contextmanager
-def replays_as_on_a_gpu(engine: Engine) -> Iterator[None]:
-    """Within the block replays gather what was gathered when they were recorded, and the host does
-    not know that they do.
-    """
-    gather = engine.optimizer._param_gather
-    record, replay = HostRecorder.record, HostRecording.replay
-    recorded: list[tuple[HostRecording, set[AdamShard]]] = []
-
-    def noting(recorder: HostRecorder, work: Work, pool: int) -> Any:
-        stale = set(gather._stale)
-        recording, outputs = record(recorder, work, pool)
-        recorded.append((recording, stale))
-        return recording, outputs
-
-    def kernels_alone(recording: HostRecording) -> Any:
-        known = gather._stale
-        (stale,) = (stale for each, stale in recorded if each is recording)
-        gather._stale = set(stale)
-        outputs = replay(recording)
-        assert not gather._in_flight
-        gather._stale = known
-        return outputs
-
-    with (
-        mock.patch.object(HostRecorder, "record", noting),
-        mock.patch.object(HostRecording, "replay", kernels_alone),
-    ):
-        yield
 
 
 def taken(engine: Engine, first: int, saver: Saver | None, folder: Path) -> list[Any]:

@@ -26,7 +26,7 @@ from app.plan.shards import buffer_layout
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.forks import Patches
-from tests.processes.test_captured import CHOICES, EAGER, WARMUP
+from tests.processes.captured import CHOICES, EAGER, WARMUP
 from tests.runs import TINY, engine_of, make_run, train_steps
 
 ACCUMULATING, EXPECTING, REDUCING, REDUCED = GradState

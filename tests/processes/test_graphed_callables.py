@@ -33,7 +33,7 @@ from app.plan.plan import Plan
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.graphed_callables import install
-from tests.processes.test_captured import (
+from tests.processes.captured import (
     EAGER,
     FOUR,
     LAYOUTS,
@@ -46,7 +46,7 @@ from tests.processes.test_captured import (
     several,
     trained,
 )
-from tests.processes.test_static import NEVER, short_run, steps_of, steps_with_all_rows
+from tests.processes.static import NEVER, short_run, steps_of, steps_with_all_rows
 from tests.runs import batches_of, engine_of
 from tests.training import composed, corpus_in, train_rank
 

@@ -26,7 +26,7 @@ from app.plan.layout import ParallelLayout, select_layout
 from app.plan.memory.rank_memory import communicators
 from tests.cases import chosen
 from tests.distributed import run_distributed
-from tests.plan.test_group_table import small_layouts
+from tests.plan.group_table import small_layouts
 from tests.training import composed
 
 APP = Path(__file__).parents[2] / "app"

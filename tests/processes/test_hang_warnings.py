@@ -25,7 +25,7 @@ from app.engine.watchdog.heartbeats import Doing, Finding, Heartbeats, Record
 from app.engine.watchdog.missing import MUTE, SAVING, WARNS, CollectiveWait, Look
 from app.engine.watchdog.watchdog import LOOK_S, LOOKS, Watchdog
 from tests.forks import Patches, Process
-from tests.processes.test_pipeline import MODELS, run_of
+from tests.processes.pipeline import MODELS, run_of
 from tests.training import wait_for
 
 TIMEOUT_S = 120.0  # the run would end of a hang after this long

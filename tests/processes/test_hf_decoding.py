@@ -14,8 +14,8 @@ from app.engine.decoding.scoring import perplexity, windows
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.runs import engine_of, make_run
+from tests.tensors.hf_parity import CASES, converted, copy_weights, spread_weights
 from tests.tensors.models import draw_tokens
-from tests.tensors.test_hf_parity import CASES, converted, copy_weights, spread_weights
 
 NEW = 8
 PROMPTS = ([7, 1, 80, 33, 2, 64, 19], [5, 5, 90], [42])

@@ -10,22 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 from app.choices import Dtype
 from app.cli import convert
 from app.config import PrecisionConfig, Run
-from app.engine.build import build_engine
-from app.engine.checkpoint.folder import CHECKPOINTS, read_manifest
-from app.engine.checkpoint.load import Progress, load_checkpoint
-from app.engine.export import Exported, export_checkpoint, export_together
-from app.engine.groups import create_groups
-from app.engine.run.start import find_pretrained
+from app.engine.checkpoint.folder import read_manifest
+from app.engine.export import Exported, export_checkpoint
 from app.errors import ConfigError
 from app.hf import write
-from app.plan.plan import Plan
-from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed
 from tests.hf_folders import (
     edit_config,
@@ -35,40 +27,14 @@ from tests.hf_folders import (
     their_logits,
     transformers,
 )
-from tests.processes.test_init_from import LAYOUTS, run_from
+from tests.processes.hf_export import DENSE, a_checkpoint, exported_together, saved, tensors_of
+from tests.processes.init_from import LAYOUTS, run_from
 from tests.programs import run_forked
-from tests.runs import TINY, make_run, train_steps, with_model
+from tests.runs import TINY, make_run, with_model
 from tests.tensors.models import draw_tokens, forward
 from tests.training import ROOT, corpus_in
 
 BF16 = PrecisionConfig(Dtype.bfloat16)
-
-
-def engine_from(rank: int, run: Run, start: str | None) -> Any:
-    """The engine of a rank with weights of the run's model, or of a checkpoint."""
-    plan = Plan(run)
-    groups = create_groups(plan.layout, rank)
-    pretrained = find_pretrained(run) if run.model.init_from and start is None else None
-    engine = build_engine(plan, groups, torch.device("cpu"), pretrained=pretrained)
-    if start is not None:
-        load_checkpoint(Path(start), read_manifest(Path(start)), engine)
-    return engine
-
-
-def saved(rank: int, run: Run, folder: Path, start: str | None = None, steps: int = 0) -> str:
-    """Save a checkpoint of a run after so many steps; returns where."""
-    engine = engine_from(rank, run, start)
-    if steps:
-        train_steps(run, engine, steps)
-    progress = Progress(step=max(1, steps))
-    return str(save_checkpoint(folder / CHECKPOINTS, engine, run, progress, {}))
-
-
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
 
 
 def check_round_trip(
@@ -124,14 +90,6 @@ def test_every_family_gives_out_what_came_in(name: str, tmp_path: Path):
     check_round_trip(name, {"pp": 2}, {"pp": 2, "vpp": 2}, tmp_path)
 
 
-def exported_together(rank: int, run: Run, folder: Path) -> str:
-    path = saved(rank, run, folder, steps=2)
-    engine = engine_from(rank, run, path)
-    export_together(Path(path), folder / "out", engine.groups, engine.watchdog.main)
-    return path
-
-
-DENSE = with_model(make_run(), moe=None, tie_embeddings=True)
 MIXTRAL = with_model(
     make_run(), moe=dataclasses.replace(TINY.moe, shared_ffn_hidden_size=0, first_k_dense=0)
 )
@@ -216,11 +174,6 @@ def test_what_came_with_the_model_goes_with_it(tmp_path: Path):
     assert before.pop("auto_map")  # to code, which is not copied
     assert before.pop("dtype") == after.pop("torch_dtype") == "float32"
     assert before == after
-
-
-def a_checkpoint(folder: Path, run: Run) -> Path:
-    (path,) = run_distributed(saved, 1, run, folder)
-    return Path(path)
 
 
 def test_export_prints_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -20,8 +20,8 @@ from app.hf.families import family_of
 from app.hf.write import Export
 from tests.distributed import run_distributed
 from tests.hf_folders import edit_config, save_random
-from tests.processes.test_hf_export import DENSE, a_checkpoint, exported_together
-from tests.processes.test_init_from import run_from
+from tests.processes.hf_export import DENSE, a_checkpoint, exported_together
+from tests.processes.init_from import run_from
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "unknown command": (

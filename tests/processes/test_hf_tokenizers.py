@@ -18,9 +18,9 @@ from app.engine.kept_tokenizer import keep_tokenizer
 from app.hf.tokenizer_files import TrainedTokenizer, with_tokenizer
 from tests.hf_folders import save_byte_level, save_random, transformers
 from tests.pretrained_model import MARKER
-from tests.processes.test_hf_export import DENSE, a_checkpoint
-from tests.processes.test_init_from import run_from
-from tests.processes.test_own_tokenizer import with_tokenizer as with_data_tokenizer
+from tests.processes.hf_export import DENSE, a_checkpoint
+from tests.processes.init_from import run_from
+from tests.processes.own_tokenizer import with_tokenizer as with_data_tokenizer
 from tests.programs import run_forked
 from tests.training import ROOT, corpus_in
 

@@ -31,11 +31,11 @@ from app.hf.their_model import TheirModel
 from app.plan.model.stage import model_weights
 from app.plan.plan import Plan
 from app.plan.sharding.reshard import Block
+from tests.config import load
 from tests.distributed import run_distributed
 from tests.hf_folders import KEY, edit_config, loaded, save_random, split_into_two
 from tests.programs import run_forked
 from tests.runs import make_run
-from tests.test_config import load
 from tests.training import ROOT, corpus_in
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

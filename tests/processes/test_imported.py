@@ -26,14 +26,14 @@ from app.hf import pretrained
 from app.plan.plan import Plan
 from tests.cases import sampled
 from tests.checkpoints import verify_checkpoint
+from tests.config import load
 from tests.distributed import run_distributed
 from tests.forks import Patches
 from tests.hf_folders import edit_config, edit_tensors, save_random, transformers
-from tests.processes.test_hf_export import tensors_of
-from tests.processes.test_init_from import LAYOUTS, first_losses, run_from
+from tests.processes.hf_export import tensors_of
+from tests.processes.init_from import LAYOUTS, first_losses, run_from
 from tests.programs import run_forked
 from tests.runs import train_steps
-from tests.test_config import load
 from tests.training import ROOT, corpus_in
 
 

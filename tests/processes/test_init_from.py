@@ -11,54 +11,18 @@ import torch
 from omegaconf import OmegaConf
 
 from app.choices import Dtype
-from app.config import ModelConfig, MoEConfig, ParallelConfig, PrecisionConfig, Run, TrainConfig
-from app.engine.build import Engine, build_engine
-from app.engine.groups import create_groups
-from app.engine.run.start import open_pretrained
+from app.config import ModelConfig, MoEConfig, PrecisionConfig, Run
 from app.errors import ConfigError
 from app.hf import pretrained as hf_pretrained
 from app.hf.families import differences
-from app.hf.their_model import TheirModel
-from app.plan.plan import Plan
 from app.plan.sharding.reshard import Block
+from tests.config import load
 from tests.distributed import run_distributed
 from tests.hf_folders import KEY, edit_tensors, loaded, save_random, their_logits
+from tests.processes.init_from import LAYOUTS, engine_from, first_losses, run_from
 from tests.programs import run_forked
-from tests.runs import batches_of, make_run, train_steps
-from tests.test_config import load
+from tests.runs import batches_of
 from tests.training import ROOT
-
-LAYOUTS = {
-    "tp2": {"tp": 2},
-    "ep4": {"ep": 4, "dp": 4},
-    "pp2·vpp2": {"pp": 2, "vpp": 2},
-    "etp2": {"tp": 2, "etp": 2, "ep": 2, "dp": 2},
-    "tp2·pp2·ep2": {"tp": 2, "pp": 2, "ep": 2, "etp": 1},
-}
-
-# of models with 3 and with 4 layers, for so many stages per rank
-STAGES = {1: {3: "Ett|tL", 4: "Ett|ttL"}, 2: {3: "Et|t|t|L", 4: "Et|t|t|tL"}}
-
-
-def run_from(folder: Path, layout: dict[str, int]) -> Run:
-    model = dataclasses.replace(TheirModel.read(folder, KEY).model, init_from=str(folder))
-    if model.moe:  # routers' losses are none of `transformers`' here
-        model = dataclasses.replace(model, moe=dataclasses.replace(model.moe, aux_loss_coeff=0.0))
-    if layout.get("pp") == 2:
-        layout = {**layout, "layout": STAGES[layout.get("vpp", 1)][model.num_layers]}
-    train = TrainConfig(steps=4, seq_len=16, micro_batch=1, global_batch=8)
-    return make_run(model, parallel=ParallelConfig(**layout), train=train)
-
-
-def engine_from(rank: int, run: Run) -> Engine:
-    plan = Plan(run)
-    groups = create_groups(plan.layout, rank)
-    pretrained = open_pretrained(run, groups, rank)
-    return build_engine(plan, groups, torch.device("cpu"), pretrained=pretrained)
-
-
-def first_losses(rank: int, run: Run) -> list[tuple[float, float]]:
-    return train_steps(run, engine_from(rank, run), 2)
 
 
 def their_loss(model: torch.nn.Module, run: Run) -> float:
@@ -195,7 +159,7 @@ def test_every_size_is_left_to_the_file():
     """A new key of the architecture is in the preset too, or has no place there."""
     from app.cli.options.pretrained import OF_KINDS
     from app.hf.families import ARCHITECTURE, OF_EXPERTS
-    from tests.test_config import CONF
+    from tests.config import CONF
 
     left = (CONF / "model/pretrained.yaml").read_text()
     missing = {name for name in ARCHITECTURE if f"{name}: ${{config_json:{name}}}" not in left}

@@ -12,8 +12,8 @@ import pytest
 from app.engine.kept_tokenizer import changed_end, keep_tokenizer, kept_end, recorded_end
 from app.engine.run.start import check_tokenizer
 from app.errors import ConfigError
-from tests.data.test_special_tokens import GEMMA, QWEN, TWO, saved
-from tests.processes.test_own_tokenizer import with_tokenizer
+from tests.data.special_tokens import GEMMA, QWEN, TWO, saved
+from tests.processes.own_tokenizer import with_tokenizer
 from tests.runs import make_run, with_model
 
 EARLIER: dict[str, Any] = {"data": {"tokenizer": "sum"}}  # a checkpoint that does not record it

@@ -6,61 +6,33 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from app.choices import (
     Balance,
     CpComm,
     DispatcherKind,
-    Dtype,
     Recompute,
     ScheduleName,
     StaticTransport,
 )
 from app.config import (
-    DataConfig,
-    LossConfig,
     MLAConfig,
     ModelConfig,
     MoEConfig,
-    ParallelConfig,
-    PrecisionConfig,
     RecomputeConfig,
     Run,
     ScheduleConfig,
-    TrainConfig,
     YarnConfig,
 )
 from app.config.model import EchoConfig, StaticConfig
-from app.engine.build import build_chunks
-from app.engine.dispatchers import build_dispatcher
-from app.engine.groups import create_groups
-from app.model.chunk import Chunk
-from app.model.context_parallel import own_tokens
-from app.model.weight_grads import WeightGradQueue, WeightGradSink
-from app.moe.dispatch.paged_buffer import PagedBuffer
-from app.plan.actions import Backward, Forward
-from app.plan.dispatchers.paged_buffer import PlannedPagedBuffer, planned_paged_buffer
-from app.plan.layout import select_layout
-from app.plan.memory.activations import MicrobatchMemory, chunk_activations
-from app.plan.recompute import recompute_policy
-from app.plan.select import select_stages
-from app.rules import check
 from tests.cases import chosen, sampled
 from tests.distributed import run_distributed
-from tests.tensors.test_activation_memory import Alive, attention_of, sums_of, with_kernels
+from tests.processes.kept_memory import DENSE, cpu_masks, measured, planned, pool_of, run_of
+from tests.tensors.activation_memory import with_kernels
 
-SEQUENCES, LENGTH = 2, 128
-DENSE = ModelConfig(
-    num_layers=2, hidden_size=128, ffn_hidden_size=352, num_heads=8, num_kv_heads=8, vocab_size=1000
-)
 GROUPED = dataclasses.replace(DENSE, num_kv_heads=4, qk_norm=True)
 EXPERTS = MoEConfig(
     num_experts=8, top_k=2, ffn_hidden_size=64, force_balance=True, planned_imbalance=1.0
@@ -68,131 +40,6 @@ EXPERTS = MoEConfig(
 
 
 kernels = pytest.fixture(autouse=True)(with_kernels)
-
-
-def run_of(
-    model: ModelConfig, mask: bool = False, chunk_tokens: int | None = None, **parallel: Any
-) -> Run:
-    return check(
-        Run(
-            model,
-            ParallelConfig(**parallel),
-            train=TrainConfig(
-                seq_len=LENGTH, micro_batch=SEQUENCES, global_batch=8, deterministic=mask
-            ),
-            precision=PrecisionConfig(Dtype.bfloat16),
-            data=DataConfig(document_mask=mask),
-            loss=LossConfig(chunk_tokens=chunk_tokens),
-        )
-    )
-
-
-def planned(run: Run) -> MicrobatchMemory:
-    return chunk_activations(run, select_stages(run).stages[0][0], select_layout(run)).usual
-
-
-def pool_of(run: Run) -> PlannedPagedBuffer | None:
-    """Return the page pool for one microbatch."""
-    stages = select_stages(run).stages[0]
-    return planned_paged_buffer(run, stages, [Forward(0, 0), Backward(0, 0)])
-
-
-def measured(rank: int, run: Run) -> tuple[dict[str, int], int, int, int, int]:
-    """Phase -> bytes kept; and alive at most in forward, in the end, at most in backward, and in
-    the end of that.
-
-    The least of three times: gloo's threads may hold what has been sent a moment longer.
-    """
-    layout = select_layout(run)
-    groups, cpu = create_groups(layout, rank), torch.device("cpu")
-    paged_buffer = pool_of(run)
-    dispatcher = build_dispatcher(
-        run,
-        groups.layer_groups(run.parallel.cp_comm_type),
-        cpu,
-        paged_buffer=paged_buffer and PagedBuffer(paged_buffer, cpu),
-    )
-    (chunk,) = build_chunks(run, select_stages(run), groups, dispatcher=dispatcher, device=cpu)
-    torch.manual_seed(rank)
-    for param in chunk.parameters():
-        torch.nn.init.normal_(param, 0.0, 0.02)
-        param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
-    places = own_tokens(LENGTH, layout.cp, layout.coords(rank)["cp"])
-    tokens, labels = torch.randint(0, run.model.vocab_size, (2, SEQUENCES, LENGTH))[:, :, places]
-    positions = places.expand(SEQUENCES, -1)
-    documents = (
-        torch.zeros(SEQUENCES, LENGTH, dtype=torch.int64) if run.data.document_mask else None
-    )
-    inputs = [tokens, labels, positions] + ([] if documents is None else [documents])
-
-    splits = run.schedule.name is ScheduleName.zero_bubble_h1
-
-    def loss(sink: WeightGradSink | None) -> Tensor:
-        context = chunk.context(positions, documents, sink, recompute_policy(run).usual)
-        out = chunk(tokens, context)
-        return sum(
-            (r.loss for r in out.routing if r.loss.requires_grad),
-            chunk.loss(out.x, labels, context),
-        )
-
-    with attention_of(run), kept_by_phase(chunk, [*chunk.parameters(), *inputs]) as kept:
-        loss(sums_of(run))
-    if cpu_masks(run, rank):  # nor can a mode see how that mask is made
-        return dict(kept), 0, 0, 0, 0
-
-    def alive() -> tuple[int, int, int, int]:
-        sink = WeightGradQueue() if splits else sums_of(run)
-        with attention_of(run), Alive([*chunk.parameters(), *inputs]) as seen:
-            root = loss(sink)
-            forward, left = seen.peak, seen.live
-            seen.peak = seen.live
-            root.backward()
-            return forward, left, seen.peak, seen.live
-
-    return dict(kept), *map(min, *(alive() for _ in range(3)))
-
-
-@contextmanager
-def kept_by_phase(chunk: Chunk, known: list[Tensor]) -> Iterator[Counter[str]]:
-    """Bytes of the storages that a phase's operations are the first to save."""
-    found, seen, alive, place = (
-        Counter[str](),
-        {address(tensor) for tensor in known},
-        list[Tensor](),
-        ["head"],
-    )
-
-    def pack(tensor: Tensor) -> Tensor:
-        alive.append(tensor)  # else another tensor may get the same address
-        if address(tensor) not in seen:
-            # cosines and sines of all heads
-            shared = tensor.shape[2:] == (1, chunk.model.rope.width)
-            found["rotary" if shared else place[-1]] += tensor.untyped_storage().nbytes()
-        seen.add(address(tensor))
-        return tensor
-
-    def within(name: str, function: Any) -> Any:
-        def run(*values: Any, **options: Any) -> Any:
-            place.append(name)
-            try:
-                return function(*values, **options)
-            finally:
-                place.pop()
-
-        return run
-
-    for layer in chunk.layers.values():
-        layer._attend = within("attn", layer._attend)
-        layer.phases = tuple(
-            dataclasses.replace(phase, run=within(phase.name.value, phase.run))
-            for phase in layer.phases
-        )
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield found
-
-
-def address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 LATENT = dataclasses.replace(
@@ -215,19 +62,6 @@ CUT = {
     "tp 2 cp 2": (GROUPED, {"tp": 2, "cp": 2}),
     "tp 2 cp 2 heads": (GROUPED, {"tp": 2, "cp": 2, "cp_comm_type": CpComm.all_to_all}),
 }
-
-
-def cpu_masks(run: Run, rank: int) -> int:
-    """Return the bytes of masks saved on a CPU.
-
-    Causal attention of fewer queries than keys has no kernel there, and stores its mask.
-    """
-    layout, gathered = select_layout(run), run.parallel.cp_comm_type is CpComm.all_gather
-    if layout.cp == 1 or not gathered or run.data.document_mask:
-        return 0
-    piece, here = LENGTH // (2 * layout.cp), layout.coords(rank)["cp"]
-    ends = [number + 1 for number in (here, 2 * layout.cp - 1 - here) if number]
-    return run.model.num_layers * sum(piece * end * piece for end in ends) * 2
 
 
 def compare(run: Run) -> None:

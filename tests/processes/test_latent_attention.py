@@ -14,7 +14,7 @@ from app.config import ParallelConfig, RecomputeConfig, Run, ScheduleConfig
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.parity import OneProcess, few_steps
-from tests.processes.test_captured import WHOLE, local, same, several
+from tests.processes.captured import WHOLE, local, same, several
 from tests.runs import LATENT, STEADY, make_run
 
 STEPS = 3

@@ -17,7 +17,7 @@ from app.engine.run.attempt import Attempt
 from app.engine.run.run_folder import newest_checkpoint
 from app.engine.train import train
 from app.plan.plan import Plan
-from tests.integration.test_report import write_run
+from tests.integration.report import write_run
 from tests.training import composed, corpus_in, losses
 
 

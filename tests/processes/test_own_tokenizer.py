@@ -17,7 +17,8 @@ from app.engine.checkpoint.folder import CHECKPOINTS
 from app.engine.run.start import check_tokenizer, find_start
 from app.errors import ConfigError
 from tests.hf_folders import save_byte_level, save_random
-from tests.processes.test_init_from import run_from
+from tests.processes.init_from import run_from
+from tests.processes.own_tokenizer import with_tokenizer
 from tests.programs import run_forked
 from tests.training import ROOT, corpus_in
 
@@ -57,10 +58,6 @@ def named(begin: Begin, theirs: Path) -> tuple[str, str]:
     folder = theirs if begin is start else theirs.with_name("run")
     inside = "" if begin is start else "/pretrained"
     return str(folder), f"{folder}{inside}/tokenizer.json"
-
-
-def with_tokenizer(run: Run, spec: Path | str) -> Run:
-    return dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer=str(spec)))
 
 
 MISFITS: dict[str, tuple[Callable[[Path], Path | str], str]] = {

@@ -13,8 +13,8 @@ from app.moe.dispatch.paged_buffer import PagedBuffer
 from app.plan.dispatchers.paged_buffer import with_paged_buffer
 from tests.cases import chosen
 from tests.distributed import run_distributed
-from tests.processes.test_captured import CHOICES, EAGER, same, several
-from tests.processes.test_static import (
+from tests.processes.captured import CHOICES, EAGER, same, several
+from tests.processes.static import (
     EP2,
     LAYOUTS,
     NEVER,

@@ -41,7 +41,7 @@ from app.plan.plan import Plan
 from app.rules import check
 from tests.cases import chosen
 from tests.distributed import run_distributed
-from tests.processes.test_captured import FOUR
+from tests.processes.captured import FOUR
 from tests.runs import batches_of, engine_of, make_run
 
 STEPS = 4

@@ -19,7 +19,7 @@ from app.engine.watchdog.watchdog import EXIT_STUCK, Watchdog
 from app.plan.layout import ParallelLayout
 from app.plan.schedule import peak_in_flight
 from tests.distributed import run_distributed
-from tests.processes.test_pipeline import MODELS, run_of
+from tests.processes.pipeline import MODELS, run_of
 from tests.runs import engine_of, train_steps
 
 

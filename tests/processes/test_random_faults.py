@@ -32,10 +32,9 @@ from tests.cases import sampled
 from tests.checkpoints import verify_checkpoint
 from tests.distributed import run_distributed
 from tests.forks import Process
-from tests.processes.test_checkpoint import MODELS, run_of, save
-from tests.processes.test_stop import untimed
+from tests.processes.checkpoint import MODELS, run_of, save
 from tests.runs import engine_of
-from tests.training import composed, corpus_in, train_rank
+from tests.training import composed, corpus_in, train_rank, untimed
 
 FILES = ("manifest.json", "rank-00000.safetensors", "rank-00001.safetensors")
 OLDER, NEWER = "step-00000001", "step-00000002"

@@ -16,8 +16,8 @@ from app.config import CudaGraphConfig, RecomputeConfig, Run
 from app.rules import check
 from tests.distributed import run_distributed
 from tests.graphed_callables import install
-from tests.processes.test_captured import same, several
-from tests.processes.test_recompute import steps
+from tests.processes.captured import same, several
+from tests.processes.recompute import steps
 from tests.random_runs import Drawn, random_run
 
 pytestmark = pytest.mark.full

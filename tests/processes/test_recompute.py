@@ -14,7 +14,8 @@ from app.plan.recompute import RecomputeChoice
 from tests.cases import sampled
 from tests.distributed import run_distributed
 from tests.processes.layouts import MODELS
-from tests.runs import engine_of, make_run, train_steps, whole_gradients, whole_parameters
+from tests.processes.recompute import steps
+from tests.runs import make_run
 from tests.tensors.models import make_chunk
 
 PARTS = [(part,) for part in Recompute] + [tuple(Recompute)]
@@ -22,16 +23,6 @@ JITTER = dataclasses.replace(
     MODELS["moe"],
     moe=dataclasses.replace(MODELS["moe"].moe, jitter_eps=0.2, balance=Balance.sequence),
 )
-
-
-def steps(rank: int, run: Run) -> dict[str, Any]:
-    torch.manual_seed(0)
-    engine = engine_of(run, rank)
-    losses = train_steps(run, engine, 2)
-    found = whole_gradients(engine) | {
-        f"{name}.value": value for name, value in whole_parameters(engine).items()
-    }
-    return {"losses": losses} | {name: value.numpy().tobytes() for name, value in found.items()}
 
 
 def run_of(model: ModelConfig, phases: tuple[Recompute, ...], **options: Any) -> Run:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -12,45 +11,30 @@ from contextlib import redirect_stdout
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import time
-from typing import Any
 
 import pytest
 
-import tests.runs
-from app.choices import Score
 from app.cli.options.compose import load_overrides
 from app.cli.options.keys import all_keys
 from app.config import Llama3RopeConfig, MLAConfig, Run, YarnConfig
 from app.engine.checkpoint import resume
 from app.engine.checkpoint.folder import (
     CHECKPOINTS,
-    FORMAT,
-    LATEST,
     MANIFEST,
-    manifest_digest,
     parse_manifest,
 )
 from app.engine.checkpoint.in_effect import unread
-from app.engine.run.run_folder import CONFIG, describe_run, note_end, plain
+from app.engine.run.run_folder import CONFIG, note_end, plain
 from app.engine.run.start import Start, find_start
 from app.errors import ConfigError
-from app.plan.plan import Plan
-from app.version import Version
 from tests.distributed import run_distributed
-from tests.runs import make_run
+from tests.processes.resume import FILE, RUN, TINY, Json, saved
 from tests.training import ROOT, composed, corpus_in, train_rank
 
-Json = dict[str, Any]
 DECISIONS = dict(
     line.split() for line in (ROOT / "tests/golden/resume.txt").read_text().splitlines()
 )
-# Three layers, 32 wide; 20 steps.
-TINY = replace(
-    tests.runs.TINY, moe=replace(tests.runs.TINY_MOE, score=Score.sigmoid, bias_update_rate=0.01)
-)
-RUN = make_run(TINY)
 WIDER = replace(RUN, model=replace(TINY, hidden_size=64))
-FILE = "rank-00000.safetensors"
 
 
 NULLABLE = (
@@ -70,22 +54,6 @@ def leaves() -> list[str]:
         for key in keys
         if key in NULLABLE or not any(other.startswith(f"{key}.") for other in keys)
     ]
-
-
-def saved(folder: Path, run: Run | Json = RUN, time: float | None = None, step: int = 7) -> Path:
-    """A checkpoint of nothing, in the folder of a run, as the newest one there."""
-    config = plain(asdict(run)) if isinstance(run, Run) else run
-    manifest = {"format": FORMAT, "step": step, "config": config, "files": {FILE: {"bytes": 4}}}
-    if time is not None:
-        manifest["time"] = time
-    checkpoint = folder / CHECKPOINTS / f"step-{step:08d}"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / FILE).write_bytes(b"full")
-    (checkpoint / MANIFEST).write_text(json.dumps(manifest | {"sha256": manifest_digest(manifest)}))
-    (checkpoint.parent / LATEST).write_text(checkpoint.name)
-    if isinstance(run, Run):
-        describe_run(Plan(run), folder, Version("0.1.0", None, None))
-    return checkpoint
 
 
 def test_every_key_is_fixed_or_free():

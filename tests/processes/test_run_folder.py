@@ -53,7 +53,7 @@ from tests.cases import chosen
 from tests.checkpoints import verify_checkpoint
 from tests.distributed import run_distributed
 from tests.forks import Patches
-from tests.processes.test_resume import FILE, RUN, saved
+from tests.processes.resume import FILE, RUN, saved
 from tests.runs import TINY, engine_of, make_run
 from tests.training import composed, corpus_in, train_rank
 

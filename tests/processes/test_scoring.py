@@ -24,7 +24,7 @@ from app.engine.decoding.scoring import (
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.parity import exact_engine, here
-from tests.processes.test_decoding import LAYOUTS, PAIRS, run_of
+from tests.processes.decoding import LAYOUTS, PAIRS, run_of
 from tests.rounding import Values, expect_alike, numbered
 
 TEXTS = ([5, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [9, 7, 9], [3, 2])

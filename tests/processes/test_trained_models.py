@@ -18,7 +18,7 @@ from app.plan.plan import Plan
 from tests.cases import chosen
 from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed
-from tests.processes.test_decoding import MODELS, PROMPTS, alone, greedy, run_of
+from tests.processes.decoding import MODELS, PROMPTS, alone, greedy, run_of
 from tests.rounding import expect_alike
 from tests.runs import engine_of
 

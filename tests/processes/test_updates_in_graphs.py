@@ -50,8 +50,8 @@ from app.optim.distributed import DistributedOptimizer
 from app.rules import check
 from tests.cases import chosen
 from tests.distributed import run_distributed
-from tests.processes.test_captured import EAGER, FOUR, UPDATING, WARMUP
-from tests.processes.test_gathers_in_graphs import replays_as_on_a_gpu
+from tests.processes.captured import EAGER, FOUR, UPDATING, WARMUP
+from tests.processes.gathers_in_graphs import replays_as_on_a_gpu
 from tests.runs import batches_of, engine_of, make_run
 from tests.training import composed, corpus_in, train_rank
 

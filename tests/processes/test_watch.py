@@ -43,7 +43,7 @@ from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed
 from tests.forks import POLL_S, Patches, Process
 from tests.ports import free_port
-from tests.processes.test_pipeline import MODELS, run_of
+from tests.processes.pipeline import MODELS, run_of
 from tests.runs import train_steps
 from tests.training import wait_for
 

@@ -8,7 +8,7 @@ import torch
 
 from app.cli import calibrate, measure
 from app.cli.processes.launcher import Launch
-from tests.tensors.test_calibrate import TINY, Counting
+from tests.tensors.calibrate import TINY, Counting
 
 
 def cpu_of(launch: Launch) -> measure.Measured:

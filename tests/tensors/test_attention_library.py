@@ -23,7 +23,7 @@ from app.model.attention.chosen import attention_line, library_attention
 from app.model.attention.kernels import TorchAttention
 from app.model.attention.transformer_engine import TransformerEngineAttention
 from tests.runs import make_run
-from tests.tensors.test_activation_memory import MODELS, measured, planned, run_of, with_kernels
+from tests.tensors.activation_memory import MODELS, measured, planned, run_of, with_kernels
 
 B, S, N, G, H = 2, 6, 4, 2, 8
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from app.config import HardwareProfile
 from app.engine.calibration import fp8, solve
 from app.engine.calibration.clock import Clock
 from app.engine.calibration.fp8 import experts_speeds, fp8_speeds
-from app.engine.calibration.kernels import MeasuredSizes, kernel_speeds
+from app.engine.calibration.kernels import kernel_speeds
 from app.engine.calibration.links import link_speeds
 from app.engine.calibration.profile_file import gpu_words, measured_profile, write_profile
 from app.engine.fp8 import Maker, arithmetic_maker
@@ -30,23 +29,8 @@ from app.errors import ConfigError
 from app.model.fp8.row_scaled import RowScaled
 from app.plan.plan import Plan
 from tests.distributed import run_distributed
+from tests.tensors.calibrate import CPU, TINY, Counting
 
-CPU = torch.device("cpu")
-TINY = MeasuredSizes(
-    square=64,
-    tokens=64,
-    hidden=32,
-    expert=16,
-    vocab=64,
-    experts=4,
-    top_k=2,
-    sequences=(16, 32),
-    heads=2,
-    widths=(16, 32),
-    adam=2**8,
-    steady_s=0.0,
-    sent=(2**12, 2**20),
-)
 GIVEN = {"ring_gb_s": 300.0, "all_to_all_gb_s": 200.0, "send_gb_s": 100.0}
 
 
@@ -130,27 +114,6 @@ def test_recipes_that_are_not_to_be_had_are_said(monkeypatch):
     found, missing = fp8_speeds(Counting(), 64, given, LinearBackendKind.torch)
     assert missing == ["block: this GPU has none"] and "fp8_block_tflops" not in found
     assert {"fp8_current_tflops", "fp8_quantise_gb_s"} <= set(found)
-
-
-class Counting(Clock):
-    """Runs everything once, and says that each took a tenth of a millisecond longer than the one
-    before: what is measured does not depend on the machine.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(CPU)
-        self.calls = 0
-
-    def seconds(
-        self, run: Callable[[], object], before: Callable[[], object] = lambda: None
-    ) -> float:
-        before()
-        run()
-        self.calls += 1
-        return self.calls / 1e4
-
-    def steady(self, run: Callable[[], object], period: float) -> float:
-        return 2 * self.seconds(run)
 
 
 def test_the_clock_runs_what_it_measures():

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from app.data.tokenizer import ByteTokenizer, JsonTokenizer, bytes_as_json
 from app.engine.decoding import texts
 from app.engine.decoding.texts import Continuation
+from tests.tensors.continuation import spaced, words_with_spaces
 
 BYTES = ByteTokenizer()
 
@@ -77,32 +77,6 @@ def byte_level() -> Tokenizer:
     return found
 
 
-def words_with_spaces() -> Tokenizer:
-    """Tokenizer like Llama 2's and Mixtral's: it drops a space before the text, and encodes unknown
-    text as bytes.
-    """
-    pieces = [f"<0x{byte:02X}>" for byte in range(256)]
-    found = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
-    found.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    found.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    found.train_from_iterator(
-        ["the cat sat ran so dog, ; 12345"],
-        trainers.BpeTrainer(
-            vocab_size=320, special_tokens=["<unk>", "</s>", *pieces], show_progress=False
-        ),
-    )
-    return found
-
-
 def parts_of_words() -> Tokenizer:
     """Tokenizer like BERT's: a space depends on the token after it."""
     words = ["[UNK]", "[SEP]", "the", "cat", "##s", "##at", "dog", ",", "déjà", "##日"]
@@ -123,15 +97,6 @@ def continued(tokenizer: JsonTokenizer, prompt: str, ids: list[int], *stop: str)
         parts.append(text.fresh())
     assert "".join([*parts, text.fresh(last=True)]) == text.text
     return text
-
-
-def spaced() -> JsonTokenizer:
-    """With bytes that are no special tokens, which decoders would leave out."""
-    contents = json.loads(words_with_spaces().to_str())
-    added = contents["added_tokens"]
-    contents["added_tokens"] = [each for each in added if not each["content"].startswith("<0x")]
-    backend = Tokenizer.from_str(json.dumps(contents))
-    return JsonTokenizer(backend, backend.get_vocab_size(), backend.token_to_id("</s>"))
 
 
 @pytest.mark.parametrize("length", [1, 3, 50])

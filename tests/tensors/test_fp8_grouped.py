@@ -30,8 +30,8 @@ from app.model.weight_grads import MainGradSink, WeightGrad, WeightGradQueue
 from app.plan.model.weight import Weight
 from tests.fp8_cases import expect_within
 from tests.runs import TINY, make_run
+from tests.tensors.fp8_linear import kept_bytes
 from tests.tensors.models import make_chunk
-from tests.tensors.test_fp8_linear import kept_bytes
 
 E, T, IN, OUT = 5, 90, 80, 48
 ENDS = torch.tensor([16, 16, 37, 80, 83], dtype=torch.int32)  # one has none; the last rows' nobody

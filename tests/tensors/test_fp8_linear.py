@@ -7,7 +7,6 @@ Shapes: B sequences, S tokens, IN and OUT widths.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from app.choices import Dtype, Fp8Part, Fp8Recipe, LinearBackendKind
 from app.config import Fp8Config, ModelConfig, MoEConfig, ParallelConfig, PrecisionConfig
@@ -33,6 +31,7 @@ from app.plan.model.fp8 import fp8_weights
 from app.plan.model.weight import Weight
 from app.plan.stages import Stage
 from tests.runs import LATENT, TINY, make_run
+from tests.tensors.fp8_linear import kept_bytes
 from tests.tensors.models import draw_tokens, make_chunk
 
 B, S, IN, OUT = 2, 24, 64, 48
@@ -91,18 +90,6 @@ def test_every_way_of_a_gradient_has_the_same_numbers(kind: type[LinearModule], 
         assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1]), route
         assert torch.equal(found[2], wanted), route
     assert module.backend.times == 1
-
-
-def kept_bytes(compute: Callable[[], object]) -> int:
-    found: list[int] = []
-
-    def pack(saved: Tensor) -> Tensor:
-        found.append(saved.nbytes)
-        return saved
-
-    with saved_tensors_hooks(pack, lambda saved: saved):
-        compute()
-    return sum(found)
 
 
 def test_backward_keeps_a_byte_per_element_of_the_input():

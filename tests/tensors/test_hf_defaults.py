@@ -17,8 +17,8 @@ from app.hf.file_names import CONFIG_JSON
 from app.hf.their_model import TheirModel
 from tests import hf_folders
 from tests.hf_folders import KEY, transformers
-from tests.tensors.test_hf_parity import CASES
-from tests.tensors.test_hf_spellings import config_of_4
+from tests.tensors.hf_parity import CASES
+from tests.tensors.hf_spellings import config_of_4
 
 # their configuration, without which the rest says nothing
 KIND = "model_type"

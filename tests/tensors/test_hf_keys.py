@@ -32,8 +32,8 @@ from tests.hf_folders import (
     save_random,
     transformers,
 )
+from tests.tensors.hf_spellings import config_of_4
 from tests.tensors.models import draw_tokens, forward
-from tests.tensors.test_hf_spellings import config_of_4
 
 SOURCES = ("cache_utils", "masking_utils", "modeling_rope_utils", "integrations.moe")
 ATTRIBUTE = re.compile(r"\bconfig\.([a-z_]\w+)|getattr\((?:\w+\.)*config, \"(\w+)\"")

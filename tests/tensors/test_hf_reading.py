@@ -26,6 +26,7 @@ from app.hf.their_config import TheirConfig
 from app.hf.their_model import TheirModel
 from app.plan.sharding.blocks import ShardCoords
 from tests import hf_folders
+from tests.config import load
 from tests.hf_folders import (
     KEY,
     edit_config,
@@ -37,7 +38,6 @@ from tests.hf_folders import (
     transformers,
 )
 from tests.tensors.models import draw_tokens, forward
-from tests.test_config import load
 
 
 @pytest.mark.parametrize("name", hf_folders.FAMILIES)

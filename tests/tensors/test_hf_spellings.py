@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.hf_folders import FAMILIES, loaded, their_logits
+from tests.tensors.hf_parity import CASES, spread_weights
+from tests.tensors.hf_spellings import config_of_4
 from tests.tensors.models import draw_tokens, forward
-from tests.tensors.test_hf_parity import CASES, spread_weights
 
 PER_EXPERT = "{prefix}.mlp.experts.{expert}.{part}_proj.weight"
 OF_MIXTRAL = "{prefix}.block_sparse_moe.experts.{expert}.{part}.weight"
@@ -50,16 +51,6 @@ def as_version_4(name: str, value: Tensor, family: str) -> Named:
             if family == "mixtral":
                 spelling, word = OF_MIXTRAL, MIXTRAL_PARTS[part]
             yield spelling.format(prefix=stacked[1], expert=expert, part=word), matrix
-
-
-def config_of_4(config: dict[str, Any]) -> dict[str, Any]:
-    """Rotary positions as two keys, and the older name of the type."""
-    rotary = dict(config.pop("rope_parameters"))
-    kind = rotary.pop("rope_type")
-    theta = rotary.pop("rope_theta")
-    config.pop("dtype", None)
-    scaling = None if kind == "default" else {"type": kind, **rotary}
-    return {**config, "rope_theta": theta, "rope_scaling": scaling, "torch_dtype": "float32"}
 
 
 def write_by_hand(

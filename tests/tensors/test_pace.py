@@ -20,7 +20,7 @@ from app.engine.report.pace import (
 )
 from app.plan.cost.times import expected_load
 from app.plan.plan import Plan
-from tests.test_config import load
+from tests.config import load
 
 DENSE = ("+experiment=small", "hardware=h200")
 WHOLE = (*DENSE, "cuda_graph=full_iteration")

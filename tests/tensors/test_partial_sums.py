@@ -24,7 +24,7 @@ from app.model.weight_grads import (
     WeightGradSink,
 )
 from app.plan.model.norm import NormWeights
-from tests.tensors.test_kernels_layer import EPS, close, normal
+from tests.tensors.kernels_layer import EPS, close, normal
 
 pytest.importorskip("triton")
 WIDTH = 40

@@ -9,7 +9,7 @@ import pytest
 
 from app.data.tokenizer import ByteTokenizer, Tokenizer
 from app.engine import generate
-from tests.tensors.test_continuation import spaced
+from tests.tensors.continuation import spaced
 
 
 def sampled(

@@ -1,0 +1,28 @@
+"""Shared by test_engine.py and other tests."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from app.config import Run
+from app.engine.build import Engine, build_engine
+from app.engine.groups import create_groups
+from app.plan.plan import Plan
+from tests.runs import LATENT, TINY
+
+MODELS = {"moe": TINY, "dense": dataclasses.replace(TINY, moe=None), "latent": LATENT}
+
+
+def engine_on(run: Run, device: str) -> Engine:
+    """An engine whose weights are those of the CPU's generator, on any device."""
+    plan = Plan(run)
+    engine = build_engine(plan, create_groups(plan.layout, 0), torch.device(device))
+    generator = torch.Generator().manual_seed(0)
+    for piece in engine.optimizer.param_shards():
+        piece.main.copy_(
+            torch.randn(piece.main.shape, generator=generator) * 0.05 + (not piece.spec.decay)
+        )
+    engine.optimizer.restored(updates=0)
+    return engine

@@ -1,0 +1,484 @@
+"""Shared by test_hf_parity.py and other tests."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from app.choices import Score
+from app.config import Llama3RopeConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
+from app.model.chunk import Chunk
+from app.model.linear import named_parameters
+
+transformers = pytest.importorskip("transformers")
+
+
+SIZES = {"hidden_size": 32, "vocab_size": 96}
+
+
+HF_SIZES = SIZES | {
+    "attn_implementation": "eager",
+    "experts_implementation": "eager",
+    "max_position_embeddings": 64,
+}
+
+
+# between them YaRN goes over from frequencies as they are to slower ones
+TURNS = {"beta_fast": 1.5, "beta_slow": 0.2}
+
+
+def dense(
+    kind: str,
+    heads: int,
+    kv_heads: int,
+    width: int | None,
+    tied: bool,
+    theta: float = 10000.0,
+    eps: float = 1e-5,
+    yarn: dict[str, float] | None = None,
+    llama3: dict[str, float] | None = None,
+) -> Any:
+    """(Hugging Face class, its configuration, our configuration) of a dense model of `kind`,
+    Llama, Qwen2 or Qwen3.
+    """
+    scaled: dict[str, Any] = {"rope_type": "default"}
+    if yarn is not None:
+        scaled = {"rope_type": "yarn", "original_max_position_embeddings": 32, **yarn}
+    if llama3 is not None:
+        # between turning once and four times in 32 tokens, frequencies go over to slower ones
+        turns = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        scaled = {"rope_type": "llama3", "original_max_position_embeddings": 32, **turns, **llama3}
+    theirs = getattr(transformers, f"{kind}Config")(
+        **HF_SIZES,
+        num_hidden_layers=3,
+        intermediate_size=56,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        **({} if width is None else {"head_dim": width}),
+        tie_word_embeddings=tied,
+        rope_parameters={
+            "rope_theta": theta,
+            **scaled,
+        },
+        rms_norm_eps=eps,
+    )
+    ours = ModelConfig(
+        **SIZES,
+        num_layers=3,
+        ffn_hidden_size=56,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=width,
+        tie_embeddings=tied,
+        rope_theta=theta,
+        norm_eps=eps,
+        qk_norm=kind == "Qwen3",
+        qkv_bias=kind == "Qwen2",
+        yarn=None if yarn is None else YarnConfig(original_length=32, mscale_all_dim=0, **yarn),
+        llama3_rope=None if llama3 is None else Llama3RopeConfig(original_length=32, **llama3),
+    )
+    return getattr(transformers, f"{kind}ForCausalLM"), theirs, ours
+
+
+def qwen3_moe(normalised: bool, tied: bool, sparse_step: int = 1) -> Any:
+    """Like `dense`, with 12 experts and top-3; with a sparse step of 2 the layers 1 and 3 have
+    experts.
+    """
+    theirs = transformers.Qwen3MoeConfig(
+        **HF_SIZES,
+        num_hidden_layers=4,
+        intermediate_size=56,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=12,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        norm_topk_prob=normalised,
+        tie_word_embeddings=tied,
+        decoder_sparse_step=sparse_step,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        rms_norm_eps=1e-6,
+    )
+    sparse = {"every_n": sparse_step, "first_k_dense": sparse_step - 1}
+    moe = MoEConfig(
+        num_experts=12, top_k=3, ffn_hidden_size=24, pre_softmax=not normalised, **sparse
+    )
+    ours = ModelConfig(
+        **SIZES,
+        num_layers=4,
+        ffn_hidden_size=56,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        qk_norm=True,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        tie_embeddings=tied,
+        moe=moe,
+    )
+    return transformers.Qwen3MoeForCausalLM, theirs, ours
+
+
+def mixtral(kv_heads: int, tied: bool) -> Any:
+    """Like `dense`, with 8 experts and top-2."""
+    theirs = transformers.MixtralConfig(
+        **HF_SIZES,
+        num_hidden_layers=3,
+        intermediate_size=40,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )
+    ours = ModelConfig(
+        **SIZES,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=kv_heads,
+        rope_theta=1e6,
+        tie_embeddings=tied,
+        moe=MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=40),
+    )
+    return transformers.MixtralForCausalLM, theirs, ours
+
+
+def olmoe(kv_heads: int, normalised: bool) -> Any:
+    """Like `dense`, with 8 experts, top-3 and norms over all heads."""
+    theirs = transformers.OlmoeConfig(
+        **HF_SIZES,
+        num_hidden_layers=3,
+        intermediate_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=normalised,
+        pad_token_id=None,
+        eos_token_id=None,
+    )
+    ours = ModelConfig(
+        **SIZES,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=kv_heads,
+        qk_norm=True,
+        qk_norm_whole=True,
+        moe=MoEConfig(num_experts=8, top_k=3, ffn_hidden_size=24, pre_softmax=not normalised),
+    )
+    return transformers.OlmoeForCausalLM, theirs, ours
+
+
+def qwen2_moe() -> Any:
+    """Like `dense`, with a gated shared expert."""
+    theirs = transformers.Qwen2MoeConfig(
+        **HF_SIZES,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        qkv_bias=False,
+        rms_norm_eps=1e-6,
+    )
+    moe = MoEConfig(
+        top_k=2, ffn_hidden_size=24, shared_ffn_hidden_size=40, shared_gate=True, pre_softmax=True
+    )
+    ours = ModelConfig(**SIZES, num_layers=3, num_heads=4, num_kv_heads=2, norm_eps=1e-6, moe=moe)
+    return transformers.Qwen2MoeForCausalLM, theirs, ours
+
+
+def glm4_moe() -> Any:
+    """Like `dense`, with 16 experts in 4 groups and top-4 from 2 groups; the first layer is
+    dense.
+    """
+    theirs = transformers.Glm4MoeConfig(
+        **HF_SIZES,
+        num_hidden_layers=3,
+        intermediate_size=56,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        n_routed_experts=16,
+        num_experts_per_tok=4,
+        n_group=4,
+        topk_group=2,
+        moe_intermediate_size=24,
+        n_shared_experts=2,
+        routed_scaling_factor=1.8,
+        first_k_dense_replace=1,
+        use_qk_norm=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+    )
+    moe = MoEConfig(
+        num_experts=16,
+        top_k=4,
+        ffn_hidden_size=24,
+        first_k_dense=1,
+        shared_ffn_hidden_size=48,
+        score=Score.sigmoid,
+        groups=4,
+        topk_groups=2,
+        routed_scale=1.8,
+        bias_update_rate=0.001,
+    )
+    ours = ModelConfig(
+        **SIZES,
+        num_layers=3,
+        ffn_hidden_size=56,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        qk_norm=True,
+        moe=moe,
+    )
+    return transformers.Glm4MoeForCausalLM, theirs, ours
+
+
+HEADS = {"kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 16, "v_head_dim": 10}
+
+
+def their_deepseek(
+    version: int,
+    q_rank: int | None,
+    groups: bool,
+    yarn: dict[str, float],
+    eps: float,
+    **router: Any,
+) -> Any:
+    """The configuration of `transformers` that `deepseek` compares with."""
+    limited: dict[str, Any] = {"n_group": 4, "topk_group": 2}
+    if version == 2:
+        limited = limited | {"topk_method": "group_limited_greedy"} if groups else {}
+    elif not groups:
+        limited = {"n_group": 1, "topk_group": 1}
+    return getattr(transformers, f"DeepseekV{version}Config")(
+        **HF_SIZES | {"max_position_embeddings": 256},
+        **limited,
+        **router,
+        num_hidden_layers=3,
+        intermediate_size=56,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=q_rank,
+        **HEADS,
+        n_routed_experts=16,
+        moe_intermediate_size=24,
+        n_shared_experts=2,
+        routed_scaling_factor=1.8,
+        first_k_dense_replace=1,
+        rms_norm_eps=eps,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e3,
+            "original_max_position_embeddings": 32,
+            "mscale_all_dim": 0.7,
+            **yarn,
+        },
+    )
+
+
+def deepseek(
+    version: int,
+    q_rank: int | None,
+    groups: bool,
+    mscale: float = 1.0,
+    eps: float = 1e-6,
+    top_k: int = 4,
+    normalised: bool = True,
+) -> Any:
+    """Like `dense`, with multi-head latent attention and YaRN; the first layer is dense, then 16
+    experts, optionally in 4 groups, with `top_k` from 2 groups. `normalised`: sigmoid scores.
+    """
+    yarn = {"factor": 8.0, "mscale": mscale, **TURNS}
+    limits = {"groups": 4, "topk_groups": 2} if groups else {}
+    router = {"num_experts_per_tok": top_k}
+    kind: dict[str, Any] = {"score": Score.sigmoid, "bias_update_rate": 0.001}
+    if version == 3:
+        router["norm_topk_prob"] = normalised
+        kind["norm_topk_prob"] = normalised
+    else:
+        kind = {"pre_softmax": True, "group_best": 1 if groups else None}
+    moe = MoEConfig(
+        num_experts=16,
+        top_k=top_k,
+        ffn_hidden_size=24,
+        first_k_dense=1,
+        shared_ffn_hidden_size=48,
+        routed_scale=1.8,
+        **limits,
+        **kind,
+    )
+    ours = ModelConfig(
+        **SIZES,
+        num_layers=3,
+        ffn_hidden_size=56,
+        num_heads=4,
+        num_kv_heads=4,
+        rope_theta=1e3,
+        norm_eps=eps,
+        moe=moe,
+        mla=MLAConfig(q_lora_rank=q_rank, **HEADS, norm_eps=1e-6),
+        yarn=YarnConfig(original_length=32, mscale_all_dim=0.7, **yarn),
+    )
+    theirs = their_deepseek(version, q_rank, groups, yarn=yarn, eps=eps, **router)
+    return getattr(transformers, f"DeepseekV{version}ForCausalLM"), theirs, ours
+
+
+CASES = {
+    "llama-gqa": lambda: dense("Llama", 4, 2, width=8, tied=False),
+    "llama-gqa-tied": lambda: dense("Llama", 4, 2, width=8, tied=True, theta=5e5),
+    "llama-mha": lambda: dense("Llama", 4, 4, width=8, tied=False, eps=1e-2),
+    "llama-mqa-wide-heads": lambda: dense("Llama", 4, 1, width=12, tied=False),
+    "llama-yarn": lambda: dense(
+        "Llama", 4, 2, width=16, tied=False, theta=1e3, yarn={"factor": 2.0, **TURNS}
+    ),
+    # a base so small that all pairs rotate slowly
+    "llama-yarn-small-base": lambda: dense(
+        "Llama", 4, 2, width=16, tied=False, theta=1.1, yarn={"factor": 2.0, **TURNS}
+    ),
+    "llama-3.1": lambda: dense(
+        "Llama", 4, 2, width=16, tied=True, theta=1e3, llama3={"factor": 8.0}
+    ),
+    "qwen2-gqa": lambda: dense("Qwen2", 4, 2, width=None, tied=False),
+    "qwen3-gqa": lambda: dense("Qwen3", 6, 3, width=16, tied=False),
+    "qwen3-gqa-tied": lambda: dense("Qwen3", 8, 2, width=16, tied=True),
+    "qwen3-moe": lambda: qwen3_moe(normalised=True, tied=False),
+    "qwen3-moe-tied": lambda: qwen3_moe(normalised=True, tied=True),
+    "qwen3-moe-not-normalised": lambda: qwen3_moe(normalised=False, tied=False),
+    "qwen3-moe-every-second-layer": lambda: qwen3_moe(normalised=True, tied=False, sparse_step=2),
+    "mixtral-gqa": lambda: mixtral(kv_heads=2, tied=False),
+    "mixtral-mha-tied": lambda: mixtral(kv_heads=4, tied=True),
+    "olmoe": lambda: olmoe(kv_heads=4, normalised=False),
+    "olmoe-gqa": lambda: olmoe(kv_heads=2, normalised=True),
+    "qwen2-moe-shared-gate": qwen2_moe,
+    "glm4-moe-sigmoid-groups-bias": glm4_moe,
+    "deepseek-v2": lambda: deepseek(2, q_rank=24, groups=True),
+    "deepseek-v2-lite": lambda: deepseek(2, q_rank=None, groups=False, mscale=0.7),
+    "deepseek-v2-large-eps": lambda: deepseek(2, q_rank=24, groups=False, eps=3e-2),
+    "deepseek-v3": lambda: deepseek(3, q_rank=24, groups=True),
+    "deepseek-v3-large-eps": lambda: deepseek(3, q_rank=24, groups=True, eps=3e-2),
+    "deepseek-v3-top-1": lambda: deepseek(3, q_rank=None, groups=False, top_k=1),
+    "deepseek-v3-not-normalised": lambda: deepseek(3, q_rank=None, groups=True, normalised=False),
+    "deepseek-v3-top-1-not-normalised": lambda: deepseek(
+        3, q_rank=24, groups=False, top_k=1, normalised=False
+    ),
+}
+
+
+def spread_weights(model: nn.Module) -> None:
+    """Random weights that make every one of them count: matrices keep the scale of what they
+    multiply, norms are not 1.
+    """
+    random = torch.Generator().manual_seed(3)
+    for param in model.parameters():
+        noise = torch.randn(param.shape, generator=random)
+        param.data.copy_(
+            noise / math.sqrt(param.shape[-1]) * 1.5 if param.dim() > 1 else 1 + 0.3 * noise
+        )
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape, generator=random) * 0.2)
+
+
+def fused_qkv(hf: dict[str, Tensor], prefix: str, kv_heads: int, kind: str = "weight") -> Tensor:
+    """Per key/value head: its queries, its key, its value."""
+    q, k, v = (hf[f"{prefix}.{name}_proj.{kind}"].unflatten(0, (kv_heads, -1)) for name in "qkv")
+    return torch.cat((q, k, v), dim=1).flatten(0, 1)
+
+
+def latents(hf: dict[str, Tensor], ours: str, theirs: str) -> dict[str, Tensor]:
+    """Return the modules that make queries, keys and values with multi-head latent attention."""
+    names = {
+        "q_a": "q_a_proj",
+        "q_a_norm.weight": "q_a_layernorm",
+        "q_b": "q_b_proj" if f"{theirs}.q_b_proj.weight" in hf else "q_proj",
+        "kv_a": "kv_a_proj_with_mqa",
+        "kv_a_norm.weight": "kv_a_layernorm",
+        "kv_b": "kv_b_proj",
+    }
+    found = {own: f"{theirs}.{name}.weight" for own, name in names.items()}
+    return {f"{ours}.{own}": hf[name] for own, name in found.items() if name in hf}
+
+
+def dense_mlp(hf: dict[str, Tensor], ours: str, theirs: str) -> dict[str, Tensor]:
+    """The weights of a dense feed-forward part or of a shared expert; none where there is none."""
+    if f"{theirs}.gate_proj.weight" not in hf:
+        return {}
+    gate, up, down = (hf[f"{theirs}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    return {f"{ours}.w_up": torch.cat((gate, up)), f"{ours}.w_down": down}
+
+
+def feed_forward(hf: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The weights of `body` besides its norm."""
+    plain = {
+        "router.weight": "gate.weight",
+        "router.bias_E": "gate.e_score_correction_bias",
+        "shared_gate": "shared_expert_gate.weight",
+        "experts.w_up": "experts.gate_up_proj",
+        "experts.w_down": "experts.down_proj",
+    }
+    weights = {
+        ours: hf[f"{prefix}.{theirs}"]
+        for ours, theirs in plain.items()
+        if f"{prefix}.{theirs}" in hf
+    }
+    weights = {
+        name: value.transpose(1, 2) if name.startswith("experts") else value
+        for name, value in weights.items()
+    }
+    for ours, theirs in (
+        ("mlp", prefix),
+        ("shared", f"{prefix}.shared_expert"),
+        ("shared", f"{prefix}.shared_experts"),
+    ):
+        weights |= dense_mlp(hf, ours, theirs)
+    return weights
+
+
+def converted(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    """Our parameter names -> Hugging Face weights."""
+    weights = {"embedding": hf["model.embed_tokens.weight"], "norm.weight": hf["model.norm.weight"]}
+    if not model.tie_embeddings:
+        weights["head"] = hf["lm_head.weight"]
+    for index in range(model.num_layers):
+        ours, theirs = f"layers.{index}", f"model.layers.{index}"
+        weights[f"{ours}.attn_norm.weight"] = hf[f"{theirs}.input_layernorm.weight"]
+        if model.mla is None:
+            of_heads = f"{theirs}.self_attn", model.num_kv_heads
+            weights[f"{ours}.attn.wqkv"] = fused_qkv(hf, *of_heads)
+            if model.qkv_bias:
+                weights[f"{ours}.attn.bqkv"] = fused_qkv(hf, *of_heads, kind="bias")
+        else:
+            weights |= latents(hf, f"{ours}.attn", f"{theirs}.self_attn")
+        weights[f"{ours}.attn.wo"] = hf[f"{theirs}.self_attn.o_proj.weight"]
+        for norm in ("q_norm", "k_norm") if model.qk_norm else ():
+            weights[f"{ours}.attn.{norm}.weight"] = hf[f"{theirs}.self_attn.{norm}.weight"]
+        weights[f"{ours}.body.norm.weight"] = hf[f"{theirs}.post_attention_layernorm.weight"]
+        weights |= {
+            f"{ours}.body.{name}": value
+            for name, value in feed_forward(hf, f"{theirs}.mlp").items()
+        }
+    return weights
+
+
+@torch.no_grad()
+def copy_weights(weights: dict[str, Tensor], chunk: Chunk) -> None:
+    """Fill every parameter of the chunk, and the buffers that are given; a missing, superfluous
+    or misshapen one fails.
+    """
+    own = dict(named_parameters(chunk)) | {
+        name: buffer for name, buffer in chunk.named_buffers() if name in weights
+    }
+    assert own.keys() == weights.keys()
+    for name, param in own.items():
+        assert param.shape == weights[name].shape, name
+        param.copy_(weights[name])

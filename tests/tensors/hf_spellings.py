@@ -1,0 +1,15 @@
+"""Shared by test_hf_spellings.py and other tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def config_of_4(config: dict[str, Any]) -> dict[str, Any]:
+    """Rotary positions as two keys, and the older name of the type."""
+    rotary = dict(config.pop("rope_parameters"))
+    kind = rotary.pop("rope_type")
+    theta = rotary.pop("rope_theta")
+    config.pop("dtype", None)
+    scaling = None if kind == "default" else {"type": kind, **rotary}
+    return {**config, "rope_theta": theta, "rope_scaling": scaling, "torch_dtype": "float32"}
