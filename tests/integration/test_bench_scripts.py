@@ -101,6 +101,7 @@ def runs_of(script: str, folder: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
             yield gpus, tuple(words)
 
 
+@pytest.mark.full
 def test_runs_with_every_override_of_scripts_are_accepted(tmp_path: Path):
     """The fewest runs of all scripts that have every override and number of GPUs."""
     runs: list[tuple[int, tuple[str, ...]]] = []

@@ -58,6 +58,7 @@ def sweep(folder: Path, *arguments: str) -> tuple[dict[str, Any], Path]:
 PLACES = (["--config-dir", "own"], ["hydra.searchpath=[file://{}/own]"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", [PLACES[0], pytest.param(PLACES[1], marks=pytest.mark.full)])
 def test_options_of_ones_own_reach_the_jobs_of_a_sweep(own: Path, place: list[str]):
     found, folder = sweep(own, *(each.format(own) for each in place), "train.seed=1")

@@ -170,6 +170,7 @@ FEW = (
 )  # fmt: skip
 
 
+@pytest.mark.full
 def test_layouts_are_compared(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

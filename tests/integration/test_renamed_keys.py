@@ -315,6 +315,7 @@ def test_run_with_old_names_resumes(tmp_path: Path):
     assert "stash" not in (tmp_path / "a" / CONFIG).read_text()
 
 
+@pytest.mark.full
 def test_typed_old_name_reaches_every_rank(tmp_path: Path):
     """Told once, whether this program or a launcher starts the ranks."""
     (tmp_path / "text.txt").write_text("\n".join(f"line {n} of a text" for n in range(900)))

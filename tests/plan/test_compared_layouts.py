@@ -90,7 +90,7 @@ def shape_of(row: LayoutRow) -> Shape:
     return Shape(row.tp, row.cp, row.pp, row.ep, row.etp if row.dispatcher else None)
 
 
-@pytest.mark.every(2)
+@pytest.mark.full
 @pytest.mark.parametrize("typed", [(*LLAMA, *FOUR), (*QWEN, *NODES_OF_TWO)], ids=["dense", "moe"])
 def test_none_of_all_that_fit_is_quicker(typed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
     """Against all shapes with all companions, each planned by itself."""

@@ -559,6 +559,7 @@ def test_recomputing_more_never_keeps_more():
         assert full == 2 * 1024 * 256 + 2 * 4 * 1024 * 32 <= before
 
 
+@pytest.mark.full
 def test_a_long_list_on_many_ranks_is_planned_in_a_second():
     run = run_of(dataclasses.replace(DENSE, num_layers=64), parallel=ParallelConfig(pp=16, vpp=4),
                  train=TrainConfig(seq_len=512, micro_batch=1, global_batch=256))  # fmt: skip

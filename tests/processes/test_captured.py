@@ -283,6 +283,7 @@ BESIDE = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", chosen(DTYPES, [Dtype.bfloat16]), ids=DTYPE_NAMES)
 @pytest.mark.parametrize("recomputed", chosen([False, True], [True]), ids=["kept", "again"])
 @pytest.mark.parametrize(("model", "graph"), chosen(BESIDE, [("moe", "partial")]))

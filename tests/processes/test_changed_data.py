@@ -210,6 +210,7 @@ FAULTS: dict[str, tuple[str, bytes, str]] = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_one_line_and_nothing_is_written(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

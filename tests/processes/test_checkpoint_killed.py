@@ -119,7 +119,7 @@ SCENARIOS = {
     "replaces the only other, beside training": Scenario((1,), 2, 1, asynchronous=True),
     "same step again, beside training": Scenario((1, 2), 2, 2, asynchronous=True),
 }
-QUICK = (SCENARIOS["next"], SCENARIOS["replaces the only other, beside training"])
+QUICK = (SCENARIOS["replaces the only other, beside training"],)
 
 
 def in_child(work: Callable[[], None]) -> int:

@@ -94,10 +94,7 @@ def world(case: Case) -> int:
     return prod(DEGREES[case[1]].get(axis, 1) for axis in ("tp", "cp", "pp", "dp"))
 
 
-QUICK: tuple[Case, ...] = (
-    *(("moe", name) for name in ("single", "tp2", "pp2", "dp4")),
-    *(("dense", name) for name in ("single", "dp3")),
-)
+QUICK: tuple[Case, ...] = (*(("moe", name) for name in ("single", "tp2", "pp2", "dp4")),)
 
 
 def run_of(model: str, layout: str) -> Run:

@@ -110,6 +110,7 @@ def test_eight_ranks_and_several_slots(spares: int):
     expect_like_without(run, dataclasses.replace(CLONED, spares=spares))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", chosen(TRAINED, ["zero bubble ep2"]))
 def test_captured_like_eager(layout: str):
     names = GRAPHS.get(layout, WHOLE)

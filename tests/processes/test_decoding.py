@@ -51,6 +51,7 @@ def test_tokens_and_logits_are_those_of_whole_sequences(name: str):
     assert len({token for sequence in sequences for token in sequence}) > 8, "says something"
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "layout"), chosen(PAIRS, QUICK))
 def test_every_layout_generates_same_text(name: str, layout: str):
     sequences, _, plain, exact = alone(name)
@@ -200,6 +201,7 @@ SHARED = [("dense", {"dp": 2}), ("latent", {"dp": 2, "tp": 2}), ("moe", {"dp": 2
           ("dense", {"dp": 2, "cp": 2})]  # fmt: skip
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize(("name", "degrees"), chosen(SHARED, SHARED[:3]), ids=str)
 def test_replicas_share_prompts(name: str, degrees: dict[str, int], temperature: float):

@@ -100,7 +100,7 @@ def test_recipes_that_look_at_matrices_clip_nothing(recipe: Fp8Recipe):
         assert all(0 <= share < 0.05 for share in line.values()) and any(line.values())
 
 
-@pytest.mark.parametrize("axis", chosen(["tp", "cp", "dp"], ["tp", "dp"]))
+@pytest.mark.parametrize("axis", chosen(["tp", "cp", "dp"], ["tp"]))
 def test_ranks_with_parts_of_matrices_say_the_same(axis: str):
     first, second = run_distributed(measured, 2, run_of(parallel=ParallelConfig(**{axis: 2})))
     assert first == second and first[0][0]["fp8_overflow_weights"] > 0.1

@@ -253,6 +253,7 @@ LIBRARY_QUICK = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("recipe", "layout"), chosen(LIBRARY_CASES, LIBRARY_QUICK))
 def test_what_transformer_engine_captures_equals_eager_training(
     recipe: Fp8Recipe, layout: str, monkeypatch: pytest.MonkeyPatch

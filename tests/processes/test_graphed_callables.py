@@ -71,6 +71,7 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("layout", "model"), chosen(CASES, QUICK))
 def test_it_equals_eager_training_bit_for_bit(layout: str, model: str):
     runs = {"eager": run_with(EAGER, layout, model)}
@@ -251,6 +252,7 @@ def test_missing_transformer_engine_gets_one_line_of_advice(
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("in_a_row", chosen([2, NEVER], [2]), ids=str)
 @pytest.mark.parametrize("scope", chosen(["partial", "layer"], ["layer"]))
 def test_what_its_trial_run_lacks_is_no_shortage(scope: str, in_a_row: int):

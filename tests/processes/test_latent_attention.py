@@ -49,6 +49,7 @@ def run_of(name: str, schedule: str = "auto", phases: Any = (), **parallel: Any)
     )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "case"), chosen(PAIRS, [("latent", case) for case in QUICK]))
 def test_layouts_equal_one_process(name: str, case: str):
     parallel, schedule = CASES[case]

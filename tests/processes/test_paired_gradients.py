@@ -158,6 +158,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("case", "count"),
     chosen(

@@ -61,6 +61,7 @@ def one_process() -> dict[tuple[str, Normalize], OneProcess]:
     return {key: OneProcess.of(run, STEPS) for key, run in runs.items()}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("normalize", list(Normalize), ids=lambda n: n.value)
 @pytest.mark.parametrize(("name", "dp", "ep"), sampled(CASES, 3))
 def test_layout_equals_one_process(one_process, name: str, dp: int, ep: int, normalize: Normalize):

@@ -248,6 +248,7 @@ def test_options_of_the_users_own_are_found(monkeypatch, tmp_path: Path):
     assert load_typed(Typed(("hardware=at_home",))).hardware.gpu_memory_gib == 12.5
 
 
+@pytest.mark.full
 def test_two_processes_measure_and_one_writes(tmp_path: Path):
     """Environment as set by torchrun; only the GPUs are stand-ins."""
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -339,6 +339,7 @@ def keys_of(section: dict[str, Any], before: tuple[str, ...] = ()) -> Iterator[t
             yield from keys_of(value, (*before, name))
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_any_wrong_value_in_config_json_gives_one_line(name: str, tmp_path: Path):
     save_random(name, tmp_path)

@@ -100,6 +100,7 @@ def test_exact(spares: int):
     check_kernel(draw_counts(5, 3, 300, seed=spares), spares, SEARCHES, threshold=0.02 * spares)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("ranks", "local", "top_k", "most"),
     [(2, 3, 2, 12), (4, 1, 1, 9), (8, 2, 3, 5), (1, 4, 2, 3), (2, 2, 4, 0)],
