@@ -21,7 +21,7 @@ from app.plan.stages import Stage
 from app.rules import check
 from tests.cases import chosen
 from tests.distributed import run_distributed
-from tests.processes import test_kept_memory as unnarrowed
+from tests.processes import kept_memory as unnarrowed
 from tests.processes.kept_memory import DENSE, measured, planned, run_of
 from tests.tensors.activation_memory import with_kernels
 from tests.tensors.fp8_memory import Allocating

@@ -10,7 +10,6 @@ is chosen where a GPU would have to.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections import Counter
 
 import pytest
@@ -22,6 +21,7 @@ from app.config import (
 )
 from app.model.weight_grads import WeightGradQueue
 from app.plan.trace.attention import attends_by_matrices
+from tests.tensors import activation_memory
 from tests.tensors.activation_memory import (
     DENSE,
     LENGTH,
@@ -177,7 +177,7 @@ def test_a_tied_table_has_two_gradients_at_the_end(tied: bool, monkeypatch: pyte
     """With few tokens and many rows the gradients of tables are most of a backward; a tied one's
     waits for its other half.
     """
-    monkeypatch.setattr(sys.modules[__name__], "LENGTH", 4)
+    monkeypatch.setattr(activation_memory, "LENGTH", 4)
     run = run_of(dataclasses.replace(DENSE, vocab_size=20000, tie_embeddings=tied), Dtype.bfloat16)
     _, _, backward = forward_and_backward(run, chunk_of(run), True)
     table, memory = 20000 * 128 * 2, planned(run)

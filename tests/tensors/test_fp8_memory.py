@@ -18,7 +18,7 @@ from app.model.fp8.quantised import Quantised
 from app.model.fp8.row_scaled import RowScaled
 from app.plan.model.fp8 import fp8_weights
 from app.plan.stages import Stage
-from tests.tensors import test_activation_memory as unnarrowed
+from tests.tensors import activation_memory as unnarrowed
 from tests.tensors.activation_memory import (
     DENSE,
     SIGMOID,
