@@ -166,6 +166,7 @@ def test_started_again_only_what_is_not_done_runs(swept: Done, corpus: tuple[str
     assert states(folder) == ["done", "failed", "skipped"] * few
 
 
+@pytest.mark.full
 def test_two_sweeps_do_not_share_a_folder(swept: Done, corpus: tuple[str, ...], tmp_path: Path):
     before = (swept.folder / "sweep.json").read_text()
     other = run(tmp_path, *corpus, *TINY, "train.steps=4,5", f"hydra.sweep.dir={swept.folder}")
@@ -326,6 +327,7 @@ def test_a_sweep_is_not_one_of_several_ranks(tmp_path: Path):
     )
 
 
+@pytest.mark.full
 def test_the_parent_does_without_torch(tmp_path: Path):
     """With nothing to train, which is an error."""
     line = [sys.executable, "-X", "importtime", *command("parallel.ep=3,5")[1:]]

@@ -75,6 +75,7 @@ def test_a_faster_kernel_with_a_fixed_order():
         assert not any(by_library in each.overrides for each in found)
 
 
+@pytest.mark.full
 def test_other_recipes_and_none_where_fp8_are_slower():
     eager = (*H200, "cuda_graph=none", "train.seq_len=1024")
     in_fp8 = (
@@ -100,6 +101,7 @@ def test_few_microbatches_stand_for_many():
         assert Trials(0).seconds(run) == pytest.approx(Plan(run).step_seconds, rel=0.01)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("vpp", [1, 2])
 def test_no_other_split_of_eight_layers_is_quicker(pp: int, vpp: int):

@@ -150,7 +150,7 @@ def test_memory_does_not_grow_with_the_number_of_microbatches(layout: str):
         ), sizes
 
 
-@pytest.mark.cover(1)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("phases", [SELECTED, (Recompute.moe,)], ids=["several", "moe"])
 @pytest.mark.parametrize("graph", ["partial", "attn", "layer", "full iteration"])
 def test_recomputation_within_captured_parts(graph: str, phases: tuple[Recompute, ...]):
@@ -186,6 +186,7 @@ def test_what_follows_a_captured_part_is_recomputed_as_before(monkeypatch: pytes
     assert per_step == [2 * 3 * 4] * STEPS
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dispatcher", [DispatcherKind.all_gather, DispatcherKind.all_to_all])
 def test_experts_padded_are_captured_over_ranks(dispatcher: DispatcherKind):
     """Every size is known: no phase waits, also where the filled rows are as many as all

@@ -151,6 +151,7 @@ def with_clones(run: Run) -> Run:
     return dataclasses.replace(run, model=dataclasses.replace(run.model, moe=moe))
 
 
+@pytest.mark.full
 def test_clones_need_less_activation_memory():
     """1.1 times the mean is too little without them, and enough with them, validation included."""
     short = short_run(CHOICES["full iteration"], StaticCapacity.factor)

@@ -81,6 +81,7 @@ ONE_STAGE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full
 def test_recomputation_and_buckets_change_no_bits():
     runs = {
         name: run_of(**({"optim": PLAIN} | sections))

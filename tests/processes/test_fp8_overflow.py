@@ -89,6 +89,7 @@ def test_overflows_are_counted_alike_in_every_layout():
             assert found == (lines, told, advice), name
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("recipe", [Fp8Recipe.current, Fp8Recipe.block])
 def test_recipes_that_look_at_matrices_clip_nothing(recipe: Fp8Recipe):
     [(lines, told, advice)] = run_distributed(measured, 1, run_of(recipe))

@@ -134,6 +134,7 @@ def taken_again(rank: int, run: Run) -> tuple[list[Any], list[int | None], Scale
     return seen, again, scales
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("graph", chosen(GRAPHS.values(), [UPDATING]), ids=GRAPHS)
 def test_rerun_step_counts_once(graph: CudaGraphConfig):
     """It computes what memory for all rows computes, to the last bit."""
@@ -173,7 +174,7 @@ def saved_and_loaded(rank: int, runs: tuple[Run, Run], folder: Path) -> tuple[An
     return found
 
 
-@pytest.mark.cover(1)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
 @pytest.mark.parametrize(
     "parallel", [ParallelConfig(tp=2), ParallelConfig(pp=2)], ids=["tp2", "pp2"]

@@ -104,7 +104,7 @@ def memory_of(rank: int, runs: dict[int, Run]) -> list[tuple[int, int, int, int]
     return found
 
 
-@pytest.mark.cover(1)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("scope", ["partial", "layer"])
 @pytest.mark.parametrize("key", list(GraphKey), ids=lambda key: key.value)
 @pytest.mark.parametrize("layout", chosen(["one rank", "pp2", "pp2 vpp2"], ["pp2"]))

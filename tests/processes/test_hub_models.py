@@ -354,6 +354,7 @@ def asked_by_a_run(hub: Hub, folder: Path, patch: pytest.MonkeyPatch, *, ranks: 
     return sorted(hub.asked)
 
 
+@pytest.mark.full
 def test_a_run_asks_the_hub_as_often_on_several_ranks_as_on_one(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

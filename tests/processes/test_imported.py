@@ -44,6 +44,7 @@ def losses_after_loading(rank: int, run: Run, path: str) -> list[tuple[float, fl
     return train_steps(run, engine, 2)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("name", "layout", "params"),
     sampled(

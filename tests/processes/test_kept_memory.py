@@ -92,6 +92,7 @@ def test_dense_layers_and_the_ends_of_a_model_that_are_cut(
     compare(run_of(model, mask, **choices))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("chunk_tokens", sampled([96, 64, 256], 3))
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_loss_by_chunks(tp: int, chunk_tokens: int):
@@ -135,7 +136,7 @@ RECOMPUTED: dict[str, tuple[Recompute, ...]] = {
 }
 
 
-@pytest.mark.cover(1)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", ["none", "zero_bubble_h1"])
 @pytest.mark.parametrize("phases", RECOMPUTED.values(), ids=RECOMPUTED)
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def one_process(name: str, mbs: int) -> OneProcess:
     return OneProcess.of(run_of(MODELS[name], mbs), STEPS)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "choice"), sampled(CASES, 3))
 def test_pipeline_equals_one_process(name: str, choice: dict[str, Any]):
     run = run_of(MODELS[name], **choice)

@@ -86,6 +86,10 @@ def test_swiglu_of_large_gates_and_expanded_gradients():
         close(mine, right)
 
 
+# a row in many blocks: seconds in Triton's interpreter
+WIDE = pytest.param((2, 8192), marks=pytest.mark.full)
+
+
 @pytest.mark.cover(1)
 @pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -133,7 +137,7 @@ def test_heads_of_a_gradient_whose_values_lie_apart():
 @pytest.mark.cover(1)
 @pytest.mark.parametrize("programs", [132, 1], ids=["one tile each", "several tiles each"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(3, 5, 14), (2, 75, 64), (5, 1100), (2, 8192), (0, 8)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 5, 14), (2, 75, 64), (5, 1100), WIDE, (0, 8)], ids=str)
 def test_rms_norm(
     shape: tuple[int, ...], dtype: torch.dtype, programs: int, monkeypatch: pytest.MonkeyPatch
 ):
@@ -144,7 +148,7 @@ def test_rms_norm(
 @pytest.mark.cover(1)
 @pytest.mark.parametrize("programs", [132, 1], ids=["one tile each", "several tiles each"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(3, 5, 14), (2, 75, 64), (2, 8192), (0, 8)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 5, 14), (2, 75, 64), WIDE, (0, 8)], ids=str)
 def test_rms_norm_beside_a_residual(
     shape: tuple[int, ...], dtype: torch.dtype, programs: int, monkeypatch: pytest.MonkeyPatch
 ):

@@ -42,7 +42,8 @@ def register_schema() -> None:
     and name our plugins, and what presets refer to.
     """
     read_files_by_present_names()
-    ConfigStore.instance().store(name="run_schema", node=run_schema())
+    if "run_schema.yaml" not in ConfigStore.instance().repo:  # the same for every composition
+        ConfigStore.instance().store(name="run_schema", node=run_schema())
     ConfigStore.instance().store(name=SAVED, node={})
     OmegaConf.register_new_resolver("config_json", of_config_json, replace=True)
     for group, (option, plugin) in OUR_PLUGINS.items():
