@@ -24,7 +24,11 @@ from tests.runs import engine_of
 
 STEPS = 2
 RANKS = [1, 2, 4, 8]
-QUICK: Case = ("moe", 1, 4, 2, 2, 1, 1, 1, "1f1b", "all_gather", "auto")
+QUICK: dict[str, Case] = {
+    "cp4 ep2 etp2": ("moe", 1, 4, 2, 2, 1, 1, 1, "1f1b", "all_gather", "auto"),
+    "tp2 ep2": ("moe", 2, 1, 2, 1, 1, 1, 1, "none", "all_gather", "auto"),
+    "tp2 pp2 vpp2": ("dense", 2, 1, 1, 1, 2, 2, 1, "interleaved", "all_gather", "auto"),
+}
 
 
 @functools.cache
@@ -82,8 +86,9 @@ def expect_parity(cases: list[Case], one_process: dict[str, OneProcess]) -> None
             one_process[case[0]].expect(found, case)
 
 
-def test_a_layout_of_four_ranks_has_parity(one_process):
-    expect_parity([QUICK], one_process)
+@pytest.mark.parametrize("name", QUICK)
+def test_a_layout_has_parity(one_process, name: str):
+    expect_parity([QUICK[name]], one_process)
 
 
 @pytest.mark.full
