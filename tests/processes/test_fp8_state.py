@@ -134,8 +134,7 @@ def taken_again(rank: int, run: Run) -> tuple[list[Any], list[int | None], Scale
     return seen, again, scales
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("graph", chosen(GRAPHS.values(), [UPDATING]), ids=GRAPHS)
+@pytest.mark.parametrize("graph", chosen(GRAPHS.values(), [EAGER]), ids=GRAPHS)
 def test_rerun_step_counts_once(graph: CudaGraphConfig):
     """It computes what memory for all rows computes, to the last bit."""
     train = TrainConfig(steps=20, seq_len=256, micro_batch=2, global_batch=8)
