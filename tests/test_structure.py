@@ -7,13 +7,15 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 from tests.structure import MODULES, ROOT, SOURCES, imported, module_name
+
+Trees = dict[Path, list[ast.AST]]
 
 FUNCTION_MAX, FILE_MAX = 60, 500  # lines, of functions those of the body
 KERNEL_MAX = 80  # of a Triton kernel: a pass over memory is one function
@@ -40,6 +42,12 @@ LAYERS = (
 )
 
 
+@pytest.fixture(scope="module")
+def trees() -> Trees:
+    """The nodes of every file of app/."""
+    return {path: [*ast.walk(ast.parse(path.read_text()))] for path in SOURCES}
+
+
 def layer_of(module: str) -> int:
     """Index of the longest layer entry that the module belongs to."""
     matches = [
@@ -51,27 +59,27 @@ def layer_of(module: str) -> int:
     return max(matches)[1]
 
 
-def test_every_public_class_has_a_name_of_its_own():
+def test_every_public_class_has_a_name_of_its_own(trees: Trees):
     named = Counter(
         node.name
-        for path in SOURCES
-        for node in ast.parse(path.read_text()).body
+        for module, *_ in trees.values()
+        for node in ast.iter_child_nodes(module)
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert len(named) > 200
     assert [name for name, times in named.items() if times > 1] == []
 
 
-def functions(path: Path) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(ast.parse(path.read_text())):
+def functions(path: Path, nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
+    for node in nodes:
         if isinstance(node, ast.FunctionDef):
             yield f"{path.name}:{node.name}", (node.end_lineno or 0) - node.body[0].lineno + 1
 
 
-def test_imports_point_down():
+def test_imports_point_down(trees: Trees):
     wrong = []
-    for path in SOURCES:
-        here, names = module_name(path), [*imported(ast.parse(path.read_text()))]
+    for path, nodes in trees.items():
+        here, names = module_name(path), [*imported(nodes)]
         ours = [name for name in names if name.split(".")[0] == "app"]
         wrong += [(here, name) for name in ours if layer_of(name) > layer_of(here)]
         if here.startswith("app.plan"):
@@ -86,10 +94,8 @@ def test_the_import_rule_can_fail():
     ) < layer_of("app.cli.options.compose")
 
 
-def test_no_circles():
-    arrows = {
-        module_name(path): set(imported(ast.parse(path.read_text()))) & MODULES for path in SOURCES
-    }
+def test_no_circles(trees: Trees):
+    arrows = {module_name(path): set(imported(nodes)) & MODULES for path, nodes in trees.items()}
     TopologicalSorter(arrows).prepare()  # raises CycleError with the circle
 
 
@@ -122,10 +128,13 @@ def test_planning_does_not_load_torch():
     )
 
 
-def test_sizes():
-    lengths = dict(found for path in SOURCES for found in functions(path))
+def test_sizes(trees: Trees):
+    lengths = dict(found for each in trees.items() for found in functions(*each))
     kernels = dict(
-        found for path in SOURCES if "kernels" in path.parts for found in functions(path)
+        found
+        for path, nodes in trees.items()
+        if "kernels" in path.parts
+        for found in functions(path, nodes)
     )
     assert {name: length for name, length in kernels.items() if length > KERNEL_MAX} == {}
     others = {name: length for name, length in lengths.items() if name not in kernels}
@@ -135,10 +144,10 @@ def test_sizes():
     assert files["app.cli.train"] <= 60
 
 
-def test_text_files_are_utf_8_in_every_locale():
+def test_text_files_are_utf_8_in_every_locale(trees: Trees):
     """`open` would take the locale's encoding, which may lack what is written."""
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, nodes in trees.items():
+        for node in nodes:
             if isinstance(node, ast.Call):
                 name = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
                 given = {word.arg for word in node.keywords}
@@ -146,10 +155,10 @@ def test_text_files_are_utf_8_in_every_locale():
                     assert "encoding" in given, f"{path}:{node.lineno}"
 
 
-def test_dataclass_attributes_are_fields():
+def test_dataclass_attributes_are_fields(trees: Trees):
     """An attribute without annotation is silently no field."""
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, nodes in trees.items():
+        for node in nodes:
             if isinstance(node, ast.ClassDef) and any(
                 "dataclass" in ast.unparse(mark) for mark in node.decorator_list
             ):
@@ -157,10 +166,10 @@ def test_dataclass_attributes_are_fields():
                 assert bare == [], f"{path.name}:{node.name}"
 
 
-def test_every_argument_is_annotated():
+def test_every_argument_is_annotated(trees: Trees):
     autograd = {"forward", "backward"}  # of autograd functions, whose `ctx` torch does not type
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, nodes in trees.items():
+        for node in nodes:
             if isinstance(node, ast.FunctionDef) and node.name not in autograd:
                 arguments = [
                     a
@@ -172,22 +181,23 @@ def test_every_argument_is_annotated():
                 )
 
 
-def untyped(tree: ast.AST) -> Iterator[int]:
+def untyped(nodes: Sequence[ast.AST]) -> Iterator[int]:
     """Lines that say Any, but for autograd's context, to which its functions give attributes."""
-    arguments = [node for node in ast.walk(tree) if isinstance(node, ast.arg) and node.annotation]
+    arguments = [node for node in nodes if isinstance(node, ast.arg) and node.annotation]
     contexts = {id(each.annotation) for each in arguments if each.arg == "ctx"}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Name) and node.id == "Any" and id(node) not in contexts:
             yield node.lineno
 
 
-def test_values_between_layers_of_the_engine_have_types():
+def test_values_between_layers_of_the_engine_have_types(trees: Trees):
     seams = ("model", "moe", "optim", "engine/capture", "engine/pipeline")
     sources = [path for seam in seams for path in sorted((ROOT / "app" / seam).rglob("*.py"))]
     assert len(sources) > 30
-    found = {str(path): list(untyped(ast.parse(path.read_text()))) for path in sources}
+    found = {str(path): list(untyped(trees[path])) for path in sources}
     assert not {path: lines for path, lines in found.items() if lines}
-    assert list(untyped(ast.parse("def f(ctx: Any, x: Any) -> dict[str, Any]: ..."))) == [1, 1]
+    example = ast.parse("def f(ctx: Any, x: Any) -> dict[str, Any]: ...")
+    assert list(untyped([*ast.walk(example)])) == [1, 1]
 
 
 def test_only_programs_that_launchers_start_read_the_environment():
@@ -199,11 +209,11 @@ def test_only_programs_that_launchers_start_read_the_environment():
     assert readers == ["app.cli.processes.environment", "app.cli.train"]
 
 
-def test_no_globals_and_no_instantiation_by_name():
+def test_no_globals_and_no_instantiation_by_name(trees: Trees):
     assert [
         path.name
-        for path in SOURCES
-        if any(isinstance(n, ast.Global) for n in ast.walk(ast.parse(path.read_text())))
+        for path, nodes in trees.items()
+        if any(isinstance(node, ast.Global) for node in nodes)
     ] == []
     assert [
         path.name for path in (ROOT / "conf").rglob("*.yaml") if "_target_" in path.read_text()

@@ -133,7 +133,7 @@ def test_what_is_imported_is_what_is_asked_for():
     files = [path for folder in ("app", "hydra_plugins") for path in (ROOT / folder).rglob("*.py")]
     trees = [ast.parse(path.read_text()) for path in files]
     names = {
-        name.split(".")[0] for tree in trees for name in imported(tree)
+        name.split(".")[0] for tree in trees for name in imported(ast.walk(tree))
     } - sys.stdlib_module_names
     found = {normal(owners[name][0]) for name in names - {"app", "hydra_plugins", "triton"}}
     assert found == {normal(re.split("[<>=]", asked)[0]) for asked in PROJECT["dependencies"]}
