@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +21,32 @@ def chosen(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     listed = list(cases)
     assert all(case in listed for case in quick), "no such case"
     return [_parameter(case, case in quick) for case in listed]
+
+
+def each(cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a test to go through many short cases in one test, whose failure names the case.
+
+    The test's first arguments are the case, of a tuple its values; the others are fixtures.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        listed = [case if isinstance(case, tuple) else (case,) for case in cases]
+        assert listed, "no case"
+        parameters = [*inspect.signature(test).parameters.values()]
+
+        def through(**fixtures: Any) -> None:
+            for values in listed:
+                try:
+                    test(*values, **fixtures)
+                except Exception as error:
+                    error.add_note(f"case: {values}")
+                    raise
+
+        functools.update_wrapper(through, test)
+        through.__signature__ = inspect.Signature(parameters[len(listed[0]) :])  # type: ignore[attr-defined]
+        return through
+
+    return decorate
 
 
 def mark_beyond_cover(items: Sequence[pytest.Item]) -> None:

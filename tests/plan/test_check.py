@@ -16,6 +16,7 @@ from app.plan.pipeline.timeline import simulate
 from app.plan.plan import Plan
 from app.plan.schedule import build_schedule, chunk_order, v_shaped
 from tests.actions import parse_action
+from tests.cases import chosen
 from tests.config import load
 
 NAMES = ("none", "gpipe", "1f1b", "interleaved", "zero_bubble_h1", "zero_bubble_v")
@@ -65,8 +66,9 @@ def legal_half(cases: list[Case], number: int) -> list[Case]:
     return draw.sample(legal, number // 2) + draw.sample(illegal, number - number // 2)
 
 
-def test_a_choice_of_schedules_runs_or_is_refused():
-    for number, case in enumerate(legal_half(GRID, 80) + legal_half(GROUPS, 40)):
+@pytest.mark.parametrize("count", chosen([20, 40], [20]))
+def test_a_choice_of_schedules_runs_or_is_refused(count: int):
+    for number, case in enumerate(legal_half(GRID, 2 * count) + legal_half(GROUPS, count)):
         prove(case, forward_only=number % 5 == 0)
 
 

@@ -31,6 +31,7 @@ from app.plan.formatting import gib
 from app.plan.plan import Plan
 from app.plan.stages import parse_layout, spelled_layout
 from app.rules import check
+from tests.cases import chosen
 from tests.config import load
 
 ROOT = Path(__file__).parent.parent.parent
@@ -54,19 +55,22 @@ def compared(*typed: str, slower: float | None = None) -> tuple[Run, LayoutCompa
     return run, compare_layouts(Plan(run), slower_gb_s=slower)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
-    "typed",
+    ("typed", "trials"),
     [
-        (*LLAMA, *FOUR, *NODES_OF_TWO),
-        (*LLAMA, "parallel.dp=4", "hardware.gpu_memory_gib=40"),
-        (*QWEN, *NODES_OF_TWO),
-        (*LLAMA, *FOUR, "hardware=auto"),
+        ((*LLAMA, *FOUR, *NODES_OF_TWO), 40),
+        ((*LLAMA, *FOUR, *NODES_OF_TWO), 80),
+        ((*LLAMA, "parallel.dp=4", "hardware.gpu_memory_gib=40"), 80),
+        ((*QWEN, *NODES_OF_TWO), 80),
+        ((*LLAMA, *FOUR, "hardware=auto"), 80),
     ],
-    ids=["nodes", "tight", "experts", "no profile"],
+    ids=["few nodes", "nodes", "tight", "experts", "no profile"],
 )
-def test_a_row_is_what_its_overrides_give(typed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(layouts, "MOST_TRIALS", 80)
+def test_a_row_is_what_its_overrides_give(
+    typed: tuple[str, ...], trials: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(layouts, "MOST_TRIALS", trials)
     run, found = compared(*typed, slower=10)
     assert len(found.rows) > 4 and [row.own for row in found.rows].count(True) == 1
     assert [row.cost.seconds for row in found.rows] == sorted(r.cost.seconds for r in found.rows)
@@ -141,8 +145,10 @@ def test_no_rank_has_less_than_the_bound():
         assert 0.5 * kept < bound < kept + 2**30
 
 
-def test_a_slower_network_turns_the_order():
+@pytest.mark.parametrize("trials", chosen([80, layouts.MOST_TRIALS], [80]))
+def test_a_slower_network_turns_the_order(trials: int, monkeypatch: pytest.MonkeyPatch):
     """Experts over nodes are quicker on a fast network than on a slow one, beside what is not."""
+    monkeypatch.setattr(layouts, "MOST_TRIALS", trials)
     _, found = compared(*QWEN, *NODES_OF_TWO, slower=1)
     assert found.fastest is not None and found.fastest_slower is not None
     one_node = [row for row in found.rows if row.tp * row.cp * row.pp * row.ep == 1]

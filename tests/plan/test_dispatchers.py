@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from app.plan.plan import Plan
 from app.plan.summary import summary_lines
 from app.plan.trace.trace import Trace
 from app.rules import check
+from tests.cases import each
 from tests.config import load
 
 ROOT = Path(__file__).parents[2]
@@ -71,9 +73,7 @@ def test_one_rank_plans_what_it_runs(kind: DispatcherKind):
     assert asked.memory == chosen.memory and asked.traffic == chosen.traffic
 
 
-@pytest.mark.parametrize("moe", [EXPERTS, DROPS, PADDED], ids=["dropless", "drops", "padded"])
-@pytest.mark.parametrize("ep", [1, 4])
-@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.value)
+@each(product((EXPERTS, DROPS, PADDED), (1, 4), ALL))
 def test_what_waits_for_the_host_cannot_be_captured(moe: MoEConfig, ep: int, kind: DispatcherKind):
     static = kind is DispatcherKind.static
     if static and moe.pad_to_capacity:

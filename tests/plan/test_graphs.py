@@ -13,6 +13,7 @@ from app.plan.pipeline.lowering import lower_all
 from app.plan.plan import Plan
 from app.plan.schedule import build_schedule, peak_in_flight, signed_order, warmup_count
 from tests.actions import parse_action
+from tests.cases import each
 from tests.config import load
 
 LAYOUTS = [
@@ -81,7 +82,7 @@ def test_split_backward_has_three_graphs_and_forward_only_one():
     )
 
 
-@pytest.mark.parametrize(("name", "pp", "mbs", "chunks"), LAYOUTS)
+@each(LAYOUTS)
 def test_slots_have_one_owner_and_are_as_many_as_the_peak(
     name: str, pp: int, mbs: int, chunks: int
 ):
@@ -131,7 +132,7 @@ def test_static_inputs_do_not_grow_with_the_microbatches():
         assert len({plan.num_graphs for plan in plans}) == (1 if key == "slot" else 3)
 
 
-@pytest.mark.parametrize(("name", "pp", "mbs", "chunks"), LAYOUTS)
+@each(LAYOUTS)
 def test_transformer_engine_is_told_the_order_of_the_list(
     name: str, pp: int, mbs: int, chunks: int
 ):
@@ -181,7 +182,7 @@ def test_te_graphs_refuse_reordered_backwards():
         for_transformer_engine(plan_graphs(actions, [2]), actions)
 
 
-@pytest.mark.parametrize(("name", "pp", "mbs", "chunks"), LAYOUTS)
+@each(LAYOUTS)
 def test_no_replay_writes_over_what_is_needed(name: str, pp: int, mbs: int, chunks: int):
     for forward_only in (False, True):
         schedule = build_schedule(name, pp, mbs, num_chunks=chunks, forward_only=forward_only)
@@ -195,7 +196,7 @@ def test_no_replay_writes_over_what_is_needed(name: str, pp: int, mbs: int, chun
                 check_graphs(actions, plan)
 
 
-@pytest.mark.parametrize(("name", "pp", "mbs", "chunks"), LAYOUTS)
+@each(LAYOUTS)
 def test_check_graphs_finds_slots_reused_in_a_shared_pool(
     name: str, pp: int, mbs: int, chunks: int
 ):

@@ -10,6 +10,7 @@ import pytest
 
 from app.errors import ConfigError
 from app.plan.layout import ParallelLayout, axis_groups
+from tests.cases import each
 
 # Megatron-Core 0.16.1
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "groups.json").read_text())
@@ -62,7 +63,7 @@ def token_groups(layout: ParallelLayout, token: str, expert: bool) -> list[list[
     return layout.groups(*(names[axis] for axis in token.split("-")), expert=expert)
 
 
-@pytest.mark.parametrize("case", GOLDEN["cases"], ids=name_of)
+@each(GOLDEN["cases"])
 def test_groups_equal_the_golden_ones(case: dict):
     layout = layout_of(case["args"])
     assert {"dense_dp": layout.dp, "expt_dp": layout.edp} == case["derived"]
@@ -71,9 +72,7 @@ def test_groups_equal_the_golden_ones(case: dict):
     assert found == {name: groups for name, groups in case["groups"].items() if name not in OTHERS}
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in GOLDEN["cases"] if "rank_generator" in case], ids=name_of
-)
+@each(case for case in GOLDEN["cases"] if "rank_generator" in case)
 def test_any_set_of_axes_equals_the_golden_groups(case: dict):
     layout = layout_of(case["args"])
     for name, groups in case["rank_generator"].items():
@@ -81,9 +80,7 @@ def test_any_set_of_axes_equals_the_golden_groups(case: dict):
         assert token_groups(layout, token, grid == "expert") == groups, name
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in GOLDEN["cases"] if "coords" in case], ids=name_of
-)
+@each(case for case in GOLDEN["cases"] if "coords" in case)
 def test_coordinates_equal_the_golden_ones(case: dict):
     layout, golden = layout_of(case["args"]), case["coords"]
     for name, (token, expert) in COORDS.items():
@@ -158,9 +155,7 @@ def test_folding_shares_ranks_between_cp_and_ep():
     assert layout.groups("cp") == layout.groups("ep", expert=True) == [list(range(8))]
 
 
-@pytest.mark.parametrize(
-    "order", ["-".join(order) for order in permutations(["tp", "cp", "ep", "dp"])]
-)
+@each("-".join(order) for order in permutations(["tp", "cp", "ep", "dp"]))
 def test_every_order_partitions_the_world(order: str):
     layout = ParallelLayout(48, tp=2, cp=2, pp=3, ep=2, etp=2, order=f"{order}-pp")
     for expert in (False, True):

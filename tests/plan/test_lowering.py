@@ -27,6 +27,7 @@ from app.plan.pipeline.lowering import lower, lower_all
 from app.plan.pipeline.timeline import Times, simulate
 from app.plan.schedule import build_schedule, signed_order, v_shaped, warmup_count
 from tests.actions import parse_action
+from tests.cases import each
 
 # Megatron-Core 0.16.1
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "schedule.json").read_text())
@@ -236,9 +237,7 @@ def received(actions: list[Action], flow: str) -> list[P2POp]:
 TRACES = GOLDEN["full_traces"]
 
 
-@pytest.mark.parametrize(
-    "trace", [t for t in TRACES if not {"gsf", "forward_only"} & set(t["opts"])], ids=trace_name
-)
+@each(t for t in TRACES if not {"gsf", "forward_only"} & set(t["opts"]))
 def test_reductions_follow_backwards_as_in_golden_traces(trace: dict):
     events = trace["events"].split()
     synchronised = [
@@ -261,7 +260,7 @@ def test_aligned_reductions_match_golden_traces(trace: dict):
     assert words(actions).split() == kept
 
 
-@pytest.mark.parametrize("trace", TRACES, ids=trace_name)
+@each(TRACES)
 def test_gathers_and_last_stages_match_golden_traces(trace: dict):
     actions = lowered_trace(trace)
     steps = [action for action in actions if isinstance(action, Forward | GatherParams)]

@@ -27,16 +27,13 @@ from app.plan.schedule import (
     warmup_count,
 )
 from tests.actions import parse_action
+from tests.cases import each
 
 # Megatron-Core 0.16.1
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "schedule.json").read_text())
 RAN = [case for case in GOLDEN["interleaved"] if "run" in case]
 REFUSED = [case for case in GOLDEN["interleaved"] if "run_error" in case]
 SMALL = list(product(range(1, 6), range(1, 9)))  # pipeline ranks, microbatches
-
-
-def name_of(case: dict) -> str:
-    return "-".join(f"{key}{case[key]}" for key in ("pp", "vpp", "M", "N") if key in case)
 
 
 def texts(actions: Sequence[object]) -> str:
@@ -82,7 +79,7 @@ def makespan(
     return max(clocks)
 
 
-@pytest.mark.parametrize("case", RAN, ids=name_of)
+@each(RAN)
 def test_interleaved_runs_as_the_golden_one(case: dict):
     lists = build_schedule(
         "interleaved", case["pp"], case["M"], num_chunks=case["vpp"], group_size=case["N"]
@@ -94,7 +91,7 @@ def test_interleaved_runs_as_the_golden_one(case: dict):
         assert signed_order(lists[int(rank)]) == order
 
 
-@pytest.mark.parametrize("case", RAN, ids=name_of)
+@each(RAN)
 def test_forward_only_keeps_the_table_order(case: dict):
     table = [
         Forward(mb, chunk) for mb, chunk in zip(case["table_mb"], case["table_chunk"], strict=True)
@@ -112,7 +109,7 @@ def test_forward_only_keeps_the_table_order(case: dict):
     )
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=name_of)
+@each(REFUSED)
 def test_interleaved_refuses_what_the_golden_one_refuses(case: dict):
     with pytest.raises(ValueError):
         build_schedule(
@@ -120,7 +117,7 @@ def test_interleaved_refuses_what_the_golden_one_refuses(case: dict):
         )
 
 
-@pytest.mark.parametrize("case", GOLDEN["interleaved"], ids=name_of)
+@each(GOLDEN["interleaved"])
 def test_interleaved_warmups_equal_the_golden_ones(case: dict):
     args, ranks = (case["M"], case["vpp"], case["N"]), range(case["pp"])
     assert [warmup_count(case["pp"], rank, *args) for rank in ranks] == case["warmup"]
@@ -132,7 +129,7 @@ def test_interleaved_warmups_equal_the_golden_ones(case: dict):
     ]
 
 
-@pytest.mark.parametrize("case", GOLDEN["plain"], ids=name_of)
+@each(GOLDEN["plain"])
 def test_1f1b_equals_the_golden_one(case: dict):
     pp, mbs = case["pp"], case["M"]
     assert [warmup_count(pp, rank, mbs) for rank in range(pp)] == case["warmup"]
@@ -144,11 +141,7 @@ def test_1f1b_equals_the_golden_one(case: dict):
         assert texts(lists[int(rank)]) == " ".join(f"{action}.0" for action in run.split())
 
 
-@pytest.mark.parametrize(
-    "trace",
-    GOLDEN["full_traces"],
-    ids=lambda trace: f"{name_of(trace)}-{trace['rank']}-{trace['opts']}",
-)
+@each(GOLDEN["full_traces"])
 def test_computes_what_the_golden_traces_compute(trace: dict):
     chunks, group = (trace["vpp"], trace["N"]) if trace["vpp"] else (1, None)
     name = "interleaved" if group else "1f1b"
@@ -247,15 +240,14 @@ def test_worked_examples():
     )
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble_h1"])
-@pytest.mark.parametrize(("pp", "mbs"), SMALL)
+@each((name, *sizes) for name in ("gpipe", "1f1b", "zero_bubble_h1") for sizes in SMALL)
 def test_every_microbatch_is_computed_once(name: str, pp: int, mbs: int):
     for actions in build_schedule(name, pp, mbs):
         assert len(set(actions)) == len(actions) == mbs * (3 if name == "zero_bubble_h1" else 2)
         assert {action.mb for action in actions} == set(range(mbs))
 
 
-@pytest.mark.parametrize(("pp", "mbs"), SMALL)
+@each(SMALL)
 def test_bubbles_and_memory_are_the_published_ones(pp: int, mbs: int):
     gpipe, plain, split = (
         build_schedule(name, pp, mbs) for name in ("gpipe", "1f1b", "zero_bubble_h1")
@@ -271,7 +263,7 @@ def test_bubbles_and_memory_are_the_published_ones(pp: int, mbs: int):
     assert max(map(peak_in_flight, split)) == min(mbs, pp)
 
 
-@pytest.mark.parametrize(("pp", "chunks", "rounds"), list(product((2, 3, 4), (2, 3, 4), (1, 2, 3))))
+@each(product((2, 3, 4), (2, 3, 4), (1, 2, 3)))
 def test_interleaving_divides_the_bubble_by_the_chunks(pp: int, chunks: int, rounds: int):
     mbs = pp * rounds
     lists = build_schedule("interleaved", pp, mbs, num_chunks=chunks)
@@ -282,9 +274,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks(pp: int, chunks: int, rou
         )
 
 
-@pytest.mark.parametrize(
-    ("pp", "mbs"), list(product((*range(1, 9), 16), (1, 2, 3, 5, 8, 16, 23, 32)))
-)
+@each(product((*range(1, 9), 16), (1, 2, 3, 5, 8, 16, 23, 32)))
 def test_a_v_has_half_the_bubble_of_zb_h1_in_the_memory_of_1f1b(pp: int, mbs: int):
     """In times of a stage's F = I = W; a stage of one chunk per rank takes two."""
     lists = build_schedule("zero_bubble_v", pp, mbs, num_chunks=2)
@@ -319,7 +309,7 @@ def test_v_bubble_is_independent_of_microbatches(parts: tuple[int, int, int], pp
     )
 
 
-@pytest.mark.parametrize(("pp", "mbs"), SMALL)
+@each(SMALL)
 def test_forwards_through_a_v_wait_for_nothing(pp: int, mbs: int):
     """The last rank runs 2·mbs of them after pp − 1 others have run one, and then the last
     microbatch goes back up.

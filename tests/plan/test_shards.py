@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from app.plan.shards import BufferLayout, Range, buffer_layout, shard_map
+from tests.cases import each
 
 # Megatron-Core 0.16.1
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "optim.json").read_text())
@@ -56,11 +57,7 @@ def laid_out(case: dict, buffer: dict, params: list[dict]) -> BufferLayout:
     )
 
 
-@pytest.mark.parametrize(
-    ("case", "buffer", "params", "expert", "at"),
-    golden_buffers(),
-    ids=lambda value: str(value)[:60],
-)
+@each(golden_buffers())
 def test_buffers_and_shards_equal_the_golden_ones(
     case: dict, buffer: dict, params: list[dict], expert: bool, at: int
 ):
@@ -107,10 +104,7 @@ def test_worked_example_of_four_parameters_on_four_ranks():
 SIZES = [[], [1], [7, 1, 30, 2, 2, 19], [64] * 5, [3, 0, 5], [1000, 1]]
 
 
-@pytest.mark.parametrize(
-    ("numels", "world", "bucket_numel", "align"),
-    list(product(SIZES, (1, 2, 3, 8), (None, 1, 20), (1, 16))),
-)
+@each(product(SIZES, (1, 2, 3, 8), (None, 1, 20), (1, 16)))
 def test_every_element_is_owned_once(
     numels: list[int], world: int, bucket_numel: int | None, align: int
 ):

@@ -9,15 +9,12 @@ import pytest
 from app.errors import ConfigError, Instead
 from app.plan.pipeline.dependencies import Pipeline
 from app.plan.stages import Stage, StagePlan, parse_layout, plan_stages
+from tests.cases import each
 
 # Megatron-Core 0.16.1
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "layers.json").read_text())
 PLANNED = [case for case in GOLDEN["cases"] if not case["args"].get("mtp")]
 WITH_MTP = [case for case in GOLDEN["cases"] if case["args"].get("mtp")]
-
-
-def name_of(case: dict) -> str:
-    return json.dumps(case["args"])
 
 
 def planned(args: dict) -> StagePlan:
@@ -32,7 +29,7 @@ def layers_of(plan: StagePlan) -> list[list[list[int]]]:
     return [[list(stage.layers) for stage in rank] for rank in plan.stages]
 
 
-@pytest.mark.parametrize("case", PLANNED, ids=name_of)
+@each(PLANNED)
 def test_stages_equal_the_golden_ones(case: dict):
     plan = planned(case["args"])
     numbers = zip(case["offset"], case["num_layers"], strict=True)
@@ -53,19 +50,19 @@ def test_stages_equal_the_golden_ones(case: dict):
         )
 
 
-@pytest.mark.parametrize("case", GOLDEN["invalid"], ids=name_of)
+@each(GOLDEN["invalid"])
 def test_refuses_what_the_golden_one_refuses(case: dict):
     with pytest.raises(ConfigError):
         planned(case["args"])
 
 
-@pytest.mark.parametrize("case", WITH_MTP, ids=name_of)
+@each(WITH_MTP)
 def test_multi_token_prediction_is_refused_by_name(case: dict):
     with pytest.raises(ConfigError, match="multi-token prediction"):
         planned(case["args"])
 
 
-@pytest.mark.parametrize("case", GOLDEN["layout_parse"], ids=lambda case: case["layout"])
+@each(GOLDEN["layout_parse"])
 def test_layouts_parse_as_the_golden_ones(case: dict):
     if "error" in case:
         with pytest.raises(ConfigError, match="cannot read"):
@@ -144,9 +141,7 @@ def test_a_v_has_two_stages_per_rank(wrong: dict):
         plan_stages(6, 2, **wrong, v_shape=True)
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "pp", "vpp"), list(product(range(1, 25), (1, 2, 3, 4), (1, 2, 3)))
-)
+@each(product(range(1, 25), (1, 2, 3, 4), (1, 2, 3)))
 def test_every_accepted_split_covers_each_layer_once(num_layers: int, pp: int, vpp: int):
     choices = [
         {"first": first, "last": last} for first, last in product((None, 1, 2, 6), (None, 2, 3, 12))

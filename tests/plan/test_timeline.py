@@ -12,6 +12,7 @@ from app.plan.pipeline.timeline import Times, simulate
 from app.plan.plan import Plan
 from app.plan.schedule import build_schedule, v_shaped
 from tests.actions import parse_action
+from tests.cases import each
 from tests.config import load
 
 SMALL = list(product(range(1, 6), range(1, 9)))  # pipeline ranks, microbatches
@@ -22,7 +23,7 @@ def parse(*texts: str) -> list[list]:
     return [[parse_action(word) for word in text.split()] for text in texts]
 
 
-@pytest.mark.parametrize(("pp", "mbs"), SMALL)
+@each(SMALL)
 def test_bubbles_and_memory_are_the_published_ones(pp: int, mbs: int):
     for name in ("gpipe", "1f1b"):
         timeline = simulate(build_schedule(name, pp, mbs))

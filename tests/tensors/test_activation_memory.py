@@ -46,6 +46,7 @@ pytest.importorskip("triton")
 kernels = pytest.fixture(autouse=True)(with_kernels)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("mask", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("dtype", TORCH, ids=lambda dtype: dtype.value)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
@@ -90,6 +91,7 @@ def test_what_is_alive_while_it_computes_is_within_two_percent(
     assert memory.total - came + memory.backward == pytest.approx(backward, rel=0.02)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("mask", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize(
     "model", [DENSE, dataclasses.replace(DENSE, moe=SIGMOID)], ids=["dense", "moe"]
@@ -148,6 +150,7 @@ def test_recomputed_moe_keeps_its_input_shared_expert_nothing():
     assert sum(nothing.kept.values()) - sum(shared.kept.values()) == widths
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("dtype", TORCH, ids=lambda dtype: dtype.value)
 @pytest.mark.parametrize("model", WORKING.values(), ids=WORKING)
 def test_a_split_backward_and_what_it_leaves(model: ModelConfig, dtype: Dtype):

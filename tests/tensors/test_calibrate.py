@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -132,9 +134,13 @@ def test_the_clock_runs_what_it_measures():
     assert clock.start() > 0 and clock.launch(torch.sin, [x], kernels=2) > 0
 
 
+@cache
+def speeds_of_kernels() -> dict[str, Any]:
+    return kernel_speeds(Counting(), TINY)
+
+
 def measured(links: dict[str, float] | None = None) -> HardwareProfile:
-    speeds = kernel_speeds(Counting(), TINY)
-    return measured_profile("NVIDIA H200", "a test", speeds, links or {})
+    return measured_profile("NVIDIA H200", "a test", speeds_of_kernels().copy(), links or {})
 
 
 def test_what_is_measured_is_a_profile_that_plans(tmp_path: Path):
@@ -172,7 +178,7 @@ def test_one_gpu_says_that_its_links_are_stated():
 
 
 def test_impossible_speeds_are_refused():
-    speeds = kernel_speeds(Counting(), TINY) | {"router_tflops": 1e9}
+    speeds = speeds_of_kernels() | {"router_tflops": 1e9}
     with pytest.raises(ConfigError, match=r"hardware\.profile\.router_tflops"):
         measured_profile("NVIDIA H200", "a test", speeds, {})
     speeds |= {"router_tflops": 1000.0}  # more than the data sheet of an H200 says

@@ -15,7 +15,7 @@ from app.choices import Score
 from app.config import ModelConfig, MoEConfig
 from app.moe.phases import Router
 from app.moe.router import update_bias
-from tests.cases import sampled
+from tests.cases import chosen, sampled
 from tests.tensors.models import make_chunk, mean_loss
 
 MOE = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=32, aux_loss_coeff=0.01)
@@ -88,7 +88,11 @@ BALANCED = {
 }
 
 
-@pytest.mark.parametrize("moe", BALANCED.values(), ids=BALANCED)
+@pytest.mark.parametrize(
+    "moe",
+    chosen(BALANCED.values(), [BALANCED["aux-softmax"], BALANCED["bias"]]),
+    ids=BALANCED,
+)
 def test_balancing_keeps_every_expert_in_use(moe: MoEConfig):
     worst, fewest = late_imbalance(moe)
     assert worst < 2 and fewest > 0.3 * STEPS / 4 * 16 * 64 * moe.top_k / moe.num_experts

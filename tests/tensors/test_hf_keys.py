@@ -23,7 +23,6 @@ from app.hf.file_names import CONFIG_JSON
 from app.hf.pretrained import Pretrained
 from scripts import hugging_face_keys
 from scripts.hugging_face_keys import PAGE, TYPES, config_class, keys_known, page, rule
-from tests.cases import chosen
 from tests.hf_folders import (
     KEY,
     edit_config,
@@ -122,13 +121,12 @@ def edits(config: Mapping[str, Any], key: str) -> Iterator[dict[str, Any]]:
             yield {**config, "rope_parameters": section, name: value}
 
 
-def cases() -> Iterator[tuple[str, str]]:
+def keys_changed(model_type: str) -> list[str]:
     rotary = [f"{kind}.{name}" for kind in SECTIONS for name in sorted(config_keys.ROTARY)]
-    for model_type in TYPES:
-        keys = {key for key in keys_known(model_type) | config_keys.NEUTRAL.keys()
-                if key not in ("model_type", "rope_parameters", "rope_scaling")
-                and "implementation" not in key}  # fmt: skip
-        yield from ((model_type, key) for key in (*sorted(keys), *rotary))
+    keys = {key for key in keys_known(model_type) | config_keys.NEUTRAL.keys()
+            if key not in ("model_type", "rope_parameters", "rope_scaling")
+            and "implementation" not in key}  # fmt: skip
+    return [*sorted(keys), *rotary]
 
 
 QUICK = [
@@ -141,6 +139,7 @@ QUICK = [
     ("deepseek_v3", "norm_topk_prob"),
     ("deepseek_v3", "llama3.mscale_all_dim"),
 ]
+PARTS = 16  # of the keys of a type, each a case
 
 
 @pytest.fixture(scope="module")
@@ -169,10 +168,8 @@ def theirs_of(folder: Path, tokens: Tensor) -> Tensor | None:
     return logits
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("model_type", "key"), chosen(cases(), QUICK))
 @torch.no_grad()
-def test_a_value_is_computed_with_or_refused(model_type: str, key: str, folders: dict[str, Path]):
+def check_values(model_type: str, key: str, folders: dict[str, Path]) -> None:
     """Logits are those of `transformers` with the same config.json, whatever a key has."""
     transformers.logging.set_verbosity(50)
     folder = folder_of(folders, model_type)
@@ -188,7 +185,24 @@ def test_a_value_is_computed_with_or_refused(model_type: str, key: str, folders:
         theirs = theirs_of(folder, tokens)
         if theirs is not None:
             shown = {name: config.get(name) for name in (key, "rope_parameters", "rope_scaling")}
-            assert torch.allclose(ours, theirs, atol=2e-3, rtol=2e-3), shown
+            assert torch.allclose(ours, theirs, atol=2e-3, rtol=2e-3), (model_type, shown)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("model_type", "key"), QUICK)
+def test_a_value_is_computed_with_or_refused(model_type: str, key: str, folders: dict[str, Path]):
+    assert key in keys_changed(model_type)
+    check_values(model_type, key, folders)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("model_type", TYPES)
+def test_values_of_every_key(model_type: str, part: int, folders: dict[str, Path]):
+    """Which keys there are, `transformers` says; each is in one of the parts."""
+    for key in keys_changed(model_type)[part::PARTS]:
+        check_values(model_type, key, folders)
 
 
 @pytest.fixture

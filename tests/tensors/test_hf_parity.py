@@ -28,6 +28,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[nn.Module, Chunk]:
     return hf, chunk
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("length", [1, 7, 33])
 @torch.no_grad()
 def test_logits_equal_transformers(pair: tuple[nn.Module, Chunk], length: int):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from app.kernels.grouped_gemm import grouped_gemm
+from tests.cases import chosen
 from tests.clone_kernels import (
     check_add_clones,
     check_grouped_gemm,
@@ -21,6 +22,7 @@ ROWS = [([5, 0, 130, 3], 1), ([0, 260, 7], 0), ([9, 4], 1), ([0, 0, 128], 2), ([
 SIZES = [(2, 2, 1, (5, 7)), (3, 1, 2, (8, 16)), (1, 1, 1, (3, 1)), (2, 3, 2, (4, 8))]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("width", "columns"), [(40, 136), (136, 8)])
 @pytest.mark.parametrize(("counts", "first"), ROWS, ids=str)
@@ -36,7 +38,7 @@ def test_grouped_gemm_of_fp32(transposed: bool):
     check_grouped_gemm([3, 70, 66], 1, 20, columns=68, dtype=torch.float32, transposed=transposed)
 
 
-@pytest.mark.parametrize("programs", [1, 2, 3, 5])
+@pytest.mark.parametrize("programs", chosen([1, 2, 3, 5], [1, 3]))
 def test_programs_that_have_several_tiles(programs: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("app.kernels.grouped_gemm.PROGRAMS", programs)
     check_grouped_gemm([5, 0, 300, 3, 129], 1, 40, columns=264, dtype=torch.float16)
@@ -47,6 +49,7 @@ def test_no_rows_at_all():
     grouped_gemm(nothing, nothing, torch.ones(1, 8, 8, device=DEVICE), ends_E, first=1)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize(("block", "programs"), [(16, 2), (4096, 264)])

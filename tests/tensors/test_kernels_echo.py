@@ -7,7 +7,7 @@ import torch
 
 from app.choices import CloneAlgorithm
 from app.moe.echo import plan_slots
-from tests.cases import sampled
+from tests.cases import chosen, sampled
 from tests.echo_plans import (
     PACKS,
     SEARCHES,
@@ -72,7 +72,7 @@ def test_counts_beyond_32_bits(algorithm: CloneAlgorithm):
     check_kernel(counts_RE, 1 if algorithm is PACKS else 2, algorithm, threshold=0.0)
 
 
-@pytest.mark.parametrize("most", [3, 40, 100_000])
+@pytest.mark.parametrize("most", chosen([3, 40, 100_000], [40]))
 def test_packed_by_more_ranks_than_spills_and_by_fewer(most: int):
     """One expert to a rank, and as many to each that rooms take from some several times."""
     for ranks, local in ((7, 1), (8, 4), (16, 2)):
@@ -95,15 +95,17 @@ def test_nothing_is_tried_while_no_rank_is_above_the_threshold(algorithm: CloneA
         assert moves == bool(moved_S.any())
 
 
-@pytest.mark.parametrize("spares", [1, 2])
+@pytest.mark.parametrize("spares", chosen([1, 2], [2]))
 def test_exact(spares: int):
     check_kernel(draw_counts(5, 3, 300, seed=spares), spares, SEARCHES, threshold=0.02 * spares)
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("ranks", "local", "top_k", "most"),
-    [(2, 3, 2, 12), (4, 1, 1, 9), (8, 2, 3, 5), (1, 4, 2, 3), (2, 2, 4, 0)],
+    chosen(
+        [(2, 3, 2, 12), (4, 1, 1, 9), (8, 2, 3, 5), (1, 4, 2, 3), (2, 2, 4, 0)],
+        [(2, 3, 2, 12), (4, 1, 1, 9), (2, 2, 4, 0)],
+    ),
 )
 def test_reroute(ranks: int, local: int, top_k: int, most: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("app.kernels.clones.reroute.PAIRS", 32)

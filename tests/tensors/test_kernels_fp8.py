@@ -78,6 +78,7 @@ def test_rows_of_nobody_are_neither_read_nor_written(used: int, monkeypatch: pyt
 
 
 @DTYPES
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("shape", [(2, 16, 48), (3, 272, 80), (1, 130, 64), (1, 1104, 16)])
 def test_weights_have_a_scale_for_each_row_and_each_column(
     shape: tuple[int, int, int], dtype: torch.dtype
@@ -97,6 +98,7 @@ def test_what_has_no_scale():
     assert not data[3].float().any() and scales.isfinite().all()
 
 
+@pytest.mark.cover(1)
 @DTYPES
 @pytest.mark.parametrize(
     ("rows", "width", "used"), [(5, 16, 5), (12, 528, 7), (3, 2064, 2), (40, 48, 0)]
@@ -109,6 +111,7 @@ def test_swiglu_leaves_its_rows_in_fp8(
     check_swiglu(rows, width, used, dtype)
 
 
+@pytest.mark.cover(1)
 @DTYPES
 @pytest.mark.parametrize("width", [16, 2064, 4112])
 def test_rows_leave_and_gradients_return_in_fp8(width: int, dtype: torch.dtype):

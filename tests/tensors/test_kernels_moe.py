@@ -33,6 +33,7 @@ plain = pytest.fixture(autouse=True)(without_kernels)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
+@pytest.mark.cover(1)
 @DTYPES
 @pytest.mark.parametrize(("tokens", "vocabulary", "apart"), [(5, 23, 0), (3, 8200, 24), (4, 1, 0)])
 def test_statistics_and_gradient_of_the_loss(
@@ -63,6 +64,7 @@ def test_extreme_logits():
 SIZES = [(7, 3, 5, 6), (5, 1, 2, 1), (4, 6, 9, 2100), (0, 2, 4, 6)]
 
 
+@pytest.mark.cover(1)
 @DTYPES
 @pytest.mark.parametrize("drops", [False, True], ids=["all kept", "drops"])
 @pytest.mark.parametrize(
@@ -138,6 +140,7 @@ def test_narrow_ids_sort_as_wide_ones(num_experts: int, drops: bool):
     )
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(("width", "columns"), [(40, 136), (128, 8), (8, 264)])
 @pytest.mark.parametrize("counts", [[5, 0, 70, 32, 3], [0, 0, 33], [0, 0]], ids=str)
 def test_grouped_gradient(counts: list[int], width: int, columns: int):
@@ -146,6 +149,7 @@ def test_grouped_gradient(counts: list[int], width: int, columns: int):
         check_grouped_gradient(counts, width, columns, dtype=torch.float16, spare=spare)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(("first", "adds"), [(2, True), (0, False), (1, False), (4, False)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_grouped_gradient_of_some_experts(first: int, adds: bool, dtype: torch.dtype):

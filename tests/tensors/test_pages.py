@@ -15,6 +15,7 @@ from torch import Tensor
 from app.moe.dispatch import paged_buffer
 from app.moe.dispatch.paged_buffer import PagedBuffer, PagedRows
 from app.plan.dispatchers.paged_buffer import PlannedPagedBuffer
+from tests.cases import chosen
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS = 40
@@ -62,7 +63,7 @@ def a_while(pool: PagedBuffer, seed: int) -> list[list[list[int]]]:
     return seen
 
 
-@pytest.mark.parametrize("pages", [20, 60])
+@pytest.mark.parametrize("pages", chosen([20, 60], [20]))
 def test_tensors_in_any_order(pages: int, monkeypatch: pytest.MonkeyPatch):
     """With and without enough pages, by kernels and by plain torch, down to the last page."""
     monkeypatch.setattr(paged_buffer, "usable", lambda *_: False)
