@@ -4,10 +4,11 @@ no GPU.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -65,6 +66,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if Server.own is not None:
         Server.own.stop()
         Server.own = None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Search no garbage while tests are collected, and later none among the modules and tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

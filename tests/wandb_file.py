@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from wandb.proto import wandb_internal_pb2
-
 HEADER, BLOCK, RECORD_HEADER = 7, 32768, 7  # bytes
 FULL, LAST = 1, 4  # kinds of fragments that end a record; the others continue
 
@@ -36,6 +34,8 @@ def records(data: bytes) -> Iterator[bytes]:
 
 def told(run_dir: Path, kind: str) -> list[Any]:
     """The records of one kind of the one offline run in `run_dir`."""
+    from wandb.proto import wandb_internal_pb2  # most of a second, when it is needed
+
     (file,) = (run_dir / "wandb").glob("offline-run-*/*.wandb")
     found = map(wandb_internal_pb2.Record.FromString, records(file.read_bytes()))
     return [getattr(record, kind) for record in found if record.WhichOneof("record_type") == kind]
