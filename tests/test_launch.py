@@ -210,7 +210,7 @@ def test_a_port_taken_costs_ranks_that_others_started_one_line(
     (tmp_path / "scontrol").chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MASTER_PORT": str(taken), **started}
     command = [sys.executable, str(ROOT / "train.py"), "run_dir=run"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = run_forked(tmp_path, command, env)
     rule = "another program on this host uses this port; choose a free one"
     said = f"train.py: MASTER_PORT={taken}: {rule}\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said) and not (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import each
 from tests.structure import MODULES, ROOT, SOURCES, imported, module_name
 
 Trees = dict[Path, list[ast.AST]]
@@ -102,6 +104,21 @@ def test_no_circles(trees: Trees):
 def test_the_rule_on_circles_can_fail():
     with pytest.raises(CycleError):
         TopologicalSorter({"report": {"page"}, "page": {"report"}}).prepare()
+
+
+def test_each_names_the_case_that_fails():
+    seen = []
+
+    @each((1, square) for square in range(3))
+    def through(one: int, square: int, tmp_path: Path):
+        seen.append((one, square, tmp_path))
+        assert square < 2
+
+    with pytest.raises(AssertionError) as failed:
+        through(tmp_path=ROOT)
+    assert seen == [(1, 0, ROOT), (1, 1, ROOT), (1, 2, ROOT)]
+    assert failed.value.__notes__ == ["case: (1, 2)"]
+    assert [*inspect.signature(through).parameters] == ["tmp_path"]
 
 
 def test_code_layout_names_every_folder():

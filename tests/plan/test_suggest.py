@@ -117,7 +117,7 @@ def runs(count: int) -> list[Run]:
     return [run for run in found if run is not None][:count]
 
 
-@pytest.mark.parametrize("count", chosen([4, 200], [4]))
+@pytest.mark.parametrize("count", chosen([2, 200], [2]))
 def test_suggestions_for_random_runs_fit_when_planned(count: int):
     without = 0
     for run in runs(count):

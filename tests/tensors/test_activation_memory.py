@@ -46,7 +46,7 @@ pytest.importorskip("triton")
 kernels = pytest.fixture(autouse=True)(with_kernels)
 
 
-@pytest.mark.cover(1)
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("mask", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("dtype", TORCH, ids=lambda dtype: dtype.value)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)

@@ -133,9 +133,7 @@ QUICK = [
     ("llama", "is_causal"),
     ("llama", "yarn.original_max_position_embeddings"),
     ("mixtral", "num_experts_per_tok"),
-    ("olmoe", "norm_topk_prob"),
     ("qwen3_moe", "sliding_window"),
-    ("deepseek_v3", "rms_norm_eps"),
     ("deepseek_v3", "norm_topk_prob"),
     ("deepseek_v3", "llama3.mscale_all_dim"),
 ]
