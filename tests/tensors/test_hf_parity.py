@@ -56,7 +56,6 @@ def test_logits_equal_transformers_at_any_positions(pair: tuple[nn.Module, Chunk
     expect_alike({"0": forward(chunk, tokens, positions).x}, *theirs)
 
 
-@pytest.mark.every(2)
 def test_gradients_equal_transformers(pair: tuple[nn.Module, Chunk]):
     hf, chunk = pair
     tokens = draw_tokens(chunk.model, 2, 9)
