@@ -17,7 +17,6 @@ from app.cli.options.explained import COMPOSING, explained
 from app.cli.options.messages import Asked
 from app.cli.options.unknown import no_such_flag, unknown_words
 from app.errors import ConfigError
-from tests.cases import sampled
 
 TABLE = Path(__file__).parent.parent / "golden/hints.txt"
 CASES = re.findall(r"^\$ (.*)\n(.*)$", TABLE.read_text(), re.MULTILINE)
@@ -38,7 +37,8 @@ def refused(words: Sequence[str]) -> ConfigError:
     return Asked(Typed.parse(flags_to_overrides(words)), load_typed).advised(found)
 
 
-@pytest.mark.parametrize(("typed", "said"), sampled(CASES, 40), ids=[typed for typed, _ in CASES])
+@pytest.mark.every(40)
+@pytest.mark.parametrize(("typed", "said"), CASES, ids=[typed for typed, _ in CASES])
 def test_a_hint_is_true_and_works_when_followed(typed: str, said: str):
     words = shlex.split(typed)
     error = refused(words)

@@ -19,7 +19,6 @@ from app.cli.options.completion import values_of
 from app.cli.options.overlaid import overlaid
 from app.cli.plan import main as plan
 from app.version import Version
-from tests.cases import sampled
 from tests.programs import run_forked
 
 ROOT = Path(__file__).parent.parent.parent
@@ -144,19 +143,17 @@ def test_the_version_is_ours(own: Path):
     assert (done.returncode, done.stdout) == (0, f"graphfold {Version.of().short}\n")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("word", "offered"),
-    sampled(
-        [
-            ("train.device=", "train.device=auto train.device=cpu train.device=cuda"),
-            ("train.deterministic=f", "train.deterministic=false"),
-            ("optim.decay=co", "optim.decay=constant optim.decay=cosine"),
-            ("optim.lr=", "optim.lr=0.003"),
-            ("model=mo", "model=moe_tiny"),
-            ("train.ste", "train.steps="),
-        ],
-        2,
-    ),
+    [
+        ("train.device=", "train.device=auto train.device=cpu train.device=cuda"),
+        ("train.deterministic=f", "train.deterministic=false"),
+        ("optim.decay=co", "optim.decay=constant optim.decay=cosine"),
+        ("optim.lr=", "optim.lr=0.003"),
+        ("model=mo", "model=moe_tiny"),
+        ("train.ste", "train.steps="),
+    ],
 )
 def test_completion_offers_what_one_may_type(own: Path, word: str, offered: str):
     done = program(own, "-sc", "query=bash", COMP_LINE=f"python train.py {word}")

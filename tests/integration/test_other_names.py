@@ -10,7 +10,6 @@ from app.cli.options.compose import load_overrides
 from app.cli.options.keys import all_keys, is_section
 from app.cli.options.other_names import page, row_of, rows
 from app.cli.options.unknown import no_such_key
-from tests.cases import sampled
 from tests.integration.from_megatron import ROWS
 from tests.override_types import check_types
 from tests.training import ROOT
@@ -57,7 +56,8 @@ def test_the_overrides_of_a_value_are_of_its_type():
         check_types(words)
 
 
-@pytest.mark.parametrize(("name", "value"), sampled(CHOICES, 14))
+@pytest.mark.every(14)
+@pytest.mark.parametrize(("name", "value"), CHOICES)
 def test_the_overrides_of_a_value_compose(name: str, value: str):
     words = row_of(name).overrides(value)
     text = " ".join(words)

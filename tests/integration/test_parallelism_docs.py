@@ -21,7 +21,7 @@ from app.plan.pipeline.timeline import simulate
 from app.plan.plan import GIB, Plan
 from app.plan.schedule import build_schedule, v_shaped
 from scripts.plan_docs import CONSOLE, PICTURE, refreshed
-from tests.cases import chosen, sampled
+from tests.cases import chosen
 from tests.config import load
 from tests.integration.parallelism_docs import drawn
 
@@ -69,7 +69,8 @@ def test_page_shows_every_picture():
     assert files == set(PICTURES) == set(re.findall(r"!\[\w+\]\(parallelism/(\w+)\.svg\)", DOCS))
 
 
-@pytest.mark.parametrize("name", sampled(LAYOUTS, 4))
+@pytest.mark.every(4)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_pictures_are_current(tmp_path: Path, name: str):
     """scripts/plan_docs.py redraws them."""
     svg = save_layout(Plan(load(*overrides(name))), tmp_path)[0].read_text()
@@ -87,7 +88,8 @@ def test_command_draws_its_picture(
     )
 
 
-@pytest.mark.parametrize("block", sampled(CONSOLE.finditer(DOCS), 6), ids=lambda block: block[1])
+@pytest.mark.every(6)
+@pytest.mark.parametrize("block", [*CONSOLE.finditer(DOCS)], ids=lambda block: block[1])
 def test_console_blocks_show_what_is_printed(block: re.Match[str]):
     """scripts/plan_docs.py refreshes them."""
     assert refreshed(block[0]).splitlines() == block[0].splitlines()

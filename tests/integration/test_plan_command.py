@@ -39,7 +39,7 @@ from app.plan.suggestion import Suggestion
 from app.plan.summary import summary_lines
 from app.version import VERSION, Version
 from scripts.plan_docs import CONSOLE, refreshed
-from tests.cases import chosen, sampled
+from tests.cases import chosen
 from tests.config import load
 
 ROOT = Path(__file__).parent.parent.parent
@@ -223,40 +223,38 @@ def test_suggestions_are_shown_with_their_price():
     assert "Nothing was found" in tables(plan, "memory")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    sampled(
-        [
-            (
-                ("what=stage",),
-                "plan: what=stage: must be one of groups, stages, schedule, graphs, memory, "
-                "decoding, layouts, all; did you mean stages?",
-            ),
-            (
-                ("--jsno",),
-                "did you mean --json?",
-            ),
-            (("model=llama3_8c",), "did you mean llama3_8b?"),
-            (
-                ("parallel.pp=3",),
-                "plan: model.num_layers=4: 4 layers do not divide over pp × vpp = 3 × 1 = 3 stages",
-            ),
-            (("gpu_memory_gib=much",), "plan: hardware.gpu_memory_gib=much: must be a number"),
-            (("gpu_memory_gib=-1",), "plan: hardware.gpu_memory_gib=-1.0: must be above 0"),
-            (("what=all", "gpus=3"), "plan: gpus=3: is parallel.world_size here"),
-            (("what=layout",), "did you mean layouts?"),
-            (
-                ("what=layouts", "tokens=some"),
-                "plan: tokens=some: must be a number above 0, like 25",
-            ),
-            (("what=layouts", "slower=-3"), "plan: slower=-3: must be a number above 0"),
-            (("what=layouts", "slower=45"), "slower=45: must be below hardware.network_gb_s=45"),
-            (("what=layouts", "slower=inf"), "plan: slower=inf: must be a number above 0"),
-            (("what=memory", "tokens=1e9"), "plan: tokens=1e9: only works with what=layouts"),
-            (("modle",), "plan: option=modle: the options are --json, --help, -h, --config-dir"),
-        ],
-        3,
-    ),
+    [
+        (
+            ("what=stage",),
+            "plan: what=stage: must be one of groups, stages, schedule, graphs, memory, "
+            "decoding, layouts, all; did you mean stages?",
+        ),
+        (
+            ("--jsno",),
+            "did you mean --json?",
+        ),
+        (("model=llama3_8c",), "did you mean llama3_8b?"),
+        (
+            ("parallel.pp=3",),
+            "plan: model.num_layers=4: 4 layers do not divide over pp × vpp = 3 × 1 = 3 stages",
+        ),
+        (("gpu_memory_gib=much",), "plan: hardware.gpu_memory_gib=much: must be a number"),
+        (("gpu_memory_gib=-1",), "plan: hardware.gpu_memory_gib=-1.0: must be above 0"),
+        (("what=all", "gpus=3"), "plan: gpus=3: is parallel.world_size here"),
+        (("what=layout",), "did you mean layouts?"),
+        (
+            ("what=layouts", "tokens=some"),
+            "plan: tokens=some: must be a number above 0, like 25",
+        ),
+        (("what=layouts", "slower=-3"), "plan: slower=-3: must be a number above 0"),
+        (("what=layouts", "slower=45"), "slower=45: must be below hardware.network_gb_s=45"),
+        (("what=layouts", "slower=inf"), "plan: slower=inf: must be a number above 0"),
+        (("what=memory", "tokens=1e9"), "plan: tokens=1e9: only works with what=layouts"),
+        (("modle",), "plan: option=modle: the options are --json, --help, -h, --config-dir"),
+    ],
 )
 def test_mistakes_cost_a_line(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
@@ -324,8 +322,9 @@ def test_tables_keep_to_their_width_without_colour(overrides: tuple[str, ...]):
     assert max(map(len, tables(plan, "groups").splitlines())) <= WIDTH
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
-    ("columns", "most"), sampled([("60", 60), ("150", 150), ("wide", WIDTH), ("", WIDTH)], 2)
+    ("columns", "most"), [("60", 60), ("150", 150), ("wide", WIDTH), ("", WIDTH)]
 )
 def test_piped_tables_follow_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str, most: int
@@ -458,7 +457,8 @@ def test_a_command_of_the_docs(
     assert code in (0, 1) and out
 
 
-@pytest.mark.parametrize("block", sampled(BLOCKS, 4), ids=lambda block: block[1])
+@pytest.mark.every(4)
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block[1])
 def test_the_docs_show_what_comes_out(block: re.Match[str]):
     """scripts/plan_docs.py puts it in anew."""
     assert refreshed(block[0]).splitlines() == block[0].splitlines()

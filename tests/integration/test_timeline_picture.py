@@ -21,7 +21,6 @@ from app.cli.plan_views.timeline_picture import (
 )
 from app.plan.actions import Backward, BackwardInput, BackwardWeight, Compute, Forward
 from app.plan.plan import Plan
-from tests.cases import sampled
 from tests.config import load
 
 STEP = (
@@ -48,27 +47,25 @@ def words(figure: Figure) -> list[str]:
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("schedule", "per_row", "legend"),
-    sampled(
-        [
-            ("1f1b", 16, ["forward", "backward", "idle"]),
-            ("gpipe", 16, ["forward", "backward", "idle"]),
-            ("zero_bubble_h1", 24, ["forward", "backward, inputs", "backward, weights", "idle"]),
-            (
-                "interleaved parallel.vpp=2",
-                32,
-                [
-                    "forward, chunk 0",
-                    "forward, chunk 1",
-                    "backward, chunk 0",
-                    "backward, chunk 1",
-                    "idle",
-                ],
-            ),
-        ],
-        2,
-    ),
+    [
+        ("1f1b", 16, ["forward", "backward", "idle"]),
+        ("gpipe", 16, ["forward", "backward", "idle"]),
+        ("zero_bubble_h1", 24, ["forward", "backward, inputs", "backward, weights", "idle"]),
+        (
+            "interleaved parallel.vpp=2",
+            32,
+            [
+                "forward, chunk 0",
+                "forward, chunk 1",
+                "backward, chunk 0",
+                "backward, chunk 1",
+                "idle",
+            ],
+        ),
+    ],
 )
 def test_a_row_per_rank_and_a_bar_per_action(schedule: str, per_row: int, legend: list[str]):
     name, *more = schedule.split()

@@ -22,7 +22,7 @@ from app.engine.checkpoint.folder import complete_checkpoints, newest_checkpoint
 from app.engine.report.metrics import RollbackReport, StepReport, ValidationReport
 from app.engine.report.trackers import NAMES
 from app.version import Version
-from tests.cases import chosen, sampled
+from tests.cases import chosen
 from tests.programs import Forked, run_forked
 from tests.training import TIMED, wait_for
 from tests.wandb_file import history, told
@@ -315,9 +315,8 @@ def test_mistake_is_found_before_ranks_start(tmp_path: Path, corpus: str):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "name", sampled(("metrics.jsonl", "config.yaml", "plan.json", "metrics.tmp"), 4)
-)
+@pytest.mark.every(4)
+@pytest.mark.parametrize("name", ("metrics.jsonl", "config.yaml", "plan.json", "metrics.tmp"))
 def test_a_folder_in_the_place_of_a_file_costs_a_line(tmp_path: Path, corpus: str, name: str):
     (tmp_path / "run" / name).mkdir(parents=True)
     line = command(corpus, "train.steps=4", "run_dir=run", "resume=auto")
@@ -345,7 +344,8 @@ ENDS = [
 ]
 
 
-@pytest.mark.parametrize(("who", "number", "phase"), sampled(ENDS, len(ENDS)))
+@pytest.mark.every(len(ENDS))
+@pytest.mark.parametrize(("who", "number", "phase"), ENDS)
 def test_no_rank_outlives_its_starter(
     tmp_path: Path, corpus: str, who: str, number: signal.Signals, phase: str
 ):

@@ -24,7 +24,7 @@ from app.engine.build import Engine
 from app.engine.generate import sample_tokens
 from app.engine.pipeline.in_flight import InFlight
 from app.engine.pipeline.step import Validation
-from tests.cases import chosen, sampled
+from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.parity import OneProcess, Trained, alone, here, results
 from tests.processes.captured import several
@@ -121,7 +121,8 @@ def two_byte_gradients(rank: int, run: Run) -> tuple[float, dict[str, Any]]:
     return loss, {name: value.numpy() for name, value in whole_gradients(engine).items()}
 
 
-@pytest.mark.parametrize("params", sampled((Dtype.float16, Dtype.bfloat16), 2))
+@pytest.mark.every(2)
+@pytest.mark.parametrize("params", (Dtype.float16, Dtype.bfloat16))
 def test_the_same_bits_as_without_empty_stages_in_two_bytes(params: Dtype):
     precision = PrecisionConfig(params)
     plain = run_of(MODELS["moe"], pp=2, layout="Ett|ttL", precision=precision)
@@ -150,7 +151,8 @@ CAPTURED = (
 )
 
 
-@pytest.mark.parametrize(("choice", "names"), sampled(CAPTURED, 3), ids=short)
+@pytest.mark.every(3)
+@pytest.mark.parametrize(("choice", "names"), CAPTURED, ids=short)
 def test_captured_training_equals_eager_training_bit_for_bit(
     choice: dict[str, Any], names: tuple[str, ...]
 ):

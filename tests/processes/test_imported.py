@@ -24,7 +24,6 @@ from app.engine.run.start import find_start
 from app.errors import ConfigError
 from app.hf import pretrained
 from app.plan.plan import Plan
-from tests.cases import sampled
 from tests.checkpoints import verify_checkpoint
 from tests.config import load
 from tests.distributed import run_distributed
@@ -44,17 +43,14 @@ def losses_after_loading(rank: int, run: Run, path: str) -> list[tuple[float, fl
     return train_steps(run, engine, 2)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize(
     ("name", "layout", "params"),
-    sampled(
-        [
-            ("qwen2", "tp2", "float32"),
-            ("deepseek_v3", "etp2", "float32"),
-            ("mixtral", "ep4", "bfloat16"),
-        ],
-        2,
-    ),
+    [
+        ("qwen2", "tp2", "float32"),
+        ("deepseek_v3", "etp2", "float32"),
+        ("mixtral", "ep4", "bfloat16"),
+    ],
 )
 def test_run_resumed_from_import_equals_init_from(
     name: str, layout: str, params: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

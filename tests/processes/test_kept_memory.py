@@ -167,7 +167,7 @@ def test_rows_are_restored_from_pages(
     assert pool.bytes == pytest.approx(1.1 / ratio * gone, rel=0.05) if gone else pool.pages == 1
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize(("model", "parallel"), sampled(SENT.values(), 3), ids=SENT)
+@pytest.mark.every(6)
+@pytest.mark.parametrize(("model", "parallel"), SENT.values(), ids=SENT)
 def test_layers_of_experts_with_even_load(model: ModelConfig, parallel: dict[str, Any]):
     compare(run_of(model, **parallel))

@@ -317,7 +317,8 @@ MANY = [Case(*world, bucket=300) for world in WORLDS] + [
 UPDATES = [*(Case(*world) for world in WORLDS), Case(clip=0), Case(4, 2, clip=0), *MANY]
 
 
-@pytest.mark.parametrize("case", sampled(UPDATES, 3), ids=str)
+@pytest.mark.every(3)
+@pytest.mark.parametrize("case", UPDATES, ids=str)
 def test_updates_equal_torch_adamw(case: Case):
     ranks = check_against_torch(case)
     owned = {(name, start): main for rank in ranks for name, start, main, _ in rank["pieces"]}
@@ -341,7 +342,8 @@ def test_the_cases_clip_some_steps_and_not_others():
     assert all(not torch.allclose(clipped[name], loose[name], atol=1e-3) for name in clipped)
 
 
-@pytest.mark.parametrize(("world", "ep"), sampled(WORLDS, 4))
+@pytest.mark.every(4)
+@pytest.mark.parametrize(("world", "ep"), WORLDS)
 def test_bf16_parameters_round_fp32_ones(world: int, ep: int):
     for rank in check_against_torch(Case(world, ep, torch.bfloat16)):
         for name, start, main, _ in rank["pieces"]:
@@ -361,7 +363,8 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("case", sampled(BAD, 3), ids=str)
+@pytest.mark.every(3)
+@pytest.mark.parametrize("case", BAD, ids=str)
 def test_a_bad_gradient_on_one_rank_skips_the_update_on_all(case: Case):
     for rank in check_against_torch(case):
         assert [skipped for _, skipped in rank["said"]] == [

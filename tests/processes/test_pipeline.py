@@ -11,7 +11,6 @@ import pytest
 
 from app.engine.build import Engine
 from app.engine.pipeline.step import Validation
-from tests.cases import sampled
 from tests.distributed import run_distributed
 from tests.parity import OneProcess, alone, few_steps, here
 from tests.processes.pipeline import MODELS, run_of
@@ -49,8 +48,8 @@ def one_process(name: str, mbs: int) -> OneProcess:
     return OneProcess.of(run_of(MODELS[name], mbs), STEPS)
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize(("name", "choice"), sampled(CASES, 3))
+@pytest.mark.every(6)
+@pytest.mark.parametrize(("name", "choice"), CASES)
 def test_pipeline_equals_one_process(name: str, choice: dict[str, Any]):
     run = run_of(MODELS[name], **choice)
     expected = one_process(name, choice["mbs"] * choice.get("dp", 1))

@@ -28,7 +28,6 @@ from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.groups import process_world
 from app.engine.run.start import find_start
 from app.errors import ConfigError
-from tests.cases import sampled
 from tests.checkpoints import verify_checkpoint
 from tests.distributed import run_distributed
 from tests.forks import Process
@@ -163,7 +162,8 @@ def refusals(rank: int, whole: Path, seed: int) -> list[tuple[str, bool, str | N
     return found
 
 
-@pytest.mark.parametrize("seed", sampled(range(8), 8))
+@pytest.mark.every(8)
+@pytest.mark.parametrize("seed", range(8))
 def test_a_damaged_checkpoint_is_refused_by_name(seed: int, two_steps: Path):
     """In one line that names the file and offers the older checkpoint."""
     (found,) = run_distributed(refusals, 1, two_steps, seed)
@@ -298,7 +298,8 @@ def with_room(corpus: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory)
 DISKS = [(kind, seed) for kind in ("counted", "mounted") for seed in range(8)]
 
 
-@pytest.mark.parametrize(("kind", "seed"), sampled(DISKS, len(DISKS)))
+@pytest.mark.every(len(DISKS))
+@pytest.mark.parametrize(("kind", "seed"), DISKS)
 def test_a_full_disk_loses_nothing_that_was_committed(
     kind: str, seed: int, corpus: tuple[str, ...], with_room: Path, tmp_path: Path
 ):

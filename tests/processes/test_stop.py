@@ -31,7 +31,6 @@ from app.engine.run.start import find_start
 from app.engine.trainer import Trainer
 from app.engine.watchdog.watchdog import EXIT_STUCK
 from app.errors import ConfigError
-from tests.cases import sampled
 from tests.distributed import run_distributed
 from tests.processes.stop import exit_code, launched
 from tests.training import (
@@ -54,8 +53,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return corpus_in(tmp_path_factory.mktemp("corpus"))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
-    ("layout", "told_at"), sampled([("dp2", {1: 5}), ("single", {0: 3}), ("ep2", {0: 7, 1: 7})], 3)
+    ("layout", "told_at"), [("dp2", {1: 5}), ("single", {0: 3}), ("ep2", {0: 7, 1: 7})]
 )
 def test_no_token_is_lost_or_repeated(
     corpus: tuple[str, ...], tmp_path: Path, layout: str, told_at: dict[int, int]
@@ -274,7 +274,8 @@ def test_previous_signal_handler_is_called_afterwards():
 # torchrun with exit codes, around a script that ends as it is told to.
 
 
-@pytest.mark.parametrize("code", sampled([75, 2, 130], 3))
+@pytest.mark.every(3)
+@pytest.mark.parametrize("code", [75, 2, 130])
 def test_explained_exit_codes_are_not_restarted(tmp_path: Path, code: int):
     found = launched(tmp_path, "--standalone", "--max-restarts=2", ends=[f"0:{code}", f"1:{code}"])
     assert found == (code, "", ["began-0-0", "began-1-0"])

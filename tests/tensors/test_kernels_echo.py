@@ -7,7 +7,7 @@ import torch
 
 from app.choices import CloneAlgorithm
 from app.moe.echo import plan_slots
-from tests.cases import chosen, sampled
+from tests.cases import chosen
 from tests.echo_plans import (
     PACKS,
     SEARCHES,
@@ -33,9 +33,8 @@ def few_targets(monkeypatch: pytest.MonkeyPatch) -> None:
 SIZES = [(1, 4, 9), (2, 1, 50), (3, 5, 2), (4, 2, 1), (5, 3, 1500), (6, 1, 30), (8, 8, 300)]
 
 
-@pytest.mark.parametrize(
-    ("size", "seed"), sampled([(s, n) for n in range(12) for s in SIZES], every=7)
-)
+@pytest.mark.every(7)
+@pytest.mark.parametrize(("size", "seed"), [(s, n) for n in range(12) for s in SIZES])
 def test_plan(size: tuple[int, int, int], seed: int):
     ranks, local, most = size
     spares, algorithm, threshold = draw_options(ranks, local, seed)

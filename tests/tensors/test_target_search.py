@@ -10,7 +10,6 @@ from torch import Tensor
 
 from app.choices import CloneAlgorithm
 from app.moe.echo import plan_clones
-from tests.cases import sampled
 from tests.echo_plans import PACKS, SEARCHES, check_plan, draw_counts, loads_after
 
 # ranks, experts of each, spares
@@ -54,7 +53,8 @@ def rank_loads(counts_RE: Tensor) -> Tensor:
     return counts_RE.sum(dim=0).view(len(counts_RE), -1).sum(dim=1)
 
 
-@pytest.mark.parametrize(("size", "seed"), sampled([(s, n) for n in range(6) for s in SMALL], 6))
+@pytest.mark.every(6)
+@pytest.mark.parametrize(("size", "seed"), [(s, n) for n in range(6) for s in SMALL])
 def test_close_to_the_smallest_load_that_there_is(size: tuple[int, int, int], seed: int):
     ranks, local, spares = size
     found, best = [], []
@@ -67,9 +67,8 @@ def test_close_to_the_smallest_load_that_there_is(size: tuple[int, int, int], se
     assert sum(one == other for one, other in zip(found, best, strict=True)) >= 18
 
 
-@pytest.mark.parametrize(
-    ("local", "seed"), sampled([(n, s) for s in range(12) for n in (2, 3)], every=4)
-)
+@pytest.mark.every(4)
+@pytest.mark.parametrize(("local", "seed"), [(n, s) for s in range(12) for n in (2, 3)])
 def test_one_full_rank_gets_the_smallest_load_that_there_is(local: int, seed: int):
     """Experts that are just large enough for a room must not be split for another."""
     drawn = torch.Generator().manual_seed(seed)
@@ -121,7 +120,8 @@ def test_loads_that_slots_can_even_out_for_certain(local: int, spares: int):
         assert largest_load(counts_RE, spares) == even_load(counts_RE)
 
 
-@pytest.mark.parametrize(("size", "seed"), sampled([(s, n) for n in range(20) for s in SIZES], 10))
+@pytest.mark.every(10)
+@pytest.mark.parametrize(("size", "seed"), [(s, n) for n in range(20) for s in SIZES])
 def test_never_worse_than_other_algorithms(size: tuple[int, int, int], seed: int):
     ranks, local, spares = size
     for most in (1, 20, 4000):
