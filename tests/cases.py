@@ -24,9 +24,9 @@ def chosen(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
 
 
 def each(cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a test to go through many short cases in one test, whose failure names the case.
+    """Decorate a test to run many short cases in a loop; a failure names its case.
 
-    The test's first arguments are the case, of a tuple its values; the others are fixtures.
+    The values of a case are the test's first arguments, its fixtures the others.
     """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
@@ -50,7 +50,7 @@ def each(cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., 
 
 
 def mark_beyond_cover(items: Sequence[pytest.Item]) -> None:
-    """Mark cases `full` that a test with the mark `cover` or `every` leaves out.
+    """Mark `full` the cases that the mark `cover` or `every` of their test leaves out.
 
     `@pytest.mark.cover(1)` on a test with parameters keeps cases in which every value of every
     parameter occurs, `cover(2)` cases with every two values that occur together in the whole grid,
@@ -82,9 +82,9 @@ def _mark(item: pytest.Item) -> pytest.Mark | None:
 
 
 def covering(grid: Sequence[tuple[Any, ...]], strength: int) -> list[int]:
-    """Return the numbers of few rows that have every `strength` values of the grid's rows.
+    """Return the numbers of few rows in which all combinations of `strength` values occur.
 
-    Greedy: the row with most that is new comes next, the first of equal ones.
+    Greedy: next comes the row with most new combinations, of equal ones the first.
     """
     new = [set(itertools.combinations(row, strength)) for row in grid]
     kept = []

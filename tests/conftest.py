@@ -70,7 +70,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Search no garbage while tests are collected, and later none among the modules and tests."""
+    """Collect tests without garbage collection, and exempt what was loaded from later ones."""
     gc.disable()
     try:
         return (yield)
@@ -86,8 +86,8 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark cases beyond covers, then keep a share of the tests. The name of each decides with the
-    seed, so that processes that collect the same tests keep the same ones.
+    """Mark cases that `make test` leaves out, then keep a share of all. A test's name and the seed
+    decide, so that processes that collect the same tests keep the same ones.
     """
     mark_beyond_cover(items)
     share, seed = config.getoption("--share"), config.getoption("--share-seed")

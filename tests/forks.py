@@ -76,10 +76,10 @@ class Patches(pytest.MonkeyPatch):
 class Process:
     """A process forked by the server, with the interface of `multiprocessing.Process`.
 
-    `target` is called with the numbers of this process's own copies of `handles`, and `args`. All
-    are pickled, functions that no module holds by value; so what `target` changes in its arguments
-    stays there. It begins with this process's environment variables, working folder, warning
-    filters, standard output and recorded patches.
+    It calls `target(*handles, *args)` with its own copies of the file descriptors `handles`.
+    Function and arguments travel pickled, so the caller does not see changes to them. The process
+    gets the caller's environment variables, working folder, warning filters, standard output and
+    recorded patches.
     """
 
     def __init__(

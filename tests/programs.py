@@ -82,7 +82,7 @@ class Forked:
         stdin: int | None = None,
         close_fds: bool = True,
     ) -> None:
-        """`stdin` may be subprocess.DEVNULL; all other files are closed, whatever `close_fds`."""
+        """`stdin` may be subprocess.DEVNULL. Other files are closed; `close_fds` is ignored."""
         if stdin == subprocess.DEVNULL:
             stdin = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
             weakref.finalize(self, os.close, stdin)

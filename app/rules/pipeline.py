@@ -17,11 +17,12 @@ def check_stages(run: Run) -> None:
             "parallel.vpp", stages.vpp, "schedule zero_bubble_v has two stages per rank", nearest=2
         )
     if stages.vpp > 1 and name not in CHUNKED:
-        near = ("interleaved", Instead("parallel.pp=2", "schedule=auto"), *_fewer_stages(run))
         rule = f"has one stage per rank, not vpp={stages.vpp}"
+        first: str | Instead = "interleaved"
         if run.parallel.pp == 1:
             rule += "; several need a pipeline, parallel.pp of at least 2"
-        raise ConfigError("schedule.name", name, rule, nearest=near)
+            first = Instead("parallel.pp=2", "schedule=auto")
+        raise ConfigError("schedule.name", name, rule, nearest=(first, *_fewer_stages(run)))
     if stages.vpp == 1 and name is ScheduleName.interleaved:
         rule = "needs several stages per rank, not vpp=1"
         near = (Instead("parallel.vpp=2"), Instead("schedule=auto"))

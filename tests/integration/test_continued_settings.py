@@ -102,7 +102,7 @@ def test_run_without_settings_is_as_typed(tmp_path: Path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("launched", chosen([True, False], [False]), ids=["launched", "typed"])
+@pytest.mark.parametrize("launched", [True, False], ids=["launched", "typed"])
 def test_processes_of_a_run_that_continues(tmp_path: Path, launched: bool):
     """By itself it has as many as before; a launcher, or what is typed, says otherwise."""
     if launched:

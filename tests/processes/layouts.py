@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from app.choices import CpComm, DispatcherKind, ScheduleName
 from app.config import ModelConfig, ParallelConfig, Run, ScheduleConfig, TrainConfig
 from app.errors import ConfigError
+from tests.cases import covering
 from tests.runs import STEADY, TINY_MOE, make_run
 
 MOE = dataclasses.replace(TINY_MOE, shared_gate=True)
@@ -98,22 +99,7 @@ def legal() -> Iterator[Case]:
             yield case
 
 
-Pair = tuple[int, Any, int, Any]  # two choices and their values
-
-
-def pairs(case: Case) -> Iterator[Pair]:
-    """Every two choices of a case."""
-    for (first, a), (second, b) in itertools.combinations(enumerate(case), 2):
-        yield first, a, second, b
-
-
-def covering(cases: Sequence[Case]) -> list[Case]:
-    """Few of the cases, in which any two values meet that meet in any: always the one with most
-    new pairs, then least ranks.
-    """
-    missing, chosen = {pair for case in cases for pair in pairs(case)}, []
-    while missing:
-        best = max(cases, key=lambda case: (len(missing.intersection(pairs(case))), -world(case)))
-        missing.difference_update(pairs(best))
-        chosen.append(best)
-    return chosen
+def in_pairs() -> list[Case]:
+    """Few of the cases, in which any two values meet that meet in any; least ranks first."""
+    cases = sorted(legal(), key=world)
+    return [cases[nth] for nth in covering([tuple(enumerate(case)) for case in cases], 2)]

@@ -111,7 +111,7 @@ def test_eight_ranks_and_several_slots(spares: int):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", chosen(TRAINED, ["zero bubble ep2"]))
+@pytest.mark.parametrize("layout", TRAINED)
 def test_captured_like_eager(layout: str):
     names = GRAPHS.get(layout, WHOLE)
     runs = {name: run_of(layout, CHOICES[name], echo=CLONED) for name in names}

@@ -19,7 +19,7 @@ from app.config import Run
 from app.engine.build import Engine
 from tests.distributed import run_distributed
 from tests.parity import NUMBERS, OneProcess, Trained, results
-from tests.processes.layouts import Case, covering, legal, run_of, world
+from tests.processes.layouts import Case, in_pairs, legal, run_of, world
 from tests.runs import engine_of
 
 STEPS = 2
@@ -34,7 +34,7 @@ QUICK: dict[str, Case] = {
 @functools.cache
 def cases() -> list[Case]:
     """Return layouts in which every two choices meet that can."""
-    return covering(list(legal()))
+    return in_pairs()
 
 
 def steps_of_layout(rank: int, run: Run) -> Trained:

@@ -97,11 +97,12 @@ def _value(override: str) -> str:
 
 
 def _two_overrides(value: str) -> bool:
-    """Return whether a value ends in another override, as in `10 optim.lr=1`."""
-    found = re.fullmatch(r"[^\s'\"()\[\]{}]+(?:\s+([+~]*[\w./@]+)=[^\s'\"()\[\]{}]*)+", value)
-    if found is None:
-        return False
-    name = found[1].lstrip("+~")
+    """Return whether a value holds further overrides, as `10 optim.lr=1` does."""
+    others = [word.partition("=") for word in value.split()[1:]]
+    return bool(others) and all(equals and _known(name.lstrip("+~")) for name, equals, _ in others)
+
+
+def _known(name: str) -> bool:
     return name in all_keys() or bool(_options(name))
 
 
@@ -111,7 +112,7 @@ def _unreadable(override: str) -> ConfigError:
     name = key.lstrip("+~")
     if not equals or not key:
         return _no_override(override)
-    if name not in all_keys() and not _options(name):
+    if not _known(name):
         return no_such_key(name, value)
     if re.fullmatch(r"[^(){}\[\]'\"]+,", value) and (one := value.rstrip(", ")):
         return ConfigError(key, value, "ends with a comma", nearest=one)
