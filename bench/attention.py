@@ -20,8 +20,8 @@ import torch
 from timing import gpu_time
 from torch import Tensor
 
-from app.model.attention.kernels import Attend, TorchAttention
 from app.model.attention.transformer_engine import TransformerEngineAttention
+from app.model.layers.attend import Attend, TorchAttention
 
 SHAPES = (
     *("2x4096x4096x16x16x64", "1x4096x4096x32x8x128", "1x4096x4096x32x4x128"),

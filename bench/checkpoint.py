@@ -24,11 +24,11 @@ import torch
 from app.cli.options.compose import load_overrides
 from app.config import Run
 from app.engine.build import build_engine
-from app.engine.checkpoint.folder import complete_checkpoints, read_manifest
 from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.checkpoint.saver import Saver
-from app.engine.groups import create_groups, process_world
-from app.plan.plan import Plan
+from app.engine.files.checkpoints import complete_checkpoints, read_manifest
+from app.engine.ranks.groups import create_groups, process_world
+from app.planner.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 

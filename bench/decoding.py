@@ -33,9 +33,9 @@ from app.engine.build import Engine, build_engine
 from app.engine.capture.recorder import CudaRecorder, Recorder
 from app.engine.decoding.decoder import Decoder
 from app.engine.decoding.trained import without_gradients
-from app.engine.dtypes import DTYPES
-from app.engine.groups import create_groups, process_world
-from app.plan.plan import Plan
+from app.engine.ranks.dtypes import DTYPES
+from app.engine.ranks.groups import create_groups, process_world
+from app.planner.plan import Plan
 
 Call = Callable[[], object]
 

@@ -34,14 +34,14 @@ from app.choices import CloneAlgorithm
 from app.cli.options.compose import load_run, register_schema
 from app.config import Run
 from app.engine.build import build_engine
-from app.engine.groups import create_groups, process_world
-from app.engine.run.attempt import Attempt
-from app.engine.run.run_folder import FolderLock
-from app.engine.run.start import find_start, load_all_data
-from app.engine.trainer import Trainer
+from app.engine.files.attempt import Attempt
+from app.engine.files.run_folder import FolderLock
+from app.engine.ranks.groups import create_groups, process_world
+from app.engine.run.trainer import Trainer
+from app.engine.start.start import find_start, load_all_data
 from app.moe.echo import plan_clones
 from app.moe.phases import Router
-from app.plan.plan import Plan
+from app.planner.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS, TOP_K = 4096, 8

@@ -23,14 +23,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.data.feed import Batch
-from app.engine.pipeline.data_feed import StepInput
-from app.engine.pipeline.executor import execute
-from app.engine.pipeline.in_flight import RankStages
-from app.engine.pipeline.transport import Transport
+from app.engine.step.data_feed import StepInput
+from app.engine.step.executor import execute
+from app.engine.step.in_flight import RankStages
+from app.engine.step.transport import Transport
 from app.engine.watchdog.watchdog import Watchdog
 from app.model.chunk import ChunkOutput
-from app.model.layer_groups import LayerGroups
-from app.model.weight_grads import WeightGrad
+from app.model.layers.layer_groups import LayerGroups
+from app.model.layers.weight_grads import WeightGrad
 from app.plan.pipeline.lowering import lower_all
 from app.plan.recompute import RecomputePolicy
 from app.plan.schedule import build_schedule

@@ -22,13 +22,13 @@ from app.cli.options.compose import load_overrides
 from app.config import Run
 from app.engine.build import Engine, build_engine
 from app.engine.fp8 import arithmetic_maker
-from app.engine.groups import create_groups, process_world
+from app.engine.ranks.groups import create_groups, process_world
 from app.engine.report.metrics import Stopwatch
-from app.engine.run.start import choose_device, find_start, load_all_data
-from app.engine.trainer import Trainer
+from app.engine.run.trainer import Trainer
+from app.engine.start.start import choose_device, find_start, load_all_data
 from app.model.fp8.delayed import EACH, GRAD, INPUT, WEIGHT
-from app.model.fp8.quantised import Fp8Arithmetic, Quantised
-from app.plan.plan import Plan
+from app.model.layers.quantised import Fp8Arithmetic, Quantised
+from app.planner.plan import Plan
 
 FIXED = ("precision=bf16", "precision.fp8.recipe=delayed", "parallel.dp=1", "log=none",
          "checkpoint=none", "train.eval_interval=0", "optim.decay_steps=1000")  # fmt: skip

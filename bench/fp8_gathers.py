@@ -15,9 +15,9 @@ import argparse
 import json
 
 from app.cli.options.compose import load_overrides
-from app.plan.export import plan_json
 from app.plan.model.fp8 import fp8_weights
-from app.plan.plan import Plan
+from app.planner.export import plan_json
+from app.planner.plan import Plan
 
 FIXED = ("hardware=h200", "train.micro_batch=1", "train.seq_len=4096", "precision=bf16",
          "cuda_graph=full_iteration")  # fmt: skip

@@ -47,10 +47,10 @@ from app.config import Run
 from app.data.feed import Batch
 from app.engine.build import Engine, build_engine
 from app.engine.capture.facts import GraphFacts
-from app.engine.groups import create_groups, process_world
-from app.engine.pipeline.step import TrainingStep
+from app.engine.ranks.groups import create_groups, process_world
+from app.engine.step.step import TrainingStep
 from app.plan.graphs import GraphPlan
-from app.plan.plan import Plan
+from app.planner.plan import Plan
 
 COMMON = (
     "precision=bf16",

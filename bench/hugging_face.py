@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from app.config import ModelConfig, MoEConfig
-from app.engine.checkpoint.resume import checkpoint_at
-from app.engine.export import export_checkpoint
-from app.engine.imported import import_model
+from app.engine.export.export import export_checkpoint
+from app.engine.export.imported import import_model
+from app.engine.start.resume import checkpoint_at
 from app.hf import write
 from app.hf.families import family_of
 from app.hf.file_names import CONFIG_JSON

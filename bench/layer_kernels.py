@@ -25,7 +25,7 @@ from app.kernels.attention.heads import HeadNorms, split_and_rotate
 from app.kernels.partial_sums import add_summed
 from app.kernels.rms_norm import rms_norm, rms_norm_beside
 from app.kernels.swiglu import swiglu
-from app.model.layers import layer_context, rotate
+from app.model.layers.layers import layer_context, rotate
 
 try:
     import transformer_engine.pytorch as te

@@ -33,9 +33,9 @@ from app.cli.processes.launcher import Launch
 from app.config import Run
 from app.data.feed import Batch
 from app.engine.build import Engine, build_engine
-from app.engine.groups import create_groups, process_world
-from app.engine.pipeline.step import TrainingStep
-from app.plan.plan import Plan
+from app.engine.ranks.groups import create_groups, process_world
+from app.engine.step.step import TrainingStep
+from app.planner.plan import Plan
 
 KINDS = 4  # different batches
 SLOW = 10  # exchanges between two delays

@@ -28,12 +28,12 @@ from app.cli.processes.launcher import Launch
 from app.config import Run
 from app.data.feed import Batch
 from app.engine.build import Engine, build_engine
-from app.engine.groups import create_groups, process_world
-from app.engine.pipeline.step import TrainingStep
+from app.engine.ranks.groups import create_groups, process_world
+from app.engine.step.step import TrainingStep
 from app.plan.memory.overheads import MIB
 from app.plan.memory.rank_memory import OUTSIDE, RankMemory
-from app.plan.plan import Plan
 from app.plan.recompute import RecomputeChoice
+from app.planner.plan import Plan
 
 STEPS = 3
 STATE = ("parameters", "gradients", "optimizer")

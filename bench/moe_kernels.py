@@ -32,10 +32,10 @@ import torch.nn.functional as F
 from timing import gpu_time
 from torch import Tensor
 
-import app.model.loss as loss
+import app.model.layers.loss as loss
 import app.moe.permute as permute
 import app.moe.router as router
-from app.model.weight_grads import GroupedLinearGrad, LinearGrad, PairedGrad
+from app.model.layers.weight_grads import GroupedLinearGrad, LinearGrad, PairedGrad
 
 try:
     import transformer_engine.pytorch as te

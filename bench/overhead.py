@@ -24,12 +24,12 @@ from app.cli.options.compose import load_overrides
 from app.config import Run
 from app.data.feed import Cursor, TrainFeed
 from app.engine.build import build_engine
-from app.engine.groups import create_groups, process_world
+from app.engine.ranks.groups import create_groups, process_world
 from app.engine.report.metrics import Stopwatch
-from app.engine.run.start import Start, load_all_data
-from app.engine.trainer import Trainer
-from app.model.linear import named_parameters
-from app.plan.plan import Plan
+from app.engine.run.trainer import Trainer
+from app.engine.start.start import Start, load_all_data
+from app.model.layers.linear import named_parameters
+from app.planner.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 WARMUP = 5  # rounds that are not counted

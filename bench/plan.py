@@ -31,12 +31,12 @@ print(
     resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
 )
 """
-IMPORT = "import app.plan.plan, app.advice.suggest, app.plan.export"
+IMPORT = "import app.planner.plan, app.advice.suggest, app.planner.export"
 COMPOSE = """
 import sys
 sys.path.insert(0, {root!r})
 from app.cli.options.compose import load_overrides
-from app.plan.plan import Plan
+from app.planner.plan import Plan
 run = load_overrides({overrides!r})
 """
 WHOLE = """

@@ -26,7 +26,7 @@ from planned_times import (
     recorded,
 )
 
-from app.plan.plan import GIB, Plan
+from app.planner.plan import GIB, Plan
 
 MEASURED = ("peak_gib", "alloc_gib", "memory_peak_gib")  # keys of files of results
 TODAY, THEN = "today", "then"

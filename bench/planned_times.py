@@ -30,7 +30,7 @@ from app.config import HardwareProfile, Run
 from app.config.renamed import with_new_names
 from app.plan.cost.flops import flops_per_token
 from app.plan.cost.times import stage_times
-from app.plan.plan import Plan
+from app.planner.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from app.engine.groups import process_world
+from app.engine.ranks.groups import process_world
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -48,8 +48,8 @@ from app.cli.options.compose import load_overrides
 from app.cli.options.messages import readable_errors
 from app.cli.processes.parent import bound
 from app.config import Run
-from app.engine.checkpoint.folder import CHECKPOINTS, newest_checkpoint, step_of
-from app.engine.run.run_folder import read_metrics
+from app.engine.files.checkpoints import CHECKPOINTS, newest_checkpoint, step_of
+from app.engine.files.run_folder import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT, RESULTS = ROOT / "train.py", ROOT / "bench" / "results"

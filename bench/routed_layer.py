@@ -28,15 +28,15 @@ from torch import Tensor, nn
 
 from app.choices import DispatcherKind
 from app.config.model import MoEConfig
-from app.model.weight_grads import MainGradSink, WeightGrad
+from app.model.layers.weight_grads import MainGradSink, WeightGrad
 from app.moe.dispatch.all_to_all import AllToAllDispatcher
 from app.moe.dispatch.peer import PeerTransport
 from app.moe.dispatch.static import StaticDispatcher
 from app.moe.dispatch.transport import CollectiveTransport
 from app.moe.experts import Experts
 from app.moe.protocol import Dispatcher
-from app.plan.dispatchers.static import PlannedStatic
 from app.plan.model.experts import ExpertWeights
+from app.plan.parts.static import PlannedStatic
 
 SIZES = {"tokens": 4096, "experts": 128, "top-k": 8, "width": 2048, "ffn": 768}
 Prepare = Callable[[], Any]  # what a dispatcher makes of the choices

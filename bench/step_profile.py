@@ -39,12 +39,12 @@ from app.collectives import all_reduce
 from app.config import Run
 from app.engine.build import Engine, build_engine
 from app.engine.capture.facts import GraphFacts
-from app.engine.groups import create_groups, process_world
-from app.engine.pipeline.step import TrainingStep
+from app.engine.ranks.groups import create_groups, process_world
 from app.engine.report.metrics import StepFacts
+from app.engine.step.step import TrainingStep
 from app.moe import phases
 from app.plan.cost.flops import flops_per_token
-from app.plan.plan import Plan
+from app.planner.plan import Plan
 
 KINDS = {  # of kernels, by a part of their names; the first that fits counts
     "exchange": ("nccl",),

@@ -34,12 +34,12 @@ from app.data.feed import DataSplit
 from app.data.packing import Documents, PackedSequences
 from app.data.tokenizer import load_tokenizer
 from app.engine.build import build_engine
-from app.engine.groups import Groups, create_groups, process_world
+from app.engine.ranks.groups import Groups, create_groups, process_world
 from app.engine.report.metrics import GIB, Stopwatch
-from app.engine.run.start import Data, Start, choose_device
-from app.engine.train import closing_graphs
-from app.engine.trainer import Trainer
-from app.plan.plan import Plan
+from app.engine.run.train import closing_graphs
+from app.engine.run.trainer import Trainer
+from app.engine.start.start import Data, Start, choose_device
+from app.planner.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 QUIET = ("log=none", "checkpoint=none", "train.eval_interval=0", "train.eval_sequences=1")

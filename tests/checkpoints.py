@@ -7,9 +7,9 @@ from typing import Any
 
 from app.config import Run
 from app.engine.build import Engine
-from app.engine.checkpoint.folder import check_contents, read_manifest
 from app.engine.checkpoint.load import Progress
 from app.engine.checkpoint.save import current_state, write_checkpoint
+from app.engine.files.checkpoints import check_contents, read_manifest
 from app.errors import warn
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from app.kernels import peer_rows
 from app.kernels import rows as rows_kernels
-from app.kernels.fp8.quantise import quantise_rows
 from app.kernels.fp8.swiglu import swiglu_rows, swiglu_rows_gradient
 from app.kernels.fp8.weights import quantise_weight_into
+from app.kernels.quantise import quantise_rows
 from app.kernels.swiglu import swiglu
 from app.model.fp8 import row_scaled
 from tests.forks import Patches

@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from app.engine.checkpoint.folder import CHECKPOINTS, LATEST, named_by_latest, step_of
-from app.engine.run.run_folder import CONFIG, METRICS
+from app.engine.files.checkpoints import CHECKPOINTS, LATEST, named_by_latest, step_of
+from app.engine.files.run_folder import CONFIG, METRICS
 from tests.training import ROOT
 
 STEPS, SAVED, VALIDATED = 24, 6, 4  # steps of a run, and between its saves and its validations

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import app.model.loss
+import app.model.layers.loss
 import app.moe.dispatch.expert_rows
 import app.moe.echo
 import app.moe.permute
@@ -35,7 +35,7 @@ def without_kernels() -> Iterator[None]:
     """Everything takes the plain path; for a fixture."""
     with Patches.context() as patch:
         for module in (
-            app.model.loss,
+            app.model.layers.loss,
             app.moe.dispatch.expert_rows,
             app.moe.echo,
             app.moe.permute,
@@ -70,7 +70,7 @@ def check_statistics(tokens: int, vocabulary: int, dtype: torch.dtype, apart: in
     row_C = torch.randint(-vocabulary // 2, 2 * vocabulary, (tokens,), device=DEVICE)
     row_C[:3] = torch.tensor([0, vocabulary - 1, vocabulary], device=DEVICE)
     found = twice(lambda: tuple(cross_entropy.statistics(logits_CV, row_C)))
-    wanted = app.model.loss._statistics(logits_CV, row_C)
+    wanted = app.model.layers.loss._statistics(logits_CV, row_C)
     assert torch.equal(found[0], wanted[0]) and torch.equal(found[2], wanted[2])
     exact = (logits_CV.double() - wanted[0][:, None]).exp().sum(1)
     ones = torch.ones_like(exact)  # rows differ in size
@@ -101,7 +101,7 @@ def check_into_gradient(
     # of what lies between, nothing was touched
     assert torch.equal(found[:, vocabulary:], whole[:, vocabulary:])
     wanted = whole[:, :vocabulary].clone()
-    app.model.loss._into_gradient(wanted, row_C, lse_C, weight_C)
+    app.model.layers.loss._into_gradient(wanted, row_C, lse_C, weight_C)
     torch.testing.assert_close(found[:, :vocabulary], wanted, rtol=2 * ROUNDING[dtype], atol=1e-7)
     assert found[weight_C == 0, :vocabulary].eq(0).all()
 

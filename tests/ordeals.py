@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from app.engine.checkpoint.folder import CHECKPOINTS, named_by_latest, newest_checkpoint
-from app.engine.run.run_folder import has_ended
+from app.engine.files.checkpoints import CHECKPOINTS, named_by_latest, newest_checkpoint
+from app.engine.files.run_folder import has_ended
 from app.engine.watchdog.watchdog import EXIT_STUCK
 from tests.checkpoints import verify_checkpoint
 from tests.kills import STEPS, STOPS, Case, Hit, Sight, committed, moment

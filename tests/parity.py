@@ -12,8 +12,8 @@ import torch
 
 from app.config import Run
 from app.engine.build import Engine, build_engine
-from app.engine.groups import create_groups
-from app.plan.plan import Plan
+from app.engine.ranks.groups import create_groups
+from app.planner.plan import Plan
 from tests.distributed import run_distributed
 from tests.rounding import Values, expect_alike, in_fp64
 from tests.runs import engine_of, train_steps, whole_gradients, whole_parameters

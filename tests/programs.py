@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 
 import app.cli.torchrun
 import app.data.hub
-import app.engine.trainer  # noqa: F401 - likewise
+import app.engine.run.trainer  # noqa: F401 - likewise
 from app.cli.processes import parent
 from app.cli.processes.parent import end_with_parent
 from tests.forks import Process, Server, begin_fork

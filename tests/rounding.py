@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import app.engine.dtypes
+import app.engine.ranks.dtypes
 import app.optim.adam
 from app.choices import Dtype
 
@@ -89,7 +89,7 @@ def plain_and_exact(
 @contextmanager
 def in_fp64() -> Iterator[None]:
     """Within the block what the code makes fp32 is fp64: engines built there train in fp64."""
-    adamw, dtypes = app.optim.adam.adamw, app.engine.dtypes.DTYPES
+    adamw, dtypes = app.optim.adam.adamw, app.engine.ranks.dtypes.DTYPES
 
     def update(params: Any, grads: list[Tensor], *state: Any, **options: Any) -> None:
         """The fused kernel divides gradients in place, and takes divisor and flag in fp32 only."""

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from app.config import MLAConfig, ModelConfig, MoEConfig, OptimConfig, Run, TrainConfig, YarnConfig
 from app.data.feed import Batch
 from app.engine.build import Engine, build_engine
-from app.engine.groups import create_groups
-from app.engine.pipeline.step import TrainingStep
-from app.plan.plan import Plan
+from app.engine.ranks.groups import create_groups
+from app.engine.step.step import TrainingStep
 from app.plan.sharding.reshard import Slice
+from app.planner.plan import Plan
 from app.rules import check
 
 TINY_MOE = MoEConfig(

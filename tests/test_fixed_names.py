@@ -13,8 +13,8 @@ import pytest
 from app.cli.options.compose import load_overrides
 from app.cli.options.keys import all_keys
 from app.engine.report.metrics import RollbackReport, StepReport, ValidationReport
-from app.plan.export import plan_json
-from app.plan.plan import Plan
+from app.planner.export import plan_json
+from app.planner.plan import Plan
 
 # module, name, arguments with their defaults as one writes them
 NAMES = [

@@ -17,9 +17,9 @@ from omegaconf import OmegaConf
 
 from app.cli.processes import openmp
 from app.cli.processes.home import PACKAGE
-from app.cli.processes.launch import carry_out, start_ranks, submitted_job_ends_quietly
 from app.cli.processes.launcher import STARTED_AS, Launch, started_as
 from app.cli.processes.openmp import LOOKS, crowded, waiting_threads
+from app.cli.start.launch import carry_out, start_ranks, submitted_job_ends_quietly
 from app.errors import ConfigError
 from app.shell import shell_word
 from tests.programs import run_forked
@@ -151,7 +151,7 @@ def test_this_process_is_among_those_that_linux_counts():
 
 def test_ranks_and_their_launcher_take_the_threads_policy(monkeypatch: pytest.MonkeyPatch):
     """Variables that `carry_out` sets are there when torch is loaded, and are passed on."""
-    from app.engine import train
+    from app.engine.run import train
 
     run, env = composed(["log=none"], 1), dict[str, str]()
     monkeypatch.setattr(openmp, "crowded", lambda: False)
@@ -228,7 +228,7 @@ def test_self_started_ranks_meet_at_a_free_port(tmp_path: Path, taken: int):
     )
     assert Launch.from_environment(env) == BY_HAND
     start = (
-        "import os, sys; from app.cli.processes.launch import start_ranks; "
+        "import os, sys; from app.cli.start.launch import start_ranks; "
         "sys.exit(start_ranks(2, 'ranks.py', [], os.environ))"
     )
     done = subprocess.run(
@@ -240,7 +240,7 @@ def test_self_started_ranks_meet_at_a_free_port(tmp_path: Path, taken: int):
 
 STARTS_RANKS = """
 import os, pathlib, signal, sys
-from app.cli.processes.launch import start_ranks
+from app.cli.start.launch import start_ranks
 signal.signal(signal.SIGUSR2, lambda number, frame: pathlib.Path("requeued").touch())
 sys.exit(start_ranks(2, "ranks.py", [], os.environ))
 """

@@ -19,14 +19,14 @@ import app.data.hub  # noqa: F401 - what every forked rank would load anew
 from app.cli.options.compose import load_run, register_schema
 from app.config import Run
 from app.data.feed import Batch
-from app.engine import trainer
 from app.engine.build import build_engine
-from app.engine.groups import create_groups
-from app.engine.run.agreement import rank_zero_says
-from app.engine.run.attempt import Attempt
-from app.engine.run.run_folder import FolderLock, read_metrics
-from app.engine.run.start import find_start, load_all_data
-from app.plan.plan import Plan
+from app.engine.files.attempt import Attempt
+from app.engine.files.run_folder import FolderLock, read_metrics
+from app.engine.ranks.agreement import rank_zero_says
+from app.engine.ranks.groups import create_groups
+from app.engine.run import trainer
+from app.engine.start.start import find_start, load_all_data
+from app.planner.plan import Plan
 
 ROOT = Path(__file__).parent.parent
 TINY = (

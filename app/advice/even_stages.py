@@ -7,9 +7,9 @@ from itertools import permutations
 
 from app.config import ModelConfig
 from app.plan.cost.times import stage_times
-from app.plan.pipeline.dependencies import Pipeline
-from app.plan.plan import Plan
+from app.plan.dependencies import Pipeline
 from app.plan.stages import Stage, spelled_layout
+from app.planner.plan import Plan
 
 ROUNDS = 64  # layers that are moved at most
 GAIN = 1e-3  # share of the slowest rank's time: a smaller gain is not worth another layout

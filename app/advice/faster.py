@@ -16,9 +16,9 @@ from app.advice.trials import Trials
 from app.choices import AttentionBackendKind, Fp8Recipe, GraphImpl, ScheduleName
 from app.config import Fp8Config, Run
 from app.config.layout import OF_ALL, OF_DELAYED
-from app.plan.dispatchers.choose import run_dispatcher, without_waits
-from app.plan.plan import Plan
-from app.plan.suggestion import Suggestion
+from app.plan.parts.dispatcher import run_dispatcher, without_waits
+from app.planner.plan import Plan
+from app.planner.suggestion import Suggestion
 
 GAIN = 0.98  # of a step's time: a smaller gain is within the error of the estimate
 # tokens per rank up to which doubling the microbatch is tried: larger GEMMs gain little

@@ -37,12 +37,12 @@ from app.errors import ConfigError
 from app.plan.cost.flops import ParameterCount, parameter_count, stage_seconds
 from app.plan.cost.rates import measured
 from app.plan.cost.times import stage_times
-from app.plan.dispatchers.choose import run_dispatcher, without_waits
 from app.plan.layout import select_layout
 from app.plan.memory.activations import chunk_activations
-from app.plan.plan import Plan
+from app.plan.parts.dispatcher import run_dispatcher, without_waits
 from app.plan.recompute import NOTHING, RecomputePolicy, recompute_policy
 from app.plan.stages import Stage
+from app.planner.plan import Plan
 from app.rules import check
 
 ROWS = 8  # fastest layouts shown at each network speed

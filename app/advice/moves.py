@@ -22,7 +22,7 @@ from app.choices import (
     ScheduleName,
 )
 from app.config import Run
-from app.plan.dispatchers.choose import run_dispatcher
+from app.plan.parts.dispatcher import run_dispatcher
 
 Value = int | float | str | bool | None | Enum | tuple[Enum, ...]
 

@@ -17,8 +17,8 @@ from app.advice.moves import KEEP_GPUS, MORE_GPUS, TWICE, Change, Move, Value, w
 from app.advice.trials import Trials
 from app.config import Run
 from app.errors import ConfigError
-from app.plan.plan import Plan
-from app.plan.suggestion import Suggestion
+from app.planner.plan import Plan
+from app.planner.suggestion import Suggestion
 from app.rules import check
 
 ENOUGH = 5  # suggestions

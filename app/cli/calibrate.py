@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 from app.cli.processes.home import CONF, user_conf
 from app.cli.processes.launcher import Launch
-from app.cli.processes.program import run_program
+from app.cli.start.program import run_program
 from app.engine.calibration.profile_file import gpu_words
 from app.errors import ConfigError, nearest
 

@@ -16,10 +16,10 @@ if __name__ == "__main__":
 
 from app.cli.options.messages import readable_errors
 from app.cli.processes.reader import ends_with_its_reader
-from app.engine.checkpoint.resume import checkpoint_at
-from app.engine.export import export_checkpoint
-from app.engine.imported import import_model
+from app.engine.export.export import export_checkpoint
+from app.engine.export.imported import import_model
 from app.engine.report.telling import telling
+from app.engine.start.resume import checkpoint_at
 from app.errors import ConfigError, nearest, say
 from app.hf.hub import model_folder
 

@@ -27,10 +27,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from app.choices import Source
 from app.cli.options.request import Words, check_characters, text_lines
 from app.cli.options.saved import saved_run
-from app.cli.processes.launch import check_room, start_ranks
 from app.cli.processes.launcher import Launch
-from app.cli.processes.program import run_program
-from app.cli.processes.use_model import loaded_model
+from app.cli.start.launch import check_room, start_ranks
+from app.cli.start.program import run_program
+from app.cli.start.use_model import loaded_model
 from app.config import Run
 from app.data.faults import Fault
 from app.data.load import prepare
@@ -41,10 +41,10 @@ from app.engine.decoding.decoder import Decoder
 from app.engine.decoding.model_tokens import prefix_token
 from app.engine.decoding.scoring import Question, ScoredWindow, accuracy, perplexity, windows
 from app.engine.decoding.trained import TrainedModel, WeightSource, weights_at
-from app.engine.kept_tokenizer import changed_end
+from app.engine.ranks.agreement import rank_zero_says
 from app.engine.report.telling import telling
-from app.engine.run.agreement import rank_zero_says
-from app.engine.run.start import check_tokenizer, usable_gpus
+from app.engine.start.kept_tokenizer import changed_end
+from app.engine.start.start import check_tokenizer, usable_gpus
 from app.errors import ConfigError, say
 from app.plan.formatting import count_of
 

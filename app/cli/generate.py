@@ -23,10 +23,10 @@ if __name__ == "__main__":
 
 from app.cli.options.request import Words, check_characters, text_lines
 from app.cli.options.saved import saved_run
-from app.cli.processes.launch import check_room, start_ranks
 from app.cli.processes.launcher import Launch
-from app.cli.processes.program import run_program
-from app.cli.processes.use_model import loaded_model
+from app.cli.start.launch import check_room, start_ranks
+from app.cli.start.program import run_program
+from app.cli.start.use_model import loaded_model
 from app.config import Run
 from app.data.faults import Fault
 from app.data.tokenizer import Tokenizer
@@ -37,13 +37,13 @@ from app.engine.decoding.model_tokens import generation_ends
 from app.engine.decoding.replicas import Replicas
 from app.engine.decoding.texts import Continuation, drawn_tokens
 from app.engine.decoding.trained import TrainedModel, weights_at
-from app.engine.kept_tokenizer import changed_end
-from app.engine.memory import memory_of
-from app.engine.run.start import check_tokenizer, choose_device, usable_gpus
+from app.engine.ranks.memory import memory_of
+from app.engine.start.kept_tokenizer import changed_end
+from app.engine.start.start import check_tokenizer, choose_device, usable_gpus
 from app.errors import ConfigError, say, warn
 from app.plan.formatting import byte_count, count_of
-from app.plan.memory.decoding import DecodingSizes, check_decoding_memory, decoding_memory
-from app.plan.plan import Plan
+from app.planner.decoding import DecodingSizes, check_decoding_memory, decoding_memory
+from app.planner.plan import Plan
 
 OWN = (
     "prompt",

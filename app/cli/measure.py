@@ -19,7 +19,7 @@ from app.engine.calibration.fp8 import experts_speeds, fp8_speeds
 from app.engine.calibration.kernels import MeasuredSizes, kernel_speeds
 from app.engine.calibration.links import link_speeds
 from app.engine.calibration.profile_file import measured_profile, write_profile
-from app.engine.run.attempt import Attempt
+from app.engine.files.attempt import Attempt
 from app.errors import ConfigError
 
 GIB = 2**30

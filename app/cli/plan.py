@@ -26,15 +26,15 @@ from app.advice.suggest import suggest
 from app.cli.options.arguments import Typed, flags_to_overrides
 from app.cli.options.compose import load_typed
 from app.cli.options.messages import Asked, readable_errors
-from app.cli.options.overlaid import overlaid
 from app.cli.options.unknown import no_such_flag
 from app.cli.plan_views.tables import print_comparison, print_plan
 from app.cli.processes.reader import ends_with_its_reader
+from app.cli.start.overlaid import overlaid
 from app.config import Run
 from app.errors import ConfigError, nearest, warn
-from app.plan.export import DECODING, WHAT, Decoding, layout_json, plan_json
 from app.plan.formatting import literal_text
-from app.plan.plan import Plan
+from app.planner.export import DECODING, WHAT, Decoding, layout_json, plan_json
+from app.planner.plan import Plan
 from app.version import VERSION, Version
 
 # folder for files

@@ -25,8 +25,8 @@ from rich.table import Table
 
 from app.cli.options.messages import readable_errors
 from app.cli.processes.reader import ends_with_its_reader
+from app.cli.processes.width import table_width
 from app.cli.run_report.table import Report, heads_and_cells, read_report
-from app.cli.width import table_width
 from app.errors import ConfigError
 
 TEXT, CSV, PAGE = "report.txt", "report.csv", "report.html"

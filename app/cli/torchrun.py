@@ -49,10 +49,10 @@ from app.cli.processes import one_host
 from app.cli.processes.parent import bound
 from app.cli.processes.reader import ENDED as ENDED_WITH_READER
 from app.cli.processes.scratch import scratch_folder
+from app.engine.files.signals import INTERRUPTED, PRESS_S, exit_code, stop_signals
+from app.engine.ranks.address import LOOPBACK
+from app.engine.ranks.meeting import CONNECT_S, join_store
 from app.engine.report.lasting import print_every_character
-from app.engine.run.address import LOOPBACK
-from app.engine.run.meeting import CONNECT_S, join_store
-from app.engine.run.signals import INTERRUPTED, PRESS_S, exit_code, stop_signals
 from app.engine.watchdog.watchdog import EXIT_STUCK
 
 # exit codes that train.py explains itself: a mistake, a diverged run, a stop, Ctrl-C, a closed pipe

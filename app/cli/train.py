@@ -17,9 +17,9 @@ from omegaconf import DictConfig
 from app.cli.options.arguments import CONFIG_NAME
 from app.cli.options.compose import register_schema
 from app.cli.options.messages import readable_errors
-from app.cli.processes import launch as start
 from app.cli.processes.home import CONF, child_paths
 from app.cli.processes.launcher import Launch
+from app.cli.start import launch as start
 from app.engine.report.lasting import print_every_character
 
 

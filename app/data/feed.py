@@ -39,7 +39,7 @@ class DataSplit:
 @dataclass(frozen=True)
 class Batch:
     """One microbatch, int64. The feed gives whole sequences on the CPU; `Loader` in
-    `app.engine.pipeline.data_feed` makes of them the tokens of this rank on its device.
+    `app.engine.step.data_feed` makes of them the tokens of this rank on its device.
     """
 
     tokens_BS: torch.Tensor

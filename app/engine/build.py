@@ -22,24 +22,24 @@ from app.engine.capture.recorder import CudaRecorder, Recorder
 from app.engine.capture.stand_in import HostRecorder
 from app.engine.capture.transformer_engine import GraphsByTransformerEngine, graphed_callables
 from app.engine.dispatchers import build_dispatcher, build_paged_buffer
-from app.engine.dtypes import DTYPES
 from app.engine.fast_paths import check_capturable
 from app.engine.fp8 import build_fp8
-from app.engine.groups import Groups
-from app.engine.pipeline.executor import ForwardBackward, execute
-from app.engine.pipeline.in_flight import RankStages
-from app.engine.pipeline.transport import Transport
-from app.engine.run.agreement import all_succeed
+from app.engine.ranks.agreement import all_succeed
+from app.engine.ranks.dtypes import DTYPES
+from app.engine.ranks.groups import Groups
+from app.engine.step.executor import ForwardBackward, execute
+from app.engine.step.in_flight import RankStages
+from app.engine.step.transport import Transport
 from app.engine.watchdog.watchdog import Watchdog
 from app.hf.chunks import fill_chunks, fill_main_params
 from app.hf.pretrained import Pretrained
 from app.model.attention.chosen import library_attention
-from app.model.attention.kernels import Attend, TorchAttention
 from app.model.block import DenseBody, Layer
 from app.model.chunk import Chunk
 from app.model.fp8.linear import Fp8Layers
 from app.model.init import init_weights
-from app.model.layer_groups import LayerGroups
+from app.model.layers.attend import Attend, TorchAttention
+from app.model.layers.layer_groups import LayerGroups
 from app.moe.clones.cloning import CLONE_SUMS, Cloning
 from app.moe.dispatch.static import StaticDispatcher
 from app.moe.phases import MoEBody, Router
@@ -49,10 +49,10 @@ from app.optim.distributed import DistributedOptimizer, OptimizerGroups
 from app.optim.scale import LossScale
 from app.plan.actions import Action
 from app.plan.memory.activations import captured_phases
-from app.plan.plan import Plan
 from app.plan.recompute import RecomputePolicy, recompute_policy
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.stages import StagePlan
+from app.planner.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

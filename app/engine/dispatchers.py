@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from app.choices import StaticTransport
 from app.config import Run
-from app.engine.dtypes import DTYPES
+from app.engine.ranks.dtypes import DTYPES
 from app.errors import ConfigError
 from app.kernels.common import moves_tiles, triton
-from app.model.layer_groups import LayerGroups
+from app.model.layers.layer_groups import LayerGroups
 from app.moe.clones.cloning import Cloning
 from app.moe.clones.peer import PeerClones
 from app.moe.clones.transport import CloneTransport, CollectiveClones
@@ -24,15 +24,15 @@ from app.moe.dispatch.peer import PeerTransport
 from app.moe.dispatch.static import StaticDispatcher
 from app.moe.dispatch.transport import CollectiveTransport
 from app.moe.protocol import Dispatcher
-from app.plan.dispatchers.all_gather import PlannedAllGather
-from app.plan.dispatchers.all_to_all import PlannedAllToAll
-from app.plan.dispatchers.choose import run_dispatcher, tokens_per_rank
-from app.plan.dispatchers.local import PlannedLocal
-from app.plan.dispatchers.paged_buffer import planned_paged_buffer
-from app.plan.dispatchers.static import PlannedStatic
 from app.plan.model.experts import ExpertWeights
-from app.plan.plan import Plan
+from app.plan.parts.all_gather import PlannedAllGather
+from app.plan.parts.all_to_all import PlannedAllToAll
+from app.plan.parts.dispatcher import run_dispatcher, tokens_per_rank
+from app.plan.parts.local import PlannedLocal
+from app.plan.parts.paged_buffer import planned_paged_buffer
+from app.plan.parts.static import PlannedStatic
 from app.plan.sharding.blocks import ShardCoords
+from app.planner.plan import Plan
 
 
 def build_paged_buffer(

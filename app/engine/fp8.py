@@ -11,17 +11,17 @@ import torch
 
 from app.choices import Dtype, Fp8Part, Fp8Recipe, LinearBackendKind
 from app.config import Run
-from app.engine.groups import Groups
+from app.engine.ranks.groups import Groups
 from app.errors import ConfigError, Instead
 from app.model.chunk import Chunk
 from app.model.fp8.delayed import DelayedScales, LinearScales
 from app.model.fp8.linear import Fp8Layers
 from app.model.fp8.lost import LARGEST, LostEntries
-from app.model.fp8.quantised import Fp8Arithmetic
 from app.model.fp8.reference import BlockScaled, TensorScaled
 from app.model.fp8.row_scaled import RowScaled, by_reference, on_tensor_cores
 from app.model.fp8.transformer_engine import TransformerEngine, fp8_library
-from app.model.transformer_engine import library_version
+from app.model.layers.quantised import Fp8Arithmetic
+from app.model.layers.transformer_engine import library_version
 from app.plan.model.fp8 import fp8_weights, part_of
 from app.plan.model.stage import NamedWeight
 from app.plan.stages import Stage

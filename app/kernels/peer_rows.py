@@ -4,7 +4,7 @@ arithmetic, bit for bit.
 
 Sums (`app.kernels.peer_sums`) are fp32 in a fixed order. Rows without a choice are neither read nor
 written. Nothing here waits for other ranks: what is read must have been written. Kernels may also
-write rows to `fp8_rows`, with the bits that `app.kernels.fp8.quantise` would give.
+write rows to `fp8_rows`, with the bits that `app.kernels.quantise` would give.
 
 Shapes: P ranks with T tokens each · N = P·T tokens, in rank order · K experts per token · D width ·
 R rows here; a choice without a row has the row R · L experts of a rank. `addresses_P` (int64, on
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from app.kernels.common import jit, tl
-from app.kernels.fp8.quantise import Fp8Rows, in_fp8, reciprocal, scale_for
+from app.kernels.quantise import Fp8Rows, in_fp8, reciprocal, scale_for
 from app.kernels.tiling import block_of, cdiv, row_columns, row_warps
 
 WIDE_BLOCK = 4096  # if a program has all columns, one block at a time

@@ -4,7 +4,7 @@ once.
 Shapes: T tokens · K experts per token · R rows · D width. In kernels: BLOCK columns of a row,
 PLACES ≥ K, a power of two. Sums are fp32, in order of k or of a fixed tree, so equal calls give
 equal bits. A row that no kept choice owns is never read. Kernels may also write rows to `fp8_rows`,
-with the bits that `app.kernels.fp8.quantise` would give.
+with the bits that `app.kernels.quantise` would give.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from app.kernels.common import jit, tl
-from app.kernels.fp8.quantise import Fp8Rows, in_fp8, reciprocal, scale_for
+from app.kernels.quantise import Fp8Rows, in_fp8, reciprocal, scale_for
 from app.kernels.tiling import ROW_PER_WARP, block_of, row_columns, row_warps
 
 TILE = 8192  # values per program, which holds all rows of a token at once

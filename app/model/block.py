@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from app.choices import Recompute
 from app.config import ModelConfig
 from app.model.attention.modules import attention
-from app.model.layer_groups import ALONE, LayerGroups
-from app.model.layers import Context, Mlp, RMSNorm
+from app.model.layers.layer_groups import ALONE, LayerGroups
+from app.model.layers.layers import Context, Mlp, RMSNorm
 from app.plan.model.layer import DenseBodyWeights
 from app.plan.model.norm import NormWeights
 from app.plan.model.phases import PhaseName

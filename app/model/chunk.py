@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from app.choices import CpComm
 from app.config import ModelConfig
-from app.model.attention.kernels import BY_TORCH, Attend
 from app.model.block import Layer, RoutingReport, RunPhases, run_layer
-from app.model.context_parallel import own_tokens
-from app.model.layer_groups import ALONE, LayerGroups, rank, size
-from app.model.layers import Context, RMSNorm, document_mask, layer_context
-from app.model.linear import ColumnParallelLinear, VocabParallelEmbedding, named_parameters
-from app.model.loss import summed_loss, token_losses
-from app.model.recompute import Recomputation
-from app.model.weight_grads import WeightGradSink
+from app.model.layers.attend import BY_TORCH, Attend
+from app.model.layers.context_parallel import own_tokens
+from app.model.layers.layer_groups import ALONE, LayerGroups, rank, size
+from app.model.layers.layers import Context, RMSNorm, document_mask, layer_context
+from app.model.layers.linear import ColumnParallelLinear, VocabParallelEmbedding, named_parameters
+from app.model.layers.loss import summed_loss, token_losses
+from app.model.layers.recompute import Recomputation
+from app.model.layers.weight_grads import WeightGradSink
 from app.plan.model.norm import NormWeights
 from app.plan.model.stage import NamedWeight, stage_weights
 from app.plan.model.vocabulary import table

@@ -1,5 +1,5 @@
 """Selection of the tokens an expert drops beyond its capacity
-(`app.plan.dispatchers.record.capacity`).
+(`app.plan.parts.dispatch_record.capacity`).
 
 Shapes: T tokens of a rank, K experts per token, E experts, R = T·K choices.
 """

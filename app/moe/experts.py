@@ -12,13 +12,13 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from app.choices import Recompute
-from app.model.clones import ReplicaWeight
-from app.model.fp8.ready import ReadyRows
-from app.model.layer_groups import ALONE, LayerGroups
-from app.model.layers import swiglu
-from app.model.linear import GroupedLinear
-from app.model.recompute import Keep, Recomputation
-from app.model.weight_grads import WeightGradSink
+from app.model.layers.layer_groups import ALONE, LayerGroups
+from app.model.layers.layers import swiglu
+from app.model.layers.linear import GroupedLinear
+from app.model.layers.ready import ReadyRows
+from app.model.layers.recompute import Keep, Recomputation
+from app.model.layers.replica_weight import ReplicaWeight
+from app.model.layers.weight_grads import WeightGradSink
 from app.plan.model.experts import ExpertWeights
 
 

@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 from app.kernels import rows as kernels
 from app.kernels.common import usable
 from app.kernels.expert_rows import counts_fast, expert_rows
-from app.kernels.fp8.quantise import Fp8Rows, empty_fp8_rows
-from app.model.fp8.ready import ReadyRows
+from app.kernels.quantise import Fp8Rows, empty_fp8_rows
+from app.model.layers.ready import ReadyRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,19 +21,19 @@ from app.choices import Balance, Recompute
 from app.collectives import all_reduce
 from app.config import ModelConfig, MoEConfig
 from app.model.block import Body, Phase, RoutingReport
-from app.model.fp8.ready import ReadyRows
-from app.model.layer_groups import LayerGroups, rank, size
-from app.model.layers import Context, Mlp, RMSNorm
-from app.model.weight_grads import WeightGradSink
+from app.model.layers.layer_groups import LayerGroups, rank, size
+from app.model.layers.layers import Context, Mlp, RMSNorm
+from app.model.layers.ready import ReadyRows
+from app.model.layers.weight_grads import WeightGradSink
 from app.moe.capacity import within_capacity
 from app.moe.experts import Experts
 from app.moe.protocol import Dispatched, Dispatcher, Origin, Prepared
 from app.moe.router import aux_loss, aux_routing, choose, in_turn, sequence_aux_loss, z_loss
 from app.moe.router_matmul import router_matmul
-from app.plan.dispatchers.choose import planned_dispatcher
-from app.plan.dispatchers.record import capacity
 from app.plan.model.experts import MoEBodyWeights, RouterWeights
 from app.plan.model.phases import PhaseName
+from app.plan.parts.dispatch_record import capacity
+from app.plan.parts.dispatcher import planned_dispatcher
 
 
 class Router(nn.Module):

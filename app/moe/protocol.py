@@ -13,8 +13,8 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from app.model.fp8.ready import ReadyRows
-from app.model.recompute import Keep
+from app.model.layers.ready import ReadyRows
+from app.model.layers.recompute import Keep
 from app.moe.experts import ReplicaExperts
 
 # A dispatcher's own records, frozen dataclasses.

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from app.collectives import all_reduce
 from app.config import OptimConfig
-from app.model.weight_grads import MainGradSink, WeightGrad
+from app.model.layers.weight_grads import MainGradSink, WeightGrad
 from app.optim.adam import AdamShard, ParamShard
 from app.optim.buffers import FlatBuffer, ParamSpec
 from app.optim.grad_buckets import Arrival, GradBuckets

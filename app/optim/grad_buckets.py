@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from app.collectives import reduce_scatter
-from app.model.weight_grads import GroupedLinearGrad, PairedGrad, WeightGrad
+from app.model.layers.weight_grads import GroupedLinearGrad, PairedGrad, WeightGrad
 from app.optim.buffers import FlatBuffer
 
 

@@ -4,7 +4,7 @@
 keys. Traces are recorded under one of the two choices of a `RecomputePolicy`. For a rank with a
 list of actions, `RankRecompute` has the choice of each microbatch. The memory plan asks it, and so
 does the engine, which hands the `RecomputeChoice` of each microbatch to the chunk, where
-`app.model.recompute.Recomputation` carries it out.
+`app.model.layers.recompute.Recomputation` carries it out.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from app.plan.actions import Backward, BackwardInput, BackwardWeight, Compute, Forward
-from app.plan.pipeline.zero_bubble import zero_bubble_v
+from app.plan.zero_bubble import zero_bubble_v
 
 SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zero_bubble_h1", "zero_bubble_v")
 

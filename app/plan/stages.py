@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, islice
 
 from app.errors import ConfigError, FirstOf, Instead, nearest_divisors, nearest_multiples
-from app.plan.pipeline.dependencies import Pipeline
+from app.plan.dependencies import Pipeline
 
 SPELLED = 4  # layers up to which a stage is written out, as ttt; more are written as t*5
 # layer name -> letter of a layout

@@ -9,13 +9,13 @@ from app.config import Run
 from app.config.model import EchoConfig, StaticConfig
 from app.errors import ConfigError, FirstOf, Instead, nearest_divisors, nearest_multiples
 from app.plan.cost.traffic import parts_side_by_side
-from app.plan.dispatchers.choose import (
+from app.plan.layout import AXES, select_layout
+from app.plan.parts.dispatcher import (
     kinds_between_ranks,
     planned_dispatcher,
     run_dispatcher,
 )
-from app.plan.dispatchers.static import MOST_IDS, PlannedStatic
-from app.plan.layout import AXES, select_layout
+from app.plan.parts.static import MOST_IDS, PlannedStatic
 
 
 def check_world(run: Run) -> None:

@@ -8,8 +8,8 @@ import torch
 
 from app.config import Run
 from app.engine.build import Engine, build_engine
-from app.engine.groups import create_groups
-from app.plan.plan import Plan
+from app.engine.ranks.groups import create_groups
+from app.planner.plan import Plan
 from tests.runs import LATENT, TINY
 
 MODELS = {"moe": TINY, "dense": dataclasses.replace(TINY, moe=None), "latent": LATENT}

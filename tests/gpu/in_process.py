@@ -18,11 +18,11 @@ from app.config import Run
 from app.data.feed import Batch
 from app.engine.build import build_engine
 from app.engine.capture.facts import GraphFacts
-from app.engine.checkpoint.folder import read_manifest
 from app.engine.checkpoint.load import Progress, load_checkpoint
-from app.engine.groups import Groups, create_groups, process_world
-from app.engine.pipeline.step import TrainingStep, Validation
-from app.plan.plan import Plan
+from app.engine.files.checkpoints import read_manifest
+from app.engine.ranks.groups import Groups, create_groups, process_world
+from app.engine.step.step import TrainingStep, Validation
+from app.planner.plan import Plan
 from tests.checkpoints import save_checkpoint
 from tests.runs import batches_of
 

@@ -22,8 +22,8 @@ from app.config import (
     Run,
     TrainConfig,
 )
-from app.model.attention.kernels import Attend, TorchAttention
 from app.model.attention.transformer_engine import TransformerEngineAttention
+from app.model.layers.attend import Attend, TorchAttention
 from tests.gpu.fp8_runs import FOUR
 from tests.gpu.in_process import trained_alone
 from tests.gpu.programs import GPUS

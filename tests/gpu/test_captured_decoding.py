@@ -13,7 +13,7 @@ from app.choices import Dtype
 from app.config import ModelConfig, PrecisionConfig, Run
 from app.engine.capture.recorder import CudaRecorder
 from app.engine.decoding.decoder import Decoder
-from app.engine.groups import process_world
+from app.engine.ranks.groups import process_world
 from tests.gpu.engine import MODELS, engine_on
 from tests.runs import make_run
 

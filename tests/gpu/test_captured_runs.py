@@ -19,10 +19,10 @@ from app.choices import Dtype, GraphImpl, GraphScope
 from app.config import CudaGraphConfig, ModelConfig, PrecisionConfig
 from app.engine.build import build_engine
 from app.engine.capture.facts import GraphFacts
-from app.engine.groups import create_groups, process_world
-from app.engine.pipeline.step import TrainingStep
-from app.engine.run.run_folder import read_metrics
-from app.plan.plan import Plan
+from app.engine.files.run_folder import read_metrics
+from app.engine.ranks.groups import create_groups, process_world
+from app.engine.step.step import TrainingStep
+from app.planner.plan import Plan
 from tests.gpu.programs import GPUS, ROOT, command, losses, no_waits, rows_of
 from tests.runs import TINY, batches_of, make_run
 
@@ -238,13 +238,13 @@ FAILING = """
 import os
 import torch
 from app.choices import Dtype, GraphImpl
-from app.cli.processes.launch import Launch
+from app.cli.start.launch import Launch
 from app.config import CudaGraphConfig, ParallelConfig, PrecisionConfig
 from app.engine.build import build_engine
-from app.engine.groups import create_groups, process_world
-from app.engine.pipeline.step import TrainingStep
-from app.engine.train import closing_graphs
-from app.plan.plan import Plan
+from app.engine.ranks.groups import create_groups, process_world
+from app.engine.step.step import TrainingStep
+from app.engine.run.train import closing_graphs
+from app.planner.plan import Plan
 from tests.runs import TINY, batches_of, make_run
 import dataclasses
 

@@ -12,8 +12,8 @@ import torch
 
 from app.choices import Dtype
 from app.config import ModelConfig, PrecisionConfig, Run
-from app.engine.groups import process_world
-from app.engine.pipeline.step import TrainingStep
+from app.engine.ranks.groups import process_world
+from app.engine.step.step import TrainingStep
 from tests.gpu.engine import MODELS, engine_on
 from tests.runs import batches_of, make_run
 

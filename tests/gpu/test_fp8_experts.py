@@ -19,8 +19,8 @@ from app.choices import Dtype, LinearBackendKind
 from app.engine.fp8 import experts_arithmetic
 from app.model.fp8.experts import Fp8GroupedLinear
 from app.model.fp8.row_scaled import RowScaled, by_reference, on_tensor_cores
-from app.model.linear import GroupedLinear
-from app.model.weight_grads import MainGradSink
+from app.model.layers.linear import GroupedLinear
+from app.model.layers.weight_grads import MainGradSink
 from app.plan.model.weight import Weight
 from tests.fp8_cases import check_rows, check_spread, check_swiglu, check_weight, expect_within
 from tests.gpu.programs import GPUS, losses, no_waits

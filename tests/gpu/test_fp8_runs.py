@@ -34,7 +34,7 @@ from app.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from app.engine.checkpoint.folder import newest_checkpoint
+from app.engine.files.checkpoints import newest_checkpoint
 from tests.gpu.fp8_runs import FOUR
 from tests.gpu.in_process import print_trained, trained_alone
 from tests.gpu.programs import GPUS, losses, printed_by_ranks

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.model.linear_backend import TorchLinear
-from app.model.loss import summed_loss
-from app.model.weight_grads import GroupedLinearGrad
+from app.model.layers.linear_backend import TorchLinear
+from app.model.layers.loss import summed_loss
+from app.model.layers.weight_grads import GroupedLinearGrad
 from app.moe.permute import combine, permute, sort_by_expert
 from app.moe.router import choose
 from tests.moe_kernels import (
@@ -165,7 +165,7 @@ def test_callers_take_the_kernels(monkeypatch: pytest.MonkeyPatch):
     leaves = drawn_leaves()
     fast = layer(leaves)
     with monkeypatch.context() as patch:
-        for module in ("app.model.loss", "app.moe.permute", "app.moe.router"):
+        for module in ("app.model.layers.loss", "app.moe.permute", "app.moe.router"):
             patch.setattr(f"{module}.usable", lambda *_: False)
         slow = layer(leaves)
     for name, ours, theirs in zip(("loss", "x", "logits", "weight"), fast, slow, strict=True):

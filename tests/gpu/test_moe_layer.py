@@ -15,9 +15,9 @@ from torch import Tensor
 from app.choices import DropPolicy
 from app.config import ModelConfig, MoEConfig
 from app.config.attention import Rope
-from app.model.layer_groups import LayerGroups
-from app.model.layers import layer_context
-from app.model.weight_grads import WeightGradQueue
+from app.model.layers.layer_groups import LayerGroups
+from app.model.layers.layers import layer_context
+from app.model.layers.weight_grads import WeightGradQueue
 from app.moe.dispatch.local import LocalDispatcher
 from app.moe.phases import MoEBody
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from app.engine.groups import Groups, create_groups, process_world
+from app.engine.ranks.groups import Groups, create_groups, process_world
 from app.plan.groups import GROUPS, GroupKind
 from app.plan.layout import ParallelLayout
 from app.plan.memory.overheads import COMMUNICATOR, MIB, NCCL_ITSELF

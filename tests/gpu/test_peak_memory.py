@@ -11,9 +11,9 @@ import torch
 from app.choices import Dtype, Score
 from app.config import ModelConfig, MoEConfig, PrecisionConfig, RecomputeConfig, Run, TrainConfig
 from app.engine.build import build_engine
-from app.engine.groups import create_groups, process_world
-from app.engine.pipeline.step import TrainingStep
-from app.plan.plan import Plan
+from app.engine.ranks.groups import create_groups, process_world
+from app.engine.step.step import TrainingStep
+from app.planner.plan import Plan
 from tests.runs import batches_of, make_run
 
 pytestmark = [

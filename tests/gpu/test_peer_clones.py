@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.engine.groups import process_world
+from app.engine.ranks.groups import process_world
 from app.moe.clones.peer import PeerClones
 from tests.clone_exchanges import (
     CloneSizes,

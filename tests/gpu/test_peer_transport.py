@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.engine.groups import process_world
+from app.engine.ranks.groups import process_world
 from app.moe.dispatch.peer import PeerTransport
 from app.moe.dispatch.transport import CollectiveTransport, TokenTransport
 from tests.exchanges import Given, Sizes, all_exchanges, different, draw, named, unequal

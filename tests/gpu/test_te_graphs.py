@@ -16,9 +16,9 @@ from app.choices import Dtype, GraphImpl, GraphKey, GraphScope
 from app.config import CudaGraphConfig, ParallelConfig, PrecisionConfig, Run
 from app.engine.build import build_engine
 from app.engine.capture.facts import GraphFacts
-from app.engine.groups import create_groups, process_world
-from app.engine.pipeline.step import TrainingStep
-from app.plan.plan import Plan
+from app.engine.ranks.groups import create_groups, process_world
+from app.engine.step.step import TrainingStep
+from app.planner.plan import Plan
 from app.rules import check
 from tests.gpu.in_process import print_trained, trained_alone
 from tests.gpu.programs import GPUS, printed_by_ranks

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from app.engine.run.run_folder import read_metrics
+from app.engine.files.run_folder import read_metrics
 
 ROOT = Path(__file__).parent.parent.parent
 DOC = (ROOT / "docs/architecture.md").read_text()

@@ -14,7 +14,7 @@ import pytest
 from app.cli.options.arguments import Typed
 from app.cli.options.compose import load_typed
 from app.cli.plan import main as plan
-from app.engine.checkpoint.folder import newest_checkpoint
+from app.engine.files.checkpoints import newest_checkpoint
 from tests.ports import free_port
 from tests.training import ROOT
 

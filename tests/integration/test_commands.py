@@ -24,7 +24,7 @@ from app.cli.options.unknown import is_known
 from app.cli.plan import MOST_PLANNED
 from app.config import Run
 from app.errors import ConfigError
-from app.plan.plan import Plan
+from app.planner.plan import Plan
 from tests.cases import chosen
 from tests.override_types import check_types
 from tests.training import ROOT

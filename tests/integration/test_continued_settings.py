@@ -19,8 +19,8 @@ from app.cli.options.arguments import Typed
 from app.cli.options.compose import load_overrides, load_typed, settings_line
 from app.cli.options.continued import RunSettings
 from app.config import Run
-from app.engine.run.run_folder import CONFIG, describe_run
-from app.plan.plan import Plan
+from app.engine.files.run_folder import CONFIG, describe_run
+from app.planner.plan import Plan
 from app.shell import shell_word
 from app.version import Version
 from tests.cases import chosen

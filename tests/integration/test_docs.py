@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from app.cli.processes.reader import ENDED as ENDED_WITH_READER
+from app.engine.files.signals import INTERRUPTED, STOPPED
 from app.engine.run.bad_steps import DIVERGED
-from app.engine.run.signals import INTERRUPTED, STOPPED
 from app.engine.watchdog.watchdog import EXIT_STUCK
 from tests.training import ROOT
 

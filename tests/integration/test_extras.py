@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from app.model.transformer_engine import INSTALL, LIBRARY, OLDEST
+from app.model.layers.transformer_engine import INSTALL, LIBRARY, OLDEST
 from tests.integration.installed import normal
 from tests.training import ROOT
 

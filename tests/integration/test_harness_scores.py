@@ -14,9 +14,9 @@ from app.engine.decoding.decoder import Decoder
 from app.engine.decoding.model_tokens import prefix_token
 from app.engine.decoding.scoring import Question, accuracy, window_losses
 from app.engine.decoding.trained import TrainedModel, weights_at
-from app.engine.groups import create_groups
-from app.engine.run.start import check_tokenizer
-from app.plan.plan import Plan
+from app.engine.ranks.groups import create_groups
+from app.engine.start.start import check_tokenizer
+from app.planner.plan import Plan
 from tests.distributed import run_distributed
 from tests.hf_folders import transformers
 from tests.integration.model_ends import SIZE, tokenizer_of_words

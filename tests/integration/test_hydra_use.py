@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 
 from app.cli.options.arguments import Typed, flags_first, with_sweep_folder
 from app.cli.options.completion import values_of
-from app.cli.options.overlaid import overlaid
 from app.cli.plan import main as plan
+from app.cli.start.overlaid import overlaid
 from app.version import Version
 from tests.programs import run_forked
 

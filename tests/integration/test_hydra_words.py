@@ -10,8 +10,8 @@ from app.cli.options import hydra_words
 from app.cli.options.arguments import Typed
 from app.cli.options.compose import load_overrides
 from app.cli.options.explained import COMPOSING, explained
-from app.cli.processes.launch import checked_arguments
 from app.cli.processes.launcher import Launch
+from app.cli.start.launch import checked_arguments
 from app.errors import ConfigError
 
 REFUSED = {

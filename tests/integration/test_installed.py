@@ -18,7 +18,7 @@ from zipfile import ZipFile
 import pytest
 
 from app.cli import commands
-from app.cli.sweeps.record import Sweep
+from app.cli.run_report.sweep_record import Sweep
 from tests.cases import chosen
 from tests.integration.installed import normal
 from tests.programs import run_forked

@@ -23,12 +23,12 @@ from app.cli.plan_views.layout_picture import (
     title,
 )
 from app.cli.plan_views.sheet import MOST_RANKS, Rows
-from app.model.context_parallel import own_tokens
+from app.model.layers.context_parallel import own_tokens
 from app.plan.groups import GROUPS
 from app.plan.model.experts import MoEBodyWeights
 from app.plan.model.vocabulary import table
-from app.plan.plan import Plan
 from app.plan.sharding.blocks import ShardCoords
+from app.planner.plan import Plan
 from tests.cases import chosen
 from tests.config import load
 

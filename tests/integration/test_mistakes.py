@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from app.cli.options.request import Words
-from app.engine.checkpoint.resume import checkpoint_at
+from app.engine.start.resume import checkpoint_at
 from app.errors import ConfigError
 from tests.cases import chosen
 from tests.programs import run_forked

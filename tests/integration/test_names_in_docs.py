@@ -38,5 +38,5 @@ def test_what_is_named_exists(page: Path):
 
 
 def test_a_name_that_does_not_exist_is_found():
-    assert exists("app.plan.plan.Plan.actions") and exists("app.cli.plan")
-    assert not exists("app.plan.plan.Plan.nothing") and not exists("app.nowhere.plan")
+    assert exists("app.planner.plan.Plan.actions") and exists("app.cli.plan")
+    assert not exists("app.planner.plan.Plan.nothing") and not exists("app.nowhere.plan")

@@ -18,8 +18,8 @@ from app.cli.plan_views.timeline_picture import title
 from app.plan.formatting import figures
 from app.plan.layout import ParallelLayout
 from app.plan.pipeline.timeline import simulate
-from app.plan.plan import GIB, Plan
 from app.plan.schedule import build_schedule, v_shaped
+from app.planner.plan import GIB, Plan
 from scripts.plan_docs import CONSOLE, PICTURE, refreshed
 from tests.cases import chosen
 from tests.config import load

@@ -19,9 +19,8 @@ from app.advice import layouts
 from app.cli.plan import main, parse
 from app.cli.plan_views.rows import MOST_ROWS
 from app.cli.plan_views.tables import WIDTH, print_plan
-from app.cli.width import table_width
+from app.cli.processes.width import table_width
 from app.errors import ConfigError
-from app.plan.export import SECTIONS, WHAT
 from app.plan.formatting import (
     amount,
     byte_count,
@@ -33,10 +32,11 @@ from app.plan.formatting import (
     short_list,
     signed_percent,
 )
-from app.plan.plan import Plan
 from app.plan.schedule import build_schedule
-from app.plan.suggestion import Suggestion
-from app.plan.summary import summary_lines
+from app.planner.export import SECTIONS, WHAT
+from app.planner.plan import Plan
+from app.planner.suggestion import Suggestion
+from app.planner.summary import summary_lines
 from app.version import VERSION, Version
 from scripts.plan_docs import CONSOLE, refreshed
 from tests.cases import chosen
@@ -418,7 +418,7 @@ def test_the_command_needs_no_torch_and_no_working_directory(tmp_path: Path):
     lines = done.stderr.splitlines()
     assert done.returncode == 0 and all(each.startswith("import time:") for each in lines)
     loaded = {each.split("|")[-1].strip() for each in lines}
-    assert "app.plan.plan" in loaded and not {"torch", "matplotlib"} & loaded
+    assert "app.planner.plan" in loaded and not {"torch", "matplotlib"} & loaded
     assert "\x1b" not in done.stdout and "Stages" in done.stdout
 
 

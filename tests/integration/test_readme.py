@@ -13,7 +13,7 @@ import pytest
 
 from app.cli.options.arguments import Typed
 from app.cli.options.compose import load_typed
-from app.plan.plan import Plan
+from app.planner.plan import Plan
 from scripts.plan_docs import CONSOLE, refreshed_block
 
 ROOT = Path(__file__).parent.parent.parent

@@ -22,18 +22,18 @@ from app.cli.options.keys import all_keys
 from app.cli.options.saved import saved_run
 from app.cli.options.unknown import no_such_flag
 from app.cli.run_report.facts import settings
-from app.cli.sweeps.record import Job
+from app.cli.run_report.sweep_record import Job
 from app.config import Run, renamed
 from app.config.renamed import CHANGED, Removed, Renamed, RenamedValue, with_new_names
-from app.engine.checkpoint.folder import (
+from app.engine.files.checkpoints import (
     MANIFEST,
     manifest_digest,
     newest_checkpoint,
     parse_manifest,
 )
-from app.engine.run.run_folder import CONFIG, describe_run
+from app.engine.files.run_folder import CONFIG, describe_run
 from app.errors import ConfigError
-from app.plan.plan import Plan
+from app.planner.plan import Plan
 from app.version import Version
 from tests.integration.continued_settings import TINY
 from tests.programs import run_forked

@@ -19,8 +19,8 @@ import pytest
 from app.cli.report import main
 from app.cli.run_report.facts import FP8_KINDS, clock, run_facts
 from app.cli.run_report.page import POINTS, alike, shown, thinned
+from app.cli.run_report.sweep_record import Job, JobState, Sweep
 from app.cli.run_report.table import read_report
-from app.cli.sweeps.record import Job, JobState, Sweep
 from app.engine.report.fp8 import KINDS
 from app.engine.report.trackers import PANELS
 from tests.integration.report import write_run

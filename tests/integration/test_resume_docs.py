@@ -13,8 +13,8 @@ import pytest
 
 from app.choices import BadStep
 from app.config import CheckpointConfig
-from app.engine.checkpoint.folder import complete_checkpoints, newest_checkpoint
-from app.engine.run.run_folder import read_metrics
+from app.engine.files.checkpoints import complete_checkpoints, newest_checkpoint
+from app.engine.files.run_folder import read_metrics
 
 ROOT = Path(__file__).parent.parent.parent
 DOC = (ROOT / "docs/checkpoints.md").read_text()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 from omegaconf import OmegaConf
 
-from app.engine.checkpoint.folder import newest_checkpoint
+from app.engine.files.checkpoints import newest_checkpoint
 from tests.cases import chosen
 from tests.programs import run_forked
 from tests.training import wait_for

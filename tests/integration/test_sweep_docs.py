@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from app.cli.sweeps.record import JobState
+from app.cli.run_report.sweep_record import JobState
 
 ROOT = Path(__file__).parent.parent.parent
 DOC = (ROOT / "docs/sweeps.md").read_text()

@@ -20,6 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from app.cli.options.compose import register_schema
+from app.cli.run_report.sweep_record import JobState, Sweep, locked
 from app.cli.sweeps import combinations as sweep_plan
 from app.cli.sweeps.combinations import (
     Combination,
@@ -29,13 +30,12 @@ from app.cli.sweeps.combinations import (
     host_gpus,
 )
 from app.cli.sweeps.jobs import ProgressLine, outcome, progress
-from app.cli.sweeps.record import JobState, Sweep, locked
 from app.cli.sweeps.submitted import NotSubmittedError, how_it_ended, missing, submit, taken_back
 from app.cli.sweeps.sweep import job_arguments, planned, sweep_name
 from app.config import Run
-from app.engine.run.run_folder import plain
+from app.engine.files.run_folder import plain
 from app.errors import ConfigError
-from app.plan.plan import GIB, Plan
+from app.planner.plan import GIB, Plan
 from app.shell import quoted
 from tests.config import CONF, load
 

@@ -20,7 +20,7 @@ from app.cli.plan_views.timeline_picture import (
     windows,
 )
 from app.plan.actions import Backward, BackwardInput, BackwardWeight, Compute, Forward
-from app.plan.plan import Plan
+from app.planner.plan import Plan
 from tests.config import load
 
 STEP = (

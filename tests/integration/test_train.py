@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from app.engine.checkpoint.folder import complete_checkpoints, newest_checkpoint
+from app.engine.files.checkpoints import complete_checkpoints, newest_checkpoint
 from app.engine.report.metrics import RollbackReport, StepReport, ValidationReport
 from app.engine.report.trackers import NAMES
 from app.version import Version

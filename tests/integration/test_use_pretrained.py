@@ -20,11 +20,11 @@ from app.cli.options.saved import saved_run
 from app.engine.decoding.decoder import Decoder
 from app.engine.decoding.scoring import Question, window_losses
 from app.engine.decoding.trained import TrainedModel, weights_at
-from app.engine.groups import create_groups
-from app.engine.run.run_folder import plain
-from app.engine.run.start import check_tokenizer
+from app.engine.files.run_folder import plain
+from app.engine.ranks.groups import create_groups
+from app.engine.start.start import check_tokenizer
 from app.errors import ConfigError
-from app.plan.plan import Plan
+from app.planner.plan import Plan
 from tests.distributed import run_distributed
 from tests.integration.evaluate import evaluated
 from tests.integration.generate import generated

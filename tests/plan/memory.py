@@ -18,8 +18,8 @@ from app.plan.memory.activations import (
     chunk_activations,
 )
 from app.plan.memory.rank_memory import RankMemory
-from app.plan.plan import Plan
 from app.plan.stages import Stage
+from app.planner.plan import Plan
 from app.rules import check
 
 DENSE = ModelConfig(

@@ -24,7 +24,7 @@ from app.plan.actions import (
     ReduceGrads,
     Wait,
 )
-from app.plan.pipeline.dependencies import take_turns
+from app.plan.dependencies import take_turns
 
 Symbol = tuple[int, ...]
 Key = tuple[str, int, int]  # flow, microbatch, chunk

@@ -13,8 +13,8 @@ from app.plan.actions import Action, Compute, Exchange
 from app.plan.pipeline.check import check
 from app.plan.pipeline.lowering import lower_all
 from app.plan.pipeline.timeline import simulate
-from app.plan.plan import Plan
 from app.plan.schedule import build_schedule, chunk_order, v_shaped
+from app.planner.plan import Plan
 from tests.actions import parse_action
 from tests.cases import chosen
 from tests.config import load

@@ -28,8 +28,8 @@ from app.config import Run
 from app.errors import ConfigError
 from app.plan.cost.flops import parameter_count
 from app.plan.formatting import gib
-from app.plan.plan import Plan
 from app.plan.stages import parse_layout, spelled_layout
+from app.planner.plan import Plan
 from app.rules import check
 from tests.cases import chosen
 from tests.config import load

@@ -10,10 +10,10 @@ import pytest
 from app.choices import Dtype
 from app.config import HardwareConfig, ParallelConfig, PrecisionConfig, Run
 from app.errors import ConfigError
-from app.plan.export import Decoding
-from app.plan.memory.decoding import DecodingSizes, check_decoding_memory, decoding_memory
 from app.plan.memory.overheads import CUDA_CONTEXT, WORKSPACES
-from app.plan.plan import Plan
+from app.planner.decoding import DecodingSizes, check_decoding_memory, decoding_memory
+from app.planner.export import Decoding
+from app.planner.plan import Plan
 from tests.runs import LATENT, TINY, make_run
 
 DENSE = dataclasses.replace(TINY, moe=None, num_layers=4)

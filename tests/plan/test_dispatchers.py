@@ -20,13 +20,13 @@ from app.config import (
 )
 from app.config.model import StaticConfig
 from app.errors import ConfigError
-from app.plan.dispatchers.choose import DISPATCHERS, kinds_between_ranks, planned_dispatcher
-from app.plan.dispatchers.paged_buffer import planned_paged_buffer, with_paged_buffer
-from app.plan.dispatchers.record import RowCounts, TokenExchange, Tokens
 from app.plan.groups import ETP_EP, Way
-from app.plan.plan import Plan
-from app.plan.summary import summary_lines
-from app.plan.trace.trace import Trace
+from app.plan.parts.dispatch_record import RowCounts, TokenExchange, Tokens
+from app.plan.parts.dispatcher import DISPATCHERS, kinds_between_ranks, planned_dispatcher
+from app.plan.parts.paged_buffer import planned_paged_buffer, with_paged_buffer
+from app.plan.parts.trace import Trace
+from app.planner.plan import Plan
+from app.planner.summary import summary_lines
 from app.rules import check
 from tests.cases import each
 from tests.config import load
@@ -194,7 +194,7 @@ def test_bytes_on_the_wire_by_hand():
 
 
 def test_nothing_else_asks_which_dispatcher_it_is():
-    """A dispatcher is added in five files; `app.plan.dispatchers.record` lists them."""
+    """A dispatcher is added in five files; `app.plan.parts.dispatch_record` lists them."""
     asks = {
         str(path.relative_to(ROOT / "app"))
         for path in (ROOT / "app").rglob("*.py")

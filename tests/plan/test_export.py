@@ -10,9 +10,9 @@ import json
 import pytest
 
 from app.plan.cost.flops import parameter_count
-from app.plan.export import SECTIONS, WHAT, Estimate, plan_json, stage_rows
-from app.plan.plan import GIB, Plan
-from app.plan.suggestion import Suggestion
+from app.planner.export import SECTIONS, WHAT, Estimate, plan_json, stage_rows
+from app.planner.plan import GIB, Plan
+from app.planner.suggestion import Suggestion
 from tests.actions import parse_action
 from tests.config import load
 

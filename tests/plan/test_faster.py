@@ -12,8 +12,8 @@ from app.advice.faster import GAIN, faster
 from app.advice.moves import with_values
 from app.advice.trials import Trials
 from app.cli.plan import main
-from app.plan.plan import Plan
 from app.plan.stages import plan_stages
+from app.planner.plan import Plan
 from tests.config import load
 
 H200 = ("+experiment=small", "hardware=h200", "train.micro_batch=1")

@@ -40,13 +40,13 @@ from app.plan.layout import select_layout
 from app.plan.memory.activations import MicrobatchMemory, chunk_activations
 from app.plan.memory.overheads import FP8_WORKSPACE, WORKSPACES
 from app.plan.memory.rank_memory import RankMemory
-from app.plan.plan import Plan
+from app.plan.parts.fp8 import EXPERTS_SPEEDUP, SPEEDUP, Copies
+from app.plan.parts.parts import sizes_of
+from app.plan.parts.stage import StagePart, part_trace, stage_parts
+from app.plan.parts.trace import Work
 from app.plan.stages import Stage
-from app.plan.summary import summary_lines
-from app.plan.trace.fp8 import EXPERTS_SPEEDUP, SPEEDUP, Copies
-from app.plan.trace.parts import sizes_of
-from app.plan.trace.stage import StagePart, part_trace, stage_parts
-from app.plan.trace.trace import Work
+from app.planner.plan import Plan
+from app.planner.summary import summary_lines
 from app.rules import check
 
 ROOT = Path(__file__).parent.parent.parent

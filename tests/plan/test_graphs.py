@@ -6,12 +6,12 @@ from itertools import product
 
 import pytest
 
-from app.plan import select
 from app.plan.actions import Action, Backward, BackwardWeight, Compute, Forward
 from app.plan.graphs import GraphPlan, PoolOrder, check_graphs, for_transformer_engine, plan_graphs
 from app.plan.pipeline.lowering import lower_all
-from app.plan.plan import Plan
 from app.plan.schedule import build_schedule, peak_in_flight, signed_order, warmup_count
+from app.planner import select
+from app.planner.plan import Plan
 from tests.actions import parse_action
 from tests.cases import each
 from tests.config import load
@@ -275,6 +275,6 @@ def test_the_plan_of_a_run_proves_its_own_graphs(monkeypatch: pytest.MonkeyPatch
         return [replace(plan, slots=dict.fromkeys(plan.slots, 0)) for plan in plans]
 
     assert Plan(run).graphs == select.select_graphs(run, Plan(run).stages, Plan(run).actions)
-    monkeypatch.setattr("app.plan.plan.select_graphs", shared)
+    monkeypatch.setattr("app.planner.plan.select_graphs", shared)
     with pytest.raises(ValueError, match=r"F1\.0 writes input of microbatch 1 .* is still needed"):
         _ = Plan(run).graphs

@@ -15,7 +15,7 @@ import pytest
 from app.plan.groups import CHECKPOINT, EVERYBODY, GROUPS, Group, GroupKind
 from app.plan.layout import ParallelLayout
 from app.plan.memory.rank_memory import communicators
-from app.plan.plan import Plan
+from app.planner.plan import Plan
 from tests.config import load
 from tests.plan.group_table import small_layouts
 

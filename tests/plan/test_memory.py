@@ -36,9 +36,9 @@ from app.plan.memory.overheads import CUDA_CONTEXT, FRAGMENTATION, GRAPH, GRAPH_
 from app.plan.memory.peak import borders_of, find_peak
 from app.plan.memory.rank_memory import OUTSIDE, communicators, plan_memory
 from app.plan.pipeline.moments import Walks, moments_of
-from app.plan.plan import GIB, Plan
 from app.plan.schedule import build_schedule
 from app.plan.stages import Stage
+from app.planner.plan import GIB, Plan
 from app.rules import check
 from tests.actions import parse_action
 from tests.config import load

@@ -21,8 +21,8 @@ import torch
 from app.config import MLAConfig, ModelConfig
 from app.engine.build import build_layer, parameter_specs
 from app.model.chunk import Chunk
-from app.model.layer_groups import LayerGroups
-from app.model.linear import ColumnParallelLinear, named_parameters
+from app.model.layers.layer_groups import LayerGroups
+from app.model.layers.linear import ColumnParallelLinear, named_parameters
 from app.moe.dispatch.local import LocalDispatcher
 from app.plan.layout import ParallelLayout
 from app.plan.model.attention import attention_weights
@@ -195,10 +195,10 @@ OTHER_WORDS = {
         "app/plan/groups.py",
         "app/plan/stages.py",
         "app/cli/plan_views/tables.py",
-        "app/plan/trace/layers.py",
+        "app/plan/parts/layers.py",
     },
     # also those that run in FP8
-    "head": {"app/cli/plan_views/tables.py", "app/plan/trace/layers.py", "app/choices.py"},
+    "head": {"app/cli/plan_views/tables.py", "app/plan/parts/layers.py", "app/choices.py"},
     "shared_gate": {"app/config/model.py", "app/hf/families.py"},  # a key of the configuration
 }
 

@@ -11,12 +11,12 @@ from app.config import ModelConfig, MoEConfig, ParallelConfig, Run, TrainConfig
 from app.config.model import EchoConfig, StaticConfig
 from app.errors import ConfigError
 from app.plan.cost.volumes import step_volumes
-from app.plan.dispatchers.choose import run_dispatcher
-from app.plan.dispatchers.record import Tokens
-from app.plan.dispatchers.static import PlannedStatic
 from app.plan.groups import ETP_EP
-from app.plan.plan import Plan
-from app.plan.summary import summary_lines
+from app.plan.parts.dispatch_record import Tokens
+from app.plan.parts.dispatcher import run_dispatcher
+from app.plan.parts.static import PlannedStatic
+from app.planner.plan import Plan
+from app.planner.summary import summary_lines
 from app.rules import check
 from tests.config import load
 

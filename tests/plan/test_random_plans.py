@@ -16,8 +16,8 @@ from app.advice.suggest import suggest
 from app.cli.plan_views.layout_picture import save_layout
 from app.cli.plan_views.tables import print_plan
 from app.cli.plan_views.timeline_picture import save_timeline
-from app.plan.export import WHAT, plan_json
-from app.plan.plan import Plan
+from app.planner.export import WHAT, plan_json
+from app.planner.plan import Plan
 from tests.random_runs import random_run
 
 pytestmark = pytest.mark.full

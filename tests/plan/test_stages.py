@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from app.errors import ConfigError, Instead
-from app.plan.pipeline.dependencies import Pipeline
+from app.plan.dependencies import Pipeline
 from app.plan.stages import Stage, StagePlan, parse_layout, plan_stages
 from tests.cases import each
 

@@ -21,7 +21,7 @@ from app.config import (
     TrainConfig,
 )
 from app.errors import ConfigError
-from app.plan.plan import GIB, Plan
+from app.planner.plan import GIB, Plan
 from app.rules import check
 from tests.cases import chosen
 from tests.config import load

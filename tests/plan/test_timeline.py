@@ -5,12 +5,12 @@ from itertools import product
 import pytest
 
 from app.plan.actions import Compute, Exchange, Wait
-from app.plan.pipeline.dependencies import Pipeline
+from app.plan.dependencies import Pipeline
 from app.plan.pipeline.known import KnownSchedules
 from app.plan.pipeline.lowering import lower_all
 from app.plan.pipeline.timeline import Times, simulate
-from app.plan.plan import Plan
 from app.plan.schedule import build_schedule, v_shaped
+from app.planner.plan import Plan
 from tests.actions import parse_action
 from tests.cases import each
 from tests.config import load

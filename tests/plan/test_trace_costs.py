@@ -23,13 +23,13 @@ from app.plan.layout import select_layout
 from app.plan.model.layer import LayerWeights
 from app.plan.model.norm import NormWeights
 from app.plan.model.vocabulary import table
+from app.plan.parts.layers import embedding_trace, head_trace, layer_trace
+from app.plan.parts.parts import sizes_of
+from app.plan.parts.stage import StagePart, part_trace, stage_parts
+from app.plan.parts.trace import ForwardTrace
 from app.plan.recompute import NOTHING
 from app.plan.sharding.parameters import chunk_parameters
 from app.plan.stages import Stage
-from app.plan.trace.layers import embedding_trace, head_trace, layer_trace
-from app.plan.trace.parts import sizes_of
-from app.plan.trace.stage import StagePart, part_trace, stage_parts
-from app.plan.trace.trace import ForwardTrace
 from app.rules import check
 
 MODEL = ModelConfig(

@@ -23,7 +23,6 @@ from app.config import (
 )
 from app.errors import ConfigError
 from app.plan.actions import Exchange
-from app.plan.cost.nodes import NodeSpan, node_span
 from app.plan.cost.traffic import (
     GroupTraffic,
     legal_orders,
@@ -33,10 +32,11 @@ from app.plan.cost.traffic import (
 )
 from app.plan.groups import GROUPS
 from app.plan.layout import AXES, ParallelLayout, select_layout
+from app.plan.nodes import NodeSpan, node_span
 from app.plan.pipeline.lowering import lower_all
 from app.plan.schedule import build_schedule
-from app.plan.select import select_stages
 from app.plan.stages import Stage, StagePlan
+from app.planner.select import select_stages
 from app.rules import check
 
 QWEN3_30B_A3B = ModelConfig(

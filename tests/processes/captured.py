@@ -21,8 +21,8 @@ from app.config import (
     Run,
 )
 from app.engine.capture.facts import GraphFacts
-from app.engine.pipeline.step import TrainingStep
 from app.engine.report.metrics import Meter, StepTimes
+from app.engine.step.step import TrainingStep
 from app.plan.graphs import GraphPlan
 from tests.runs import TINY, batches_of, engine_of, make_run, whole_gradients
 

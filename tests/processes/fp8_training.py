@@ -15,7 +15,7 @@ from app.config import (
     CudaGraphConfig,
     Run,
 )
-from app.engine.pipeline.step import TrainingStep
+from app.engine.step.step import TrainingStep
 from tests.parity import exactly
 from tests.runs import batches_of, engine_of, train_steps, whole_gradients
 from tests.training import train_rank

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from app.config import Run
 from app.engine.build import build_engine
-from app.engine.checkpoint.folder import CHECKPOINTS, read_manifest
 from app.engine.checkpoint.load import Progress, load_checkpoint
-from app.engine.export import export_together
-from app.engine.groups import create_groups
-from app.engine.run.start import find_pretrained
-from app.plan.plan import Plan
+from app.engine.export.export import export_together
+from app.engine.files.checkpoints import CHECKPOINTS, read_manifest
+from app.engine.ranks.groups import create_groups
+from app.engine.start.start import find_pretrained
+from app.planner.plan import Plan
 from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed
 from tests.runs import make_run, train_steps, with_model

@@ -9,10 +9,10 @@ import torch
 
 from app.config import ParallelConfig, Run, TrainConfig
 from app.engine.build import Engine, build_engine
-from app.engine.groups import create_groups
-from app.engine.run.start import open_pretrained
+from app.engine.ranks.groups import create_groups
+from app.engine.start.start import open_pretrained
 from app.hf.their_model import TheirModel
-from app.plan.plan import Plan
+from app.planner.plan import Plan
 from tests.hf_folders import KEY
 from tests.runs import make_run, train_steps
 

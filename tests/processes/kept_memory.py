@@ -28,17 +28,17 @@ from app.config import (
 )
 from app.engine.build import build_chunks
 from app.engine.dispatchers import build_dispatcher
-from app.engine.groups import create_groups
+from app.engine.ranks.groups import create_groups
 from app.model.chunk import Chunk
-from app.model.context_parallel import own_tokens
-from app.model.weight_grads import WeightGradQueue, WeightGradSink
+from app.model.layers.context_parallel import own_tokens
+from app.model.layers.weight_grads import WeightGradQueue, WeightGradSink
 from app.moe.dispatch.paged_buffer import PagedBuffer
 from app.plan.actions import Backward, Forward
-from app.plan.dispatchers.paged_buffer import PlannedPagedBuffer, planned_paged_buffer
 from app.plan.layout import select_layout
 from app.plan.memory.activations import MicrobatchMemory, chunk_activations
+from app.plan.parts.paged_buffer import PlannedPagedBuffer, planned_paged_buffer
 from app.plan.recompute import recompute_policy
-from app.plan.select import select_stages
+from app.planner.select import select_stages
 from app.rules import check
 from tests.tensors.activation_memory import Alive, attention_of, sums_of
 

@@ -10,15 +10,15 @@ from typing import Any
 import tests.runs
 from app.choices import Score
 from app.config import Run
-from app.engine.checkpoint.folder import (
+from app.engine.files.checkpoints import (
     CHECKPOINTS,
     FORMAT,
     LATEST,
     MANIFEST,
     manifest_digest,
 )
-from app.engine.run.run_folder import describe_run, plain
-from app.plan.plan import Plan
+from app.engine.files.run_folder import describe_run, plain
+from app.planner.plan import Plan
 from app.version import Version
 from tests.runs import make_run
 

@@ -24,8 +24,8 @@ from app.config import (
     TrainConfig,
 )
 from app.config.model import StaticConfig
-from app.engine.pipeline import shortage
-from app.engine.pipeline.step import TrainingStep, Validation
+from app.engine.step import shortage
+from app.engine.step.step import TrainingStep, Validation
 from app.moe.dispatch import static
 from app.moe.dispatch.expert_rows import ExpertRows
 from tests.distributed import run_distributed

@@ -16,21 +16,21 @@ import torch
 
 from app.choices import BadStep
 from app.config import CheckpointConfig, PrecisionConfig, Run, TrainConfig
-from app.engine import trainer
 from app.engine.build import Engine, build_engine
-from app.engine.checkpoint.folder import complete_checkpoints, newest_checkpoint
-from app.engine.groups import create_groups
-from app.engine.pipeline.step import UpdateInput
+from app.engine.files.attempt import Attempt
+from app.engine.files.checkpoints import complete_checkpoints, newest_checkpoint
+from app.engine.files.run_folder import FolderLock, read_metrics
+from app.engine.ranks.agreement import rank_zero_says
+from app.engine.ranks.groups import create_groups
 from app.engine.report.metrics import StepReport
-from app.engine.run.agreement import rank_zero_says
-from app.engine.run.attempt import Attempt
+from app.engine.run import trainer
 from app.engine.run.bad_steps import DIVERGED, BadSteps, Diverged, is_bad
-from app.engine.run.run_folder import FolderLock, read_metrics
-from app.engine.run.start import find_start, load_all_data
-from app.engine.train import train
+from app.engine.run.train import train
+from app.engine.start.start import find_start, load_all_data
+from app.engine.step.step import UpdateInput
 from app.errors import ConfigError
 from app.optim.scale import LossScale
-from app.plan.plan import Plan
+from app.planner.plan import Plan
 from tests.cases import chosen, sampled
 from tests.checkpoints import verify_checkpoint
 from tests.distributed import run_distributed

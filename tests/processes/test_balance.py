@@ -13,7 +13,7 @@ from torch import Tensor
 
 from app.choices import Balance, Score
 from app.config import MoEConfig
-from app.model.layer_groups import LayerGroups
+from app.model.layers.layer_groups import LayerGroups
 from app.moe.phases import Router
 from app.plan.model.experts import RouterWeights
 from tests.cases import sampled

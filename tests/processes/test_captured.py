@@ -28,13 +28,13 @@ from app.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from app.engine import trainer
 from app.engine.build import Engine
 from app.engine.capture.facts import GraphFacts
-from app.engine.groups import process_world
-from app.engine.pipeline.executor import ForwardBackward
-from app.engine.pipeline.step import TrainingStep, Validation
-from app.engine.run.run_folder import read_metrics
+from app.engine.files.run_folder import read_metrics
+from app.engine.ranks.groups import process_world
+from app.engine.run import trainer
+from app.engine.step.executor import ForwardBackward
+from app.engine.step.step import TrainingStep, Validation
 from app.errors import ConfigError
 from app.model import layers, weight_grads
 from app.moe.phases import Experts

@@ -14,16 +14,16 @@ import pytest
 
 from app.config import Run
 from app.data import sources
-from app.engine.checkpoint.folder import (
+from app.engine.files.checkpoints import (
     MANIFEST,
     manifest_digest,
     newest_checkpoint,
     parse_manifest,
 )
-from app.engine.groups import create_groups
-from app.engine.run.start import load_all_data
+from app.engine.ranks.groups import create_groups
+from app.engine.start.start import load_all_data
 from app.errors import ConfigError
-from app.plan.plan import Plan
+from app.planner.plan import Plan
 from tests.distributed import run_distributed
 from tests.hf_folders import save_byte_level
 from tests.programs import run_forked

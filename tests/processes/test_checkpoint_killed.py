@@ -28,15 +28,15 @@ import torch.distributed as dist
 
 from app.config import CheckpointConfig, ParallelConfig
 from app.engine.checkpoint import save as checkpoint_save
-from app.engine.checkpoint.folder import (
+from app.engine.checkpoint.load import Progress
+from app.engine.checkpoint.saver import Saver
+from app.engine.files.checkpoints import (
     CHECKPOINTS,
     LATEST,
     complete_checkpoints,
     newest_checkpoint,
 )
-from app.engine.checkpoint.load import Progress
-from app.engine.checkpoint.saver import Saver
-from app.engine.groups import process_world
+from app.engine.ranks.groups import process_world
 from tests.cases import chosen
 from tests.checkpoints import verify_checkpoint
 from tests.forks import Process

@@ -30,10 +30,10 @@ from app.config import (
 )
 from app.engine.build import Engine, build_engine
 from app.engine.checkpoint import load as checkpoint
-from app.engine.checkpoint.folder import CHECKPOINTS, newest_checkpoint, read_manifest
 from app.engine.checkpoint.load import Progress, load_checkpoint
-from app.engine.groups import Groups, create_groups
-from app.plan.plan import Plan
+from app.engine.files.checkpoints import CHECKPOINTS, newest_checkpoint, read_manifest
+from app.engine.ranks.groups import Groups, create_groups
+from app.planner.plan import Plan
 from tests.cases import chosen
 from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed

@@ -13,7 +13,7 @@ from app.config import HardwareConfig, ParallelConfig, Run, TrainConfig
 from app.config.model import EchoConfig
 from app.engine.report.clones import clones_would_pay
 from app.plan.cost.clones import OVERHEAD, CloneCosts
-from app.plan.dispatchers.choose import with_clones
+from app.plan.parts.dispatcher import with_clones
 from app.rules import check
 from tests.distributed import run_distributed
 from tests.runs import TINY, make_run

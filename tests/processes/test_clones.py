@@ -22,11 +22,11 @@ from app.choices import CloneAlgorithm, DispatcherKind, Score, StaticCapacity
 from app.config import MoEConfig, ParallelConfig, Run, TrainConfig
 from app.config.model import EchoConfig, StaticConfig
 from app.engine.build import Engine
-from app.engine.checkpoint.folder import read_manifest
 from app.engine.checkpoint.load import Progress, load_checkpoint
-from app.engine.pipeline.step import TrainingStep
+from app.engine.files.checkpoints import read_manifest
 from app.engine.report.metrics import Meter, StepTimes
-from app.model.weight_grads import MainGradSink, WeightGrad
+from app.engine.step.step import TrainingStep
+from app.model.layers.weight_grads import MainGradSink, WeightGrad
 from app.moe.clones import cloning
 from app.moe.clones.cloning import Cloning
 from app.moe.clones.record import Clones
@@ -35,8 +35,8 @@ from app.moe.dispatch.static import StaticDispatcher
 from app.moe.dispatch.transport import CollectiveTransport
 from app.moe.echo import ClonePlan, plan_clones
 from app.moe.experts import Experts
-from app.plan.dispatchers.static import PlannedStatic
 from app.plan.model.experts import ExpertWeights
+from app.plan.parts.static import PlannedStatic
 from app.rules import check
 from tests.cases import chosen
 from tests.checkpoints import save_checkpoint

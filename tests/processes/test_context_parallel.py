@@ -21,9 +21,9 @@ from app.choices import CpComm
 from app.config import DataConfig, ModelConfig, ParallelConfig, Run, TrainConfig
 from app.data.feed import Batch, make_batch
 from app.engine.build import Engine
-from app.engine.generate import sample_tokens
-from app.engine.pipeline.step import TrainingStep
-from app.model.context_parallel import (
+from app.engine.decoding.generate import sample_tokens
+from app.engine.step.step import TrainingStep
+from app.model.layers.context_parallel import (
     in_parts,
     in_sequence,
     own_tokens,

@@ -17,9 +17,9 @@ from app.config import Run
 from app.data.feed import Cursor, TrainFeed
 from app.data.load import load_data
 from app.data.tokenizer import load_tokenizer
-from app.engine.checkpoint.folder import CHECKPOINTS, read_manifest
 from app.engine.checkpoint.weights import SavedWeights
-from app.engine.run.run_folder import read_metrics
+from app.engine.files.checkpoints import CHECKPOINTS, read_manifest
+from app.engine.files.run_folder import read_metrics
 from app.plan.sharding.reshard import Block
 from tests.hf_folders import loaded, save_random, their_logits
 from tests.programs import run_forked

@@ -18,8 +18,8 @@ import torch
 import yaml
 
 from app.data.sources import file_sum
-from app.engine.checkpoint.folder import CHECKPOINTS, MANIFEST, manifest_digest
 from app.engine.checkpoint.synced import write_synced
+from app.engine.files.checkpoints import CHECKPOINTS, MANIFEST, manifest_digest
 from app.engine.report.trackers import recorded_id
 from tests.cases import chosen
 from tests.programs import run_forked

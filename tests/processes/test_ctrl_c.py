@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 
 from app.cli.processes import ctrl_c, launch
-from app.cli.processes.launch import mistakes_in_one_line
 from app.cli.processes.launcher import Launch
+from app.cli.start.launch import mistakes_in_one_line
+from app.engine.files import signals
+from app.engine.files.attempt import Attempt
+from app.engine.files.run_folder import newest_checkpoint
+from app.engine.files.signals import StopRequest, ctrl_c_held_back
 from app.engine.report.metrics import StepReport
 from app.engine.report.sinks import Console
-from app.engine.run import signals
-from app.engine.run.attempt import Attempt
-from app.engine.run.run_folder import newest_checkpoint
-from app.engine.run.signals import StopRequest, ctrl_c_held_back
-from app.engine.train import train
-from app.plan.plan import Plan
+from app.engine.run.train import train
+from app.planner.plan import Plan
 from tests.forks import Process
 from tests.processes.stop import exit_code, launched
 from tests.programs import Forked

@@ -27,8 +27,8 @@ from app.moe.dispatch.local import LocalDispatcher
 from app.moe.dispatch.static import StaticDispatcher
 from app.moe.dispatch.transport import CollectiveTransport
 from app.moe.protocol import Dispatched, Dispatcher
-from app.plan.dispatchers.record import capacity
-from app.plan.dispatchers.static import PlannedStatic
+from app.plan.parts.dispatch_record import capacity
+from app.plan.parts.static import PlannedStatic
 from tests.distributed import run_distributed
 from tests.rounding import Values, expect_alike, in_fp64
 from tests.tensors.models import grouped_swiglu

@@ -21,9 +21,9 @@ from app.config import (
     TrainConfig,
 )
 from app.engine.build import Engine
-from app.engine.generate import sample_tokens
-from app.engine.pipeline.in_flight import InFlight
-from app.engine.pipeline.step import Validation
+from app.engine.decoding.generate import sample_tokens
+from app.engine.step.in_flight import InFlight
+from app.engine.step.step import Validation
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.parity import OneProcess, Trained, alone, here, results

@@ -14,7 +14,7 @@ import pytest
 from app.config import ParallelConfig
 from app.engine.checkpoint import save as checkpoint_save
 from app.engine.checkpoint.tensor_file import Writable
-from app.engine.generate import sample_tokens
+from app.engine.decoding.generate import sample_tokens
 from app.engine.report import telling
 from tests.distributed import run_distributed
 from tests.runs import TINY, engine_of, make_run

@@ -16,8 +16,8 @@ from app.config import (
     Run,
     ScheduleConfig,
 )
-from app.engine.pipeline.step import TrainingStep, Validation
 from app.engine.report.fp8 import Fp8Meter
+from app.engine.step.step import TrainingStep, Validation
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.processes.fp8_state import DENSE, WARMUP, WHOLE

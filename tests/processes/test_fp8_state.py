@@ -16,10 +16,10 @@ from app.choices import DispatcherKind, Dtype, Fp8Part, Fp8Recipe, StaticCapacit
 from app.config import CudaGraphConfig, Fp8Config, ParallelConfig, PrecisionConfig, Run, TrainConfig
 from app.config.model import StaticConfig
 from app.engine.build import Engine
-from app.engine.checkpoint.folder import read_manifest
 from app.engine.checkpoint.load import Progress, load_checkpoint
-from app.engine.pipeline import shortage
-from app.engine.pipeline.step import TrainingStep, Validation
+from app.engine.files.checkpoints import read_manifest
+from app.engine.step import shortage
+from app.engine.step.step import TrainingStep, Validation
 from tests.cases import chosen
 from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed

@@ -38,9 +38,9 @@ from app.config import (
 from app.engine.build import Engine
 from app.engine.capture.recorder import Work
 from app.engine.capture.stand_in import HostRecorder, HostRecording
-from app.engine.checkpoint.folder import read_manifest
 from app.engine.checkpoint.load import Progress, load_checkpoint
-from app.engine.pipeline.step import TrainingStep, Validation
+from app.engine.files.checkpoints import read_manifest
+from app.engine.step.step import TrainingStep, Validation
 from tests.cases import chosen
 from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed

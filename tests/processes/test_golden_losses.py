@@ -13,7 +13,7 @@ import torch
 
 from app.choices import Score
 from app.config import ModelConfig
-from app.engine.pipeline.step import TrainingStep
+from app.engine.step.step import TrainingStep
 from tests.distributed import run_distributed
 from tests.parity import OneProcess
 from tests.rounding import SPREAD, expect_sums

@@ -15,8 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from app.config import OptimConfig, ParallelConfig, Run
-from app.model.linear import ColumnParallelLinear
-from app.model.weight_grads import ComputedGrad, MainGradSink, WeightGradQueue, WeightGradSink
+from app.model.layers.linear import ColumnParallelLinear
+from app.model.layers.weight_grads import (
+    ComputedGrad,
+    MainGradSink,
+    WeightGradQueue,
+    WeightGradSink,
+)
 from app.optim import grad_buckets
 from app.optim.buffers import FlatBuffer, ParamSpec
 from app.optim.grad_buckets import Arrival, GradBuckets, GradState

@@ -23,13 +23,13 @@ from app.config import (
     TrainConfig,
 )
 from app.engine.capture.transformer_engine import CapturedPart, graphed_callables
-from app.engine.groups import create_groups, process_world
-from app.engine.pipeline.step import TrainingStep
-from app.engine.run.run_folder import read_metrics
+from app.engine.files.run_folder import read_metrics
+from app.engine.ranks.groups import create_groups, process_world
+from app.engine.step.step import TrainingStep
 from app.errors import ConfigError
 from app.optim.grad_buckets import GradBuckets
 from app.plan.graphs import PoolOrder
-from app.plan.plan import Plan
+from app.planner.plan import Plan
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.graphed_callables import install

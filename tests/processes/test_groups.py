@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import app.engine.groups
+import app.engine.ranks.groups
 from app.collectives import all_reduce
 from app.config import ModelConfig, MoEConfig
-from app.engine.groups import Groups, create_groups
-from app.model.layer_groups import LayerGroups
+from app.engine.ranks.groups import Groups, create_groups
+from app.model.layers.layer_groups import LayerGroups
 from app.optim.distributed import OptimizerGroups
 from app.plan.groups import GROUPS, GroupKind
 from app.plan.layout import ParallelLayout, select_layout
@@ -172,8 +172,8 @@ def test_group_kind_decides_backend_and_channels(monkeypatch: pytest.MonkeyPatch
         made.append(("device", ranks, channels))
         return dist.group.WORLD
 
-    monkeypatch.setattr(app.engine.groups, "host_group", host_group)
-    monkeypatch.setattr(app.engine.groups, "_device_group", device_group)
+    monkeypatch.setattr(app.engine.ranks.groups, "host_group", host_group)
+    monkeypatch.setattr(app.engine.ranks.groups, "_device_group", device_group)
     layout = ParallelLayout(16, tp=2, cp=2, pp=2, ep=2, etp=2)
     with fake_world(0, 16):
         create_groups(layout, 0)

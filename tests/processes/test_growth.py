@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from app.data.feed import Batch
-from app.engine import trainer
 from app.engine.build import build_engine
-from app.engine.groups import create_groups
-from app.engine.run.attempt import Attempt
-from app.engine.run.run_folder import FolderLock
-from app.engine.run.start import Start, load_all_data
-from app.plan.plan import Plan
+from app.engine.files.attempt import Attempt
+from app.engine.files.run_folder import FolderLock
+from app.engine.ranks.groups import create_groups
+from app.engine.run import trainer
+from app.engine.start.start import Start, load_all_data
+from app.planner.plan import Plan
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.training import composed, corpus_in

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from app.engine.train import watch_over
+from app.engine.run.train import watch_over
 from app.engine.watchdog.activity import Quiet
 from app.engine.watchdog.alarms import Alarms
 from app.engine.watchdog.collectives import Collective

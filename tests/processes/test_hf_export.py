@@ -14,8 +14,8 @@ import torch
 from app.choices import Dtype
 from app.cli import convert
 from app.config import PrecisionConfig, Run
-from app.engine.checkpoint.folder import read_manifest
-from app.engine.export import Exported, export_checkpoint
+from app.engine.export.export import Exported, export_checkpoint
+from app.engine.files.checkpoints import read_manifest
 from app.errors import ConfigError
 from app.hf import write
 from tests.distributed import run_distributed

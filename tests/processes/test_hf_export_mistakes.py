@@ -13,7 +13,7 @@ import torch
 
 from app.cli import convert
 from app.config import Run
-from app.engine.export_texts import keep_texts
+from app.engine.export.texts import keep_texts
 from app.errors import ConfigError
 from app.hf import write
 from app.hf.families import family_of

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from app.cli import convert
 from app.config import Run
-from app.engine.kept_tokenizer import keep_tokenizer
+from app.engine.start.kept_tokenizer import keep_tokenizer
 from app.hf.tokenizer_files import TrainedTokenizer, with_tokenizer
 from tests.hf_folders import save_byte_level, save_random, transformers
 from tests.pretrained_model import MARKER

@@ -16,7 +16,7 @@ import pytest
 import app
 from app.choices import Dtype
 from app.config import ModelConfig, PrecisionConfig
-from app.engine.pipeline.step import TrainingStep
+from app.engine.step.step import TrainingStep
 from app.kernels.tiling import cdiv
 from tests.distributed import run_distributed
 from tests.runs import TINY, TINY_MOE, batches_of, engine_of, make_run

@@ -20,17 +20,17 @@ from hydra.core.global_hydra import GlobalHydra
 
 from app.cli import convert
 from app.cli.options.compose import register_schema
-from app.cli.processes.launch import runnable
 from app.cli.processes.launcher import Launch
+from app.cli.start.launch import runnable
 from app.config import ParallelConfig, Run
-from app.engine.groups import create_groups
-from app.engine.run.start import open_pretrained
+from app.engine.ranks.groups import create_groups
+from app.engine.start.start import open_pretrained
 from app.errors import ConfigError, OwnError
 from app.hf.hub import commit_of, config_folder, model_folder, texts_folder
 from app.hf.their_model import TheirModel
 from app.plan.model.stage import model_weights
-from app.plan.plan import Plan
 from app.plan.sharding.reshard import Block
+from app.planner.plan import Plan
 from tests.config import load
 from tests.distributed import run_distributed
 from tests.hf_folders import KEY, edit_config, loaded, save_random, split_into_two

@@ -16,14 +16,14 @@ from app.choices import Dtype
 from app.cli import convert
 from app.config import PrecisionConfig, Run
 from app.engine.build import build_engine
-from app.engine.checkpoint.folder import CHECKPOINTS
 from app.engine.checkpoint.load import load_checkpoint
-from app.engine.export_texts import keep_texts
-from app.engine.groups import create_groups
-from app.engine.run.start import find_start
+from app.engine.export.texts import keep_texts
+from app.engine.files.checkpoints import CHECKPOINTS
+from app.engine.ranks.groups import create_groups
+from app.engine.start.start import find_start
 from app.errors import ConfigError
 from app.hf import pretrained
-from app.plan.plan import Plan
+from app.planner.plan import Plan
 from tests.checkpoints import verify_checkpoint
 from tests.config import load
 from tests.distributed import run_distributed

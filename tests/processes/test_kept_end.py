@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from app.engine.kept_tokenizer import changed_end, keep_tokenizer, kept_end, recorded_end
-from app.engine.run.start import check_tokenizer
+from app.engine.start.kept_tokenizer import changed_end, keep_tokenizer, kept_end, recorded_end
+from app.engine.start.start import check_tokenizer
 from app.errors import ConfigError
 from tests.data.special_tokens import GEMMA, QWEN, TWO, saved
 from tests.processes.own_tokenizer import with_tokenizer

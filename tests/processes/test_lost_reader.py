@@ -12,11 +12,11 @@ import pytest
 
 from app.cli import report
 from app.cli.processes.reader import ends_with_its_reader
+from app.engine.files.attempt import Attempt
+from app.engine.files.run_folder import newest_checkpoint
 from app.engine.report.lasting import lasting_output
-from app.engine.run.attempt import Attempt
-from app.engine.run.run_folder import newest_checkpoint
-from app.engine.train import train
-from app.plan.plan import Plan
+from app.engine.run.train import train
+from app.planner.plan import Plan
 from tests.integration.report import write_run
 from tests.training import composed, corpus_in, losses
 

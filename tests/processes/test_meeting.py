@@ -20,11 +20,11 @@ import pytest
 import torch.distributed as dist
 
 from app.cli.processes.scratch import PREFIX, scratch_folder
-from app.engine.run import attempt as attempts
-from app.engine.run import meeting
-from app.engine.run.attempt import Attempt
-from app.engine.run.meeting import join_store, keep_store, meet
-from app.engine.run.run_folder import holds_run
+from app.engine.files import attempt as attempts
+from app.engine.files.attempt import Attempt
+from app.engine.files.run_folder import holds_run
+from app.engine.ranks import meeting
+from app.engine.ranks.meeting import join_store, keep_store, meet
 from app.errors import OwnError
 from tests.ports import free_port
 from tests.training import ROOT, composed, corpus_in, wait_for
@@ -91,7 +91,7 @@ def program(request: pytest.FixtureRequest) -> Iterator[int]:
 
 JOIN = """
 import sys
-from app.engine.run import meeting
+from app.engine.ranks import meeting
 meeting.ANSWER_S = 1.0
 try:
     meeting.join_store("127.0.0.1", int(sys.argv[1]))

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from app.choices import Dtype
 from app.collectives import all_reduce
 from app.config import OptimConfig, ParallelConfig, PrecisionConfig
-from app.engine.dtypes import DTYPES
-from app.engine.groups import Groups, create_groups
+from app.engine.ranks.dtypes import DTYPES
+from app.engine.ranks.groups import Groups, create_groups
 from app.kernels.adamw import update_rates
-from app.model.linear import named_parameters
+from app.model.layers.linear import named_parameters
 from app.optim.buffers import ParamSpec
 from app.optim.distributed import DistributedOptimizer, OptimizerGroups
 from app.plan.layout import ParallelLayout

@@ -13,8 +13,8 @@ from tokenizers.models import WordLevel
 
 from app.cli import convert
 from app.config import Run
-from app.engine.checkpoint.folder import CHECKPOINTS
-from app.engine.run.start import check_tokenizer, find_start
+from app.engine.files.checkpoints import CHECKPOINTS
+from app.engine.start.start import check_tokenizer, find_start
 from app.errors import ConfigError
 from tests.hf_folders import save_byte_level, save_random
 from tests.processes.init_from import run_from

@@ -8,9 +8,9 @@ import pytest
 
 from app.choices import Recompute, StaticCapacity, StaticOverflow
 from app.config import CudaGraphConfig, RecomputeConfig, Run
-from app.engine.pipeline.shortage import RowShortage
+from app.engine.step.shortage import RowShortage
 from app.moe.dispatch.paged_buffer import PagedBuffer
-from app.plan.dispatchers.paged_buffer import with_paged_buffer
+from app.plan.parts.paged_buffer import with_paged_buffer
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.processes.captured import CHOICES, EAGER, same, several

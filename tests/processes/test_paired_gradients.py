@@ -33,11 +33,11 @@ from app.config import (
     TrainConfig,
 )
 from app.config.model import EchoConfig, StaticConfig
-from app.engine.pipeline.step import TrainingStep
+from app.engine.step.step import TrainingStep
 from app.errors import ConfigError
-from app.model.weight_grads import GroupedLinearGrad, PairedGrad
+from app.model.layers.weight_grads import GroupedLinearGrad, PairedGrad
 from app.optim.grad_buckets import GradBuckets
-from app.plan.plan import Plan
+from app.planner.plan import Plan
 from app.rules import check
 from tests.cases import chosen
 from tests.distributed import run_distributed

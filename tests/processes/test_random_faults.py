@@ -23,10 +23,10 @@ import torch
 
 from app.config import Run
 from app.engine.checkpoint import save as checkpoint_save
-from app.engine.checkpoint.folder import CHECKPOINTS, complete_checkpoints, newest_checkpoint
 from app.engine.checkpoint.load import Progress, load_checkpoint
-from app.engine.groups import process_world
-from app.engine.run.start import find_start
+from app.engine.files.checkpoints import CHECKPOINTS, complete_checkpoints, newest_checkpoint
+from app.engine.ranks.groups import process_world
+from app.engine.start.start import find_start
 from app.errors import ConfigError
 from tests.checkpoints import verify_checkpoint
 from tests.distributed import run_distributed

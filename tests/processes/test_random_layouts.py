@@ -11,8 +11,8 @@ from functools import partial
 import pytest
 
 from app.engine.build import Engine
-from app.engine.generate import sample_tokens
-from app.engine.pipeline.step import Validation
+from app.engine.decoding.generate import sample_tokens
+from app.engine.step.step import Validation
 from tests.distributed import run_distributed
 from tests.parity import NUMBERS, OneProcess, Trained, alone, here, results
 from tests.random_runs import random_run

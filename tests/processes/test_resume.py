@@ -17,15 +17,15 @@ import pytest
 from app.cli.options.compose import load_overrides
 from app.cli.options.keys import all_keys
 from app.config import Llama3RopeConfig, MLAConfig, Run, YarnConfig
-from app.engine.checkpoint import resume
-from app.engine.checkpoint.folder import (
+from app.engine.files.checkpoints import (
     CHECKPOINTS,
     MANIFEST,
     parse_manifest,
 )
-from app.engine.checkpoint.in_effect import unread
-from app.engine.run.run_folder import CONFIG, note_end, plain
-from app.engine.run.start import Start, find_start
+from app.engine.files.run_folder import CONFIG, note_end, plain
+from app.engine.start import resume
+from app.engine.start.in_effect import unread
+from app.engine.start.start import Start, find_start
 from app.errors import ConfigError
 from tests.distributed import run_distributed
 from tests.processes.resume import FILE, RUN, TINY, Json, saved
@@ -58,7 +58,7 @@ def leaves() -> list[str]:
 
 def test_every_key_is_fixed_or_free():
     """A new key is a decision: tests/golden/resume.txt changes with
-    app/engine/checkpoint/resume.py.
+    app/engine/start/resume.py.
     """
     assert {key: "fixed" if resume.is_fixed(key) else "free" for key in leaves()} == DECISIONS
     decided = set(leaves())

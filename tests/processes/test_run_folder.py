@@ -22,7 +22,9 @@ import pytest
 from app.cli.run_report.facts import run_facts
 from app.config import CheckpointConfig
 from app.engine.checkpoint import save as checkpoint_save
-from app.engine.checkpoint.folder import (
+from app.engine.checkpoint.load import Progress
+from app.engine.checkpoint.saver import Saver
+from app.engine.files.checkpoints import (
     CHECKPOINTS,
     LATEST,
     MANIFEST,
@@ -30,11 +32,7 @@ from app.engine.checkpoint.folder import (
     named_by_latest,
     newest_checkpoint,
 )
-from app.engine.checkpoint.load import Progress
-from app.engine.checkpoint.saver import Saver
-from app.engine.report.metrics import ValidationReport
-from app.engine.report.sinks import Console, JsonLines
-from app.engine.run.run_folder import (
+from app.engine.files.run_folder import (
     CONFIG,
     METRICS,
     PLAN,
@@ -45,9 +43,11 @@ from app.engine.run.run_folder import (
     describe_run,
     read_metrics,
 )
-from app.engine.run.start import Start, claim_start, find_start, preflight
+from app.engine.report.metrics import ValidationReport
+from app.engine.report.sinks import Console, JsonLines
+from app.engine.start.start import Start, claim_start, find_start, preflight
 from app.errors import ConfigError
-from app.plan.plan import Plan
+from app.planner.plan import Plan
 from app.version import Version
 from tests.cases import chosen
 from tests.checkpoints import verify_checkpoint

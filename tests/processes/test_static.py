@@ -21,7 +21,7 @@ from app.config import (
 from app.config.model import StaticConfig
 from app.engine.dispatchers import build_peer_transport
 from app.errors import ConfigError
-from app.plan.dispatchers.choose import run_dispatcher, with_rows
+from app.plan.parts.dispatcher import run_dispatcher, with_rows
 from app.rules import check
 from tests.cases import chosen
 from tests.distributed import run_distributed

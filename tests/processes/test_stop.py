@@ -21,14 +21,14 @@ import pytest
 import torch.distributed as dist
 
 from app.config import Run
-from app.engine.checkpoint.folder import complete_checkpoints, newest_checkpoint
-from app.engine.run import attempt as attempts
-from app.engine.run import signals
-from app.engine.run.attempt import Attempt
-from app.engine.run.run_folder import FolderLock, create_run_folder, read_metrics
-from app.engine.run.signals import STOPPED, StopRequest
-from app.engine.run.start import find_start
-from app.engine.trainer import Trainer
+from app.engine.files import attempt as attempts
+from app.engine.files import signals
+from app.engine.files.attempt import Attempt
+from app.engine.files.checkpoints import complete_checkpoints, newest_checkpoint
+from app.engine.files.run_folder import FolderLock, create_run_folder, read_metrics
+from app.engine.files.signals import STOPPED, StopRequest
+from app.engine.run.trainer import Trainer
+from app.engine.start.start import find_start
 from app.engine.watchdog.watchdog import EXIT_STUCK
 from app.errors import ConfigError
 from tests.distributed import run_distributed

@@ -19,13 +19,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import app.model.linear
-from app.model.layer_groups import LayerGroups
-from app.model.layers import Mlp
-from app.model.linear import ColumnParallelLinear, VocabParallelEmbedding
-from app.model.linear_backend import TorchLinear
-from app.model.loss import summed_loss
-from app.model.weight_grads import MainGradSink, WeightGrad, WeightGradQueue
+import app.model.layers.linear
+from app.model.layers.layer_groups import LayerGroups
+from app.model.layers.layers import Mlp
+from app.model.layers.linear import ColumnParallelLinear, VocabParallelEmbedding
+from app.model.layers.linear_backend import TorchLinear
+from app.model.layers.loss import summed_loss
+from app.model.layers.weight_grads import MainGradSink, WeightGrad, WeightGradQueue
 from app.plan.model.mlp import MlpWeights
 from app.plan.model.weight import Weight
 from tests.distributed import run_distributed
@@ -193,8 +193,8 @@ def order_of_backward(rank: int, route: str) -> list[str]:
     out = module(torch.ones(1, 2, 4, requires_grad=True), sink)
     with Patches.context() as patch:
         for name, arrival in (("start_gather", "gathered"), ("start_scatter", "scattered")):
-            start = noted(getattr(app.model.linear, name), name, arrival)
-            patch.setattr(app.model.linear, name, start)
+            start = noted(getattr(app.model.layers.linear, name), name, arrival)
+            patch.setattr(app.model.layers.linear, name, start)
         out.sum().backward()
     seen.append("later")
     queue.run(add)

@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from app.cli.processes import launch
+from app.cli.run_report.sweep_record import Sweep, left_to_sweep
+from app.cli.start import launch
 from app.cli.sweeps import jobs
 from app.cli.sweeps.combinations import check_host
-from app.cli.sweeps.record import Sweep, left_to_sweep
 from app.config import Run
+from app.engine.files.run_folder import read_metrics
 from app.engine.report.metrics import RollbackReport, StepReport, ValidationReport
 from app.engine.report.trackers import NAMES, PANELS, TENSORBOARD, TensorBoard, in_panels, tags
-from app.engine.run.run_folder import read_metrics
 from app.errors import ConfigError
-from app.plan.plan import Plan
+from app.planner.plan import Plan
 from tests.distributed import run_distributed
 from tests.training import ROOT, composed, corpus_in, train_rank
 

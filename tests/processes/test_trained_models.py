@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from app.config import Run
-from app.engine.checkpoint.folder import complete_checkpoints
 from app.engine.checkpoint.load import Progress
 from app.engine.decoding.trained import Saved, TrainedModel, without_gradients
-from app.engine.groups import create_groups
+from app.engine.files.checkpoints import complete_checkpoints
+from app.engine.ranks.groups import create_groups
 from app.errors import ConfigError
-from app.plan.plan import Plan
+from app.planner.plan import Plan
 from tests.cases import chosen
 from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed

@@ -38,13 +38,13 @@ from app.config import (
 )
 from app.config.model import StaticConfig
 from app.engine.build import Engine
-from app.engine.pipeline import shortage
-from app.engine.pipeline import step as stepping
-from app.engine.pipeline.data_feed import StepInput
-from app.engine.pipeline.shortage import RowShortage
-from app.engine.pipeline.step import TrainingStep
-from app.engine.run.run_folder import read_metrics
-from app.engine.run.signals import StopRequest
+from app.engine.files.run_folder import read_metrics
+from app.engine.files.signals import StopRequest
+from app.engine.step import shortage
+from app.engine.step import step as stepping
+from app.engine.step.data_feed import StepInput
+from app.engine.step.shortage import RowShortage
+from app.engine.step.step import TrainingStep
 from app.errors import ConfigError
 from app.optim.distributed import DistributedOptimizer
 from app.rules import check

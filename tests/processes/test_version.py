@@ -15,9 +15,9 @@ from omegaconf import OmegaConf
 
 from app import __version__, version
 from app.config import Run
-from app.engine import trainer
-from app.engine.checkpoint.folder import newest_checkpoint, parse_manifest
-from app.engine.run.run_folder import plain
+from app.engine.files.checkpoints import newest_checkpoint, parse_manifest
+from app.engine.files.run_folder import plain
+from app.engine.run import trainer
 from app.version import VERSION, Version
 from tests.distributed import run_distributed
 from tests.training import composed, corpus_in, train_rank

@@ -19,26 +19,26 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import app.engine.pipeline.step
-import app.model.context_parallel
-import app.model.tensor_parallel
-import app.moe.dispatch.collectives
+import app.engine.step.step
+import app.model.layers.context_parallel
+import app.model.layers.tensor_parallel
+import app.moe.row_collectives
 import app.optim.param_gather
 from app.config import Run
 from app.engine.build import Engine, build_engine
 from app.engine.checkpoint import save as checkpoint_save
 from app.engine.checkpoint.load import Progress
 from app.engine.checkpoint.saver import Saver
-from app.engine.groups import create_groups
-from app.engine.pipeline.transport import Transport
-from app.engine.run.agreement import rank_zero_says
-from app.engine.train import watch_over
+from app.engine.ranks.agreement import rank_zero_says
+from app.engine.ranks.groups import create_groups
+from app.engine.run.train import watch_over
+from app.engine.step.transport import Transport
 from app.engine.watchdog.activity import ThreadActivity
 from app.engine.watchdog.collectives import Collective, Recorded
 from app.engine.watchdog.heartbeats import Doing, Finding, Heartbeats, Record
 from app.engine.watchdog.watchdog import EXIT_STUCK, Watchdog
 from app.plan.actions import P2POp
-from app.plan.plan import Plan
+from app.planner.plan import Plan
 from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed
 from tests.forks import POLL_S, Patches, Process
@@ -193,14 +193,14 @@ def training(module: Any, name: str, group: str, says: str, **more: Any) -> Case
 
 CASES = {
     "tp": training(
-        app.model.tensor_parallel, "all_gather", "tp", says="all_gather", parallel={"tp": 2}
+        app.model.layers.tensor_parallel, "all_gather", "tp", says="all_gather", parallel={"tp": 2}
     ),
     "cp": training(
-        app.model.context_parallel, "all_gather", "cp", says="all_gather", parallel={"cp": 2}
+        app.model.layers.context_parallel, "all_gather", "cp", says="all_gather", parallel={"cp": 2}
     ),
     "dp": training(app.optim.param_gather, "all_gather", "dp_cp", says="all_gather"),
     "ep": training(
-        app.moe.dispatch.collectives,
+        app.moe.row_collectives,
         "_exchange",
         "etp_ep",
         says="all_to_all",
@@ -212,9 +212,7 @@ CASES = {
         r"all_gather \d+ of (edp|dp_cp) \(.+\)",  # both overlap with other work
         model="moe",
     ),
-    "world": training(
-        app.engine.pipeline.step, "all_reduce", "world", says="all_reduce", hang=sleep
-    ),
+    "world": training(app.engine.step.step, "all_reduce", "world", says="all_reduce", hang=sleep),
     "pp": Case(in_an_exchange, r"V\[.*\]", parallel={"pp": 2}),
     "host": Case(saving(beside=False), r"all_gather \d+ of host \(saving step-00000002\)"),
     "checkpoint": Case(
@@ -396,7 +394,7 @@ def exchange_under_capture(rank: int) -> tuple[list[tuple[str, int]], float]:
     mine = P2POp("F", 0, 0, peer=1 - rank, send=rank == 0)
     tensor = torch.tensor(float(5 - rank))
     with Patches.context() as patch:
-        patch.setattr("app.engine.pipeline.transport._capturing", lambda: True)
+        patch.setattr("app.engine.step.transport._capturing", lambda: True)
         transport.post({mine: tensor})
     unfinished = transport.unfinished()
     transport.wait([mine])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from app.engine.checkpoint.folder import complete_checkpoints, newest_checkpoint
+from app.engine.files.checkpoints import complete_checkpoints, newest_checkpoint
 from tests.slurm.conftest import JOB_S, Cluster
 from tests.training import LONG, losses, wait_for
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from app.engine.checkpoint.folder import LATEST
+from app.engine.files.checkpoints import LATEST
 from tests.slurm.conftest import Cluster
 from tests.training import LONG, wait_for
 

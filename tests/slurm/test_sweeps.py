@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from app.engine.checkpoint.folder import newest_checkpoint
-from app.engine.run.run_folder import read_metrics
+from app.engine.files.checkpoints import newest_checkpoint
+from app.engine.files.run_folder import read_metrics
 from tests.slurm.conftest import Cluster
 from tests.training import LONG, ROOT, losses, wait_for
 

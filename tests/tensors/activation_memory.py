@@ -45,22 +45,22 @@ from app.kernels.fp8 import swiglu as swiglu_fp8
 from app.kernels.routing import parts
 from app.model import layers, loss
 from app.model.attention import modules as attention
-from app.model.attention.kernels import BY_TORCH, Attend
 from app.model.attention.transformer_engine import TransformerEngineAttention
 from app.model.block import DenseBody, Layer, Phase
 from app.model.chunk import Chunk
 from app.model.fp8 import row_scaled
-from app.model.layer_groups import ALONE
-from app.model.weight_grads import MainGradSink
+from app.model.layers.attend import BY_TORCH, Attend
+from app.model.layers.layer_groups import ALONE
+from app.model.layers.weight_grads import MainGradSink
 from app.moe import permute, router, router_matmul
 from app.moe.dispatch import expert_rows, paged_buffer
 from app.moe.dispatch.local import LocalDispatcher
 from app.moe.phases import MoEBody
 from app.plan.layout import ParallelLayout
 from app.plan.memory.activations import MicrobatchMemory, chunk_activations
+from app.plan.parts.attention import attends_by_matrices
 from app.plan.recompute import recompute_policy
 from app.plan.stages import Stage
-from app.plan.trace.attention import attends_by_matrices
 from tests.forks import Patches
 
 SEQUENCES, LENGTH = 2, 128

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from app.choices import Fp8Recipe
-from app.model.fp8.quantised import Quantised
+from app.model.layers.quantised import Quantised
 
 
 class Allocating:

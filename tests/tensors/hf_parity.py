@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from app.choices import Score
 from app.config import Llama3RopeConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
 from app.model.chunk import Chunk
-from app.model.linear import named_parameters
+from app.model.layers.linear import named_parameters
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,7 +12,7 @@ from app.config.attention import Rope
 from app.kernels.attention.heads import HeadNorms, split_and_rotate
 from app.kernels.rms_norm import rms_norm, rms_norm_beside
 from app.kernels.swiglu import swiglu
-from app.model.layers import layer_context, rotate
+from app.model.layers.layers import layer_context, rotate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -15,7 +15,7 @@ from app.choices import CpComm, Dtype
 from app.config import ModelConfig, ParallelConfig, PrecisionConfig
 from app.engine.build import build_chunks
 from app.engine.dispatchers import build_dispatcher
-from app.engine.groups import Groups
+from app.engine.ranks.groups import Groups
 from app.model.chunk import Chunk, ChunkOutput
 from app.model.init import init_weights
 from app.moe.experts import Experts

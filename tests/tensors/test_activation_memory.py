@@ -19,8 +19,8 @@ from app.config import (
     ModelConfig,
     ScheduleConfig,
 )
-from app.model.weight_grads import WeightGradQueue
-from app.plan.trace.attention import attends_by_matrices
+from app.model.layers.weight_grads import WeightGradQueue
+from app.plan.parts.attention import attends_by_matrices
 from tests.tensors import activation_memory
 from tests.tensors.activation_memory import (
     DENSE,

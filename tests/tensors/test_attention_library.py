@@ -18,10 +18,10 @@ from app.choices import AttentionBackendKind, CpComm, Dtype
 from app.config import ParallelConfig, PrecisionConfig, Run, TrainConfig
 from app.engine.build import _attention as attention_of
 from app.errors import ConfigError
-from app.model import transformer_engine as library
 from app.model.attention.chosen import attention_line, library_attention
-from app.model.attention.kernels import TorchAttention
 from app.model.attention.transformer_engine import TransformerEngineAttention
+from app.model.layers import transformer_engine as library
+from app.model.layers.attend import TorchAttention
 from tests.runs import make_run
 from tests.tensors.activation_memory import MODELS, measured, planned, run_of, with_kernels
 

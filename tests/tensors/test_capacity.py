@@ -20,14 +20,14 @@ from app.choices import DropPolicy
 from app.config import ModelConfig, MoEConfig
 from app.config.attention import Rope
 from app.errors import ConfigError
-from app.model.layer_groups import LayerGroups
-from app.model.layers import layer_context
+from app.model.layers.layer_groups import LayerGroups
+from app.model.layers.layers import layer_context
 from app.moe.capacity import within_capacity
 from app.moe.dispatch.local import LocalDispatcher
 from app.moe.permute import combine, permute, sort_by_expert
 from app.moe.phases import MoEBody
 from app.moe.router import choose
-from app.plan.dispatchers.record import capacity
+from app.plan.parts.dispatch_record import capacity
 from tests.moe_reference import moe_layer
 from tests.rounding import expect_alike, expect_sums, in_fp64
 from tests.tensors.models import grouped_swiglu

@@ -206,8 +206,8 @@ def test_only_rows_that_count_are_activated(monkeypatch: pytest.MonkeyPatch):
         gate, up = both.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    monkeypatch.setattr("app.model.layers.usable", lambda *_: True)
-    monkeypatch.setattr("app.model.layers.swiglu_kernel", activate)
+    monkeypatch.setattr("app.model.layers.layers.usable", lambda *_: True)
+    monkeypatch.setattr("app.model.layers.layers.swiglu_kernel", activate)
     x, _, w1, w2 = draw().values()
     ends = torch.tensor([3, 3, 7, 9, 9, 12], dtype=torch.int32)
     out = grouped_swiglu(x, w1, w2, ends_E=ends)

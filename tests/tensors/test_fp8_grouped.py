@@ -25,8 +25,8 @@ from app.errors import ConfigError
 from app.model.fp8.experts import Fp8GroupedLinear
 from app.model.fp8.reference import E4M3, E5M2, rounded, scale_for
 from app.model.fp8.row_scaled import RowScaled, by_reference, on_tensor_cores
-from app.model.linear import GroupedLinear
-from app.model.weight_grads import MainGradSink, WeightGrad, WeightGradQueue
+from app.model.layers.linear import GroupedLinear
+from app.model.layers.weight_grads import MainGradSink, WeightGrad, WeightGradQueue
 from app.plan.model.weight import Weight
 from tests.fp8_cases import expect_within
 from tests.runs import TINY, make_run

@@ -20,13 +20,13 @@ from app.config import Fp8Config, ModelConfig, MoEConfig, ParallelConfig, Precis
 from app.engine.fp8 import build_fp8, fp8_line
 from app.engine.run.host import check_host
 from app.errors import ConfigError
-from app.model import transformer_engine as library
 from app.model.chunk import Chunk
 from app.model.fp8 import transformer_engine
 from app.model.fp8.linear import Fp8Layers, Fp8Linear
 from app.model.fp8.reference import BlockScaled, Reference, TensorScaled
-from app.model.linear import ColumnParallelLinear, LinearModule, RowParallelLinear
-from app.model.weight_grads import MainGradSink, WeightGrad, WeightGradQueue
+from app.model.layers import transformer_engine as library
+from app.model.layers.linear import ColumnParallelLinear, LinearModule, RowParallelLinear
+from app.model.layers.weight_grads import MainGradSink, WeightGrad, WeightGradQueue
 from app.plan.model.fp8 import fp8_weights
 from app.plan.model.weight import Weight
 from app.plan.stages import Stage

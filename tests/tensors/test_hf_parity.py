@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from app.model.chunk import Chunk
-from app.model.linear import named_parameters
+from app.model.layers.linear import named_parameters
 from tests.cases import chosen
 from tests.rounding import expect_alike, numbered, plain_and_exact
 from tests.tensors.hf_parity import CASES, converted, copy_weights, spread_weights

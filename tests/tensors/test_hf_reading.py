@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.engine.checkpoint.resume import FIXED
+from app.engine.start.resume import FIXED
 from app.errors import ConfigError
 from app.hf.families import (
     ARCHITECTURE,

@@ -15,27 +15,27 @@ from app.choices import DispatcherKind, Recompute
 from app.config import MoEConfig
 from app.config.model import StaticConfig
 from app.kernels import peer_rows
-from app.kernels.fp8.quantise import (
+from app.kernels.quantise import (
     Fp8Rows,
     empty_fp8_rows,
     quantise_rows,
     quantise_rows_into,
 )
 from app.kernels.rows import combine_gradients
-from app.model import layers
 from app.model.fp8 import row_scaled
 from app.model.fp8.experts import Fp8GroupedLinear
-from app.model.fp8.quantised import Quantised
-from app.model.fp8.ready import ReadyRows
 from app.model.fp8.row_scaled import RowScaled, by_reference
-from app.model.recompute import Recomputation
+from app.model.layers import layers
+from app.model.layers.quantised import Quantised
+from app.model.layers.ready import ReadyRows
+from app.model.layers.recompute import Recomputation
 from app.moe import permute
 from app.moe.dispatch import expert_rows, static
 from app.moe.dispatch.local import LocalDispatcher
 from app.moe.dispatch.static import StaticDispatcher
 from app.moe.experts import Experts
-from app.plan.dispatchers.static import PlannedStatic
 from app.plan.model.experts import ExpertWeights
+from app.plan.parts.static import PlannedStatic
 from app.plan.recompute import RecomputeChoice
 from tests.fp8_cases import (
     DEVICE,
@@ -63,8 +63,8 @@ def test_rows_have_a_scale_each(shape: tuple[int, int], dtype: torch.dtype):
 @pytest.mark.parametrize("used", [0, 1, 37, 64, 80])
 def test_rows_of_nobody_are_neither_read_nor_written(used: int, monkeypatch: pytest.MonkeyPatch):
     """80 rows are those that the memory is for; with one program they are gone through in turn."""
-    monkeypatch.setattr("app.kernels.fp8.quantise.PROGRAMS", 1)
-    monkeypatch.setattr("app.kernels.fp8.quantise.MULTIPROCESSORS", 2)
+    monkeypatch.setattr("app.kernels.quantise.PROGRAMS", 1)
+    monkeypatch.setattr("app.kernels.quantise.MULTIPROCESSORS", 2)
     x = entries(80, 144, dtype=torch.bfloat16)
     wanted = row_scaled._rows_of(x[:used])
     x[used:] = math.nan

@@ -21,12 +21,12 @@ from app.kernels import swiglu as kernels
 from app.kernels import tiling
 from app.kernels.rms_norm import rms_norm, rms_norm_beside
 from app.kernels.swiglu import swiglu
-from app.model import layers
 from app.model.attention import modules as attention
 from app.model.attention.modules import Attention
 from app.model.block import DenseBody
-from app.model.layers import Context, Mlp, RMSNorm, layer_context
-from app.model.recompute import Recomputation
+from app.model.layers import layers
+from app.model.layers.layers import Context, Mlp, RMSNorm, layer_context
+from app.model.layers.recompute import Recomputation
 from app.plan.model.mlp import MlpWeights
 from app.plan.model.norm import NormWeights
 from app.plan.recompute import RecomputeChoice

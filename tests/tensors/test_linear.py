@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import app.model.linear
-from app.model.linear import (
+import app.model.layers.linear
+from app.model.layers.linear import (
     ColumnParallelLinear,
     GroupedLinear,
     LinearModule,
@@ -24,8 +24,8 @@ from app.model.linear import (
     VocabParallelEmbedding,
     named_parameters,
 )
-from app.model.linear_backend import TorchGroupedLinear, TorchLinear
-from app.model.weight_grads import MainGradSink, WeightGrad, WeightGradQueue
+from app.model.layers.linear_backend import TorchGroupedLinear, TorchLinear
+from app.model.layers.weight_grads import MainGradSink, WeightGrad, WeightGradQueue
 from app.plan.model.weight import Weight
 from tests.rounding import expect_alike, plain_and_exact
 from tests.runs import TINY, TINY_MOE
@@ -140,7 +140,9 @@ def test_one_back_end_computes_every_gemm(
     counts: Counter[tuple[str, str]] = Counter()
     for name, inner in (("linear", TorchLinear()), ("grouped_linear", TorchGroupedLinear())):
         counted = Counted(name, inner, counts)
-        monkeypatch.setattr(app.model.linear, f"{name}_backend", lambda counted=counted: counted)
+        monkeypatch.setattr(
+            app.model.layers.linear, f"{name}_backend", lambda counted=counted: counted
+        )
     chunk = make_chunk(dataclasses.replace(TINY, moe=TINY_MOE))
     chunk.chunk_tokens = chunk_tokens
     inside = [module for module in chunk.layers.modules() if isinstance(module, LinearModule)]

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import app.model.loss
-from app.model.linear_backend import TorchLinear
-from app.model.loss import summed_loss
-from app.model.weight_grads import WeightGradQueue
+import app.model.layers.loss
+from app.model.layers.linear_backend import TorchLinear
+from app.model.layers.loss import summed_loss
+from app.model.layers.weight_grads import WeightGradQueue
 from tests.rounding import expect_sums
 
 B, S, D, V = 2, 9, 8, 23
@@ -53,7 +53,7 @@ def exact(h: Tensor, weight: Tensor, labels: Tensor, scale: float) -> tuple[Tens
 def test_loss_and_gradients(
     dtype: torch.dtype, chunk: int | None, rows: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(app.model.loss, "ROWS", rows)
+    monkeypatch.setattr(app.model.layers.loss, "ROWS", rows)
     h, weight, labels = draw(dtype)
     loss = summed_loss(h, weight, labels, backend=BACKEND, chunk_tokens=chunk)
     (loss * 0.25).backward()

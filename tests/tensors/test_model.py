@@ -19,8 +19,8 @@ from app.config import ModelConfig, MoEConfig
 from app.config.attention import Rope
 from app.model.block import Layer, Phase, run_phases
 from app.model.init import init_weights
-from app.model.layers import document_mask, layer_context, rotate
-from app.model.linear import named_parameters
+from app.model.layers.layers import document_mask, layer_context, rotate
+from app.model.layers.linear import named_parameters
 from app.moe.dispatch.all_to_all import AllToAllDispatcher
 from app.moe.phases import MoEBody
 from app.plan.model.phases import PhaseName

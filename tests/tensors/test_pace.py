@@ -19,7 +19,7 @@ from app.engine.report.pace import (
     seconds_of_load,
 )
 from app.plan.cost.times import expected_load
-from app.plan.plan import Plan
+from app.planner.plan import Plan
 from tests.config import load
 
 DENSE = ("+experiment=small", "hardware=h200")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from app.moe.dispatch import paged_buffer
 from app.moe.dispatch.paged_buffer import PagedBuffer, PagedRows
-from app.plan.dispatchers.paged_buffer import PlannedPagedBuffer
+from app.plan.parts.paged_buffer import PlannedPagedBuffer
 from tests.cases import chosen
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

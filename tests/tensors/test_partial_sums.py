@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from app.kernels import partial_sums
 from app.kernels.partial_sums import add_summed, summed
-from app.model import layers
-from app.model.layers import RMSNorm
-from app.model.recompute import Recomputation
-from app.model.weight_grads import (
+from app.model.layers import layers
+from app.model.layers.layers import RMSNorm
+from app.model.layers.recompute import Recomputation
+from app.model.layers.weight_grads import (
     MainGradSink,
     PartialSums,
     WeightGrad,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import app.engine.dtypes
+import app.engine.ranks.dtypes
 import app.optim.adam
 from tests.rounding import (
     EPS,
@@ -103,7 +103,7 @@ def test_fp64_ends_with_its_block():
         Tensor.float,
         F.grouped_mm,
         app.optim.adam.adamw,
-        dict(app.engine.dtypes.DTYPES),
+        dict(app.engine.ranks.dtypes.DTYPES),
     )
     with pytest.raises(KeyError), in_fp64():
         assert torch.ones(1).float().dtype == torch.float32 == torch.float64
@@ -113,6 +113,6 @@ def test_fp64_ends_with_its_block():
         Tensor.float,
         F.grouped_mm,
         app.optim.adam.adamw,
-        dict(app.engine.dtypes.DTYPES),
+        dict(app.engine.ranks.dtypes.DTYPES),
     )
     assert before == after and torch.ones(1).dtype == before[0] != torch.float64

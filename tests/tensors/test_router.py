@@ -17,7 +17,7 @@ from torch import Tensor
 
 from app.choices import Balance, DropPolicy, Score
 from app.config import MoEConfig
-from app.model.layer_groups import LayerGroups
+from app.model.layers.layer_groups import LayerGroups
 from app.moe.phases import Router
 from app.moe.router import (
     aux_loss,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.data.tokenizer import ByteTokenizer, Tokenizer
-from app.engine import generate
+from app.engine.decoding import generate
 from tests.tensors.continuation import spaced
 
 

@@ -22,9 +22,9 @@ from app.choices import Fp8Recipe
 from app.cli.options.arguments import CONFIG_NAME, Typed
 from app.config.layout import OF_DELAYED
 from app.config.renamed import with_new_names
-from app.engine.checkpoint.folder import CHECKPOINTS, MANIFEST, newest_checkpoint, parse_manifest
-from app.engine.run.run_folder import CONFIG, HEADER
-from app.engine.run.signals import ctrl_c_held_back
+from app.engine.files.checkpoints import CHECKPOINTS, MANIFEST, newest_checkpoint, parse_manifest
+from app.engine.files.run_folder import CONFIG, HEADER
+from app.engine.files.signals import ctrl_c_held_back
 from app.errors import ConfigError
 from app.shell import literal
 

@@ -30,7 +30,7 @@ from app.config.renamed import (
     removed,
     with_new_names,
 )
-from app.engine.run.run_folder import HEADER
+from app.engine.files.run_folder import HEADER
 from app.errors import ConfigError, say
 from app.errors import typed as as_typed
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from app.cli.options.compose import load_run, run_schema
 from app.cli.options.old_names import with_present_names
 from app.config import ModelConfig, Run
-from app.engine.run.signals import ctrl_c_held_back
+from app.engine.files.signals import ctrl_c_held_back
 from app.errors import ConfigError, FirstOf, typed
 from app.plan.model.stage import model_weights
 

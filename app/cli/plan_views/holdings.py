@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from app.plan.plan import Plan
 from app.plan.sharding.blocks import ShardCoords
+from app.planner.plan import Plan
 
 Span = tuple[float, float]  # start, end
 

@@ -32,8 +32,8 @@ from app.cli.plan_views.sheet import (
 )
 from app.plan.formatting import count_of, drawable, ranges
 from app.plan.groups import GROUPS, Group, GroupKind
-from app.plan.plan import Plan
-from app.plan.summary import degrees
+from app.planner.plan import Plan
+from app.planner.summary import degrees
 
 # Okabe and Ito's palette, legible with every kind of colour vision: a colour per parallel axis
 AXIS_COLOURS = {

@@ -6,11 +6,11 @@ from rich.console import Console
 from rich.text import Text
 
 from app.cli.plan_views.rows import heading, new_table
-from app.plan.export import Decoding
 from app.plan.formatting import count_of, figures, gib
-from app.plan.memory.decoding import fixed_bytes
 from app.plan.memory.rank_memory import RankMemory
-from app.plan.plan import Plan
+from app.planner.decoding import fixed_bytes
+from app.planner.export import Decoding
+from app.planner.plan import Plan
 
 MOST_COLUMNS = 4  # pipeline ranks side by side
 

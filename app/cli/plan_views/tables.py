@@ -14,19 +14,10 @@ from app.choices import Fp8Part, GraphImpl
 from app.cli.plan_views.compared_layouts import print_layouts
 from app.cli.plan_views.memory_tables import print_decoding, print_memory
 from app.cli.plan_views.rows import fill, heading, new_table, print_pairs
-from app.cli.width import table_width
+from app.cli.processes.width import table_width
 from app.plan.actions import Compute
 from app.plan.cost.rates import fp8_tflops
 from app.plan.cost.traffic import GroupTraffic
-from app.plan.export import (
-    DECODING,
-    SECTIONS,
-    Estimate,
-    StageRow,
-    assumed_peak,
-    parameters_per_rank,
-    stage_rows,
-)
 from app.plan.formatting import (
     amount,
     compact,
@@ -39,10 +30,19 @@ from app.plan.formatting import (
     signed_percent,
 )
 from app.plan.groups import GROUPS
-from app.plan.plan import Plan
-from app.plan.suggestion import Suggestion
-from app.plan.summary import summary_lines
-from app.plan.trace.fp8 import EXPERTS_SPEEDUP, SPEEDUP
+from app.plan.parts.fp8 import EXPERTS_SPEEDUP, SPEEDUP
+from app.planner.export import (
+    DECODING,
+    SECTIONS,
+    Estimate,
+    StageRow,
+    assumed_peak,
+    parameters_per_rank,
+    stage_rows,
+)
+from app.planner.plan import Plan
+from app.planner.suggestion import Suggestion
+from app.planner.summary import summary_lines
 
 WIDTH = 100  # columns unless the terminal or COLUMNS says otherwise
 BESIDE = 32  # columns of the schedule's table before its actions
@@ -57,7 +57,7 @@ def print_plan(
     faster: Sequence[Suggestion] = (),
     stream: TextIO | None = None,
 ) -> None:
-    """Print the sections asked for (see `app.plan.export`), and after memory the verdict."""
+    """Print the sections asked for (see `app.planner.export`), and after memory the verdict."""
     console = _console(stream or sys.stdout)
     _print_summary(plan, console)
     for name in SECTIONS if what == "all" else (what,):

@@ -19,7 +19,7 @@ from app.cli.plan_views.pictures import Colour, ink, save_picture, whitened
 from app.plan.actions import Backward, BackwardInput, BackwardWeight, Compute, Forward
 from app.plan.formatting import count_of, figures
 from app.plan.pipeline.timeline import Event
-from app.plan.plan import Plan
+from app.planner.plan import Plan
 
 # Okabe and Ito's palette, legible with every kind of colour vision and mostly in black and white
 KINDS: tuple[tuple[type[Compute], str, str], ...] = (

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from app.cli.plan_views.pictures import save_picture
 from app.plan.cost.step_time import IDLE
 from app.plan.formatting import figures
-from app.plan.plan import Plan
+from app.planner.plan import Plan
 
 WIDTH = 11.0  # inches
 GREY = "#E4E4E4"  # idle

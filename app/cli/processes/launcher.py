@@ -13,7 +13,7 @@ from pathlib import Path
 from app.cli.processes.home import INSTALLED, PACKAGE
 from app.cli.processes.parent import end_with_parent
 from app.cli.processes.slurm_step import end_with_daemon
-from app.engine.run.address import LOOPBACK, loopback_address
+from app.engine.ranks.address import LOOPBACK, loopback_address
 from app.errors import ConfigError
 
 STARTED_AS = "GRAPHFOLD_STARTED_AS"  # variable: command by which the parent of the ranks was typed

@@ -14,8 +14,8 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from app.engine.run.address import LOOPBACK
-from app.engine.run.meeting import keep_store
+from app.engine.ranks.address import LOOPBACK
+from app.engine.ranks.meeting import keep_store
 
 BACKEND = "one-host"  # its name for torchrun's --rdzv-backend
 

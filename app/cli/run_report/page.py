@@ -19,8 +19,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from app.cli.run_report.sweep_record import JobState
 from app.cli.run_report.table import OPTIONAL, Report, Row, heads_and_cells
-from app.cli.sweeps.record import JobState
 from app.plan.formatting import drawable, figures, literal_text
 
 POINTS = 500  # most points drawn of a curve

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from app.cli.run_report.facts import RunFacts, run_facts, settings
-from app.cli.sweeps.record import JobState, Sweep
-from app.engine.run.run_folder import CONFIG, RUNS
+from app.cli.run_report.sweep_record import JobState, Sweep
+from app.engine.files.run_folder import CONFIG, RUNS
 from app.errors import ConfigError, nearest
 from app.plan.formatting import count_of, figures
 

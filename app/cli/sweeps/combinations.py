@@ -22,11 +22,11 @@ from app.cli.options.compose import load_run
 from app.cli.options.explained import COMPOSING, explained, is_mistake
 from app.cli.options.keys import all_keys
 from app.cli.options.messages import Asked
-from app.cli.processes.launch import GPU_DEVICES, check_packages, check_room
+from app.cli.start.launch import GPU_DEVICES, check_packages, check_room
 from app.config import Run
 from app.errors import ConfigError
 from app.plan.formatting import gib
-from app.plan.plan import GIB, Plan
+from app.planner.plan import GIB, Plan
 
 ASK_GPUS = """
 import torch

@@ -29,9 +29,9 @@ from app.cli.options.arguments import Typed, key_of
 from app.cli.processes.ctrl_c import interrupt_again
 from app.cli.processes.parent import bound
 from app.cli.run_report.facts import clock, run_facts, settings
-from app.cli.sweeps.record import JOB_LOG, Job, JobState, Sweep, left_to_sweep, locked
-from app.engine.run.metric_lines import BadLineError, row_of
-from app.engine.run.run_folder import METRICS
+from app.cli.run_report.sweep_record import JOB_LOG, Job, JobState, Sweep, left_to_sweep, locked
+from app.engine.files.metric_lines import BadLineError, row_of
+from app.engine.files.run_folder import METRICS
 from app.errors import CLEAR, ConfigError
 from app.plan.formatting import amount
 from app.shell import quoted

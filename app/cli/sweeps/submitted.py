@@ -16,8 +16,8 @@ from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
 from app.cli.run_report.facts import run_facts
+from app.cli.run_report.sweep_record import RECORD, JobState
 from app.cli.sweeps.jobs import REASON, last_told
-from app.cli.sweeps.record import RECORD, JobState
 from app.errors import ConfigError
 
 SUBMITIT = ".submitit"  # in the sweep's folder

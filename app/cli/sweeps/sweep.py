@@ -32,15 +32,15 @@ from omegaconf import DictConfig
 
 from app.cli.options.arguments import Typed
 from app.cli.processes.ctrl_c import interrupt_again
-from app.cli.processes.launch import TORCHRUN
 from app.cli.report import report
 from app.cli.run_report.facts import flat, run_facts, settings
+from app.cli.run_report.sweep_record import Job, JobState, Sweep, left_to_sweep, locked
+from app.cli.start.launch import TORCHRUN
 from app.cli.sweeps.combinations import Combination, combinations, folder_names, host_gpus
-from app.cli.sweeps.record import Job, JobState, Sweep, left_to_sweep, locked
 from app.cli.sweeps.submitted import how_it_ended, missing, submit, taken_back
 from app.config import Run
+from app.engine.files.run_folder import CONFIG, holds_run, plain
 from app.engine.report.lasting import lasting_output
-from app.engine.run.run_folder import CONFIG, holds_run, plain
 from app.errors import ConfigError
 from app.plan.formatting import count_of
 from app.shell import quoted

@@ -24,8 +24,8 @@ from app.kernels import cross_entropy
 from app.kernels.adamw import AdamWSettings, ShardSlices, adamw_update, update_rates
 from app.kernels.attention.heads import split_and_rotate
 from app.kernels.common import usable
-from app.model.attention.kernels import TorchAttention
-from app.model.layers import RMSNorm, swiglu
+from app.model.layers.attend import TorchAttention
+from app.model.layers.layers import RMSNorm, swiglu
 from app.moe.permute import combine, permute, sort_by_expert
 from app.moe.router_matmul import router_matmul
 from app.plan.model.norm import NormWeights

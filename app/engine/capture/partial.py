@@ -3,7 +3,7 @@
 A set is an instance of a chunk's graphs, a slot the static inputs of a microbatch, a pool a CUDA
 graph memory pool (`app.plan.graphs`).
 
-Shapes: B sequences, s tokens per sequence of this rank, D hidden; others as in `app.model.layers`.
+Shapes: B sequences, s tokens per sequence of this rank, D hidden; others as in `app.model.layers.layers`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from app.engine.capture.recorder import Recorder
 from app.engine.capture.static import Buffer
 from app.model.block import Layer, Phase, RunPhases, run_layer, run_phases, value_of
 from app.model.chunk import Chunk
-from app.model.layers import Context
+from app.model.layers.layers import Context
 from app.optim.distributed import DistributedOptimizer
 from app.plan.graphs import GraphPlan
 

@@ -34,8 +34,8 @@ from app.engine.capture.tree import Rebuild, flatten
 from app.errors import ConfigError
 from app.model.block import LAYER_OUTPUTS
 from app.model.chunk import Chunk
-from app.model.layers import Context
-from app.model.transformer_engine import INSTALL, import_library
+from app.model.layers.layers import Context
+from app.model.layers.transformer_engine import INSTALL, import_library
 from app.optim.distributed import DistributedOptimizer
 from app.optim.grad_buckets import Arrival
 from app.plan.graphs import GraphPlan, PoolOrder

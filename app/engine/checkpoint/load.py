@@ -2,7 +2,7 @@
 
 A part is a range of a flattened block of a global parameter (`app.plan.sharding.reshard`). A rank
 finds in the manifest which files share elements with its own parts, and maps only those files.
-`app.engine.checkpoint.save` writes them, `app.engine.checkpoint.folder` defines their names.
+`app.engine.checkpoint.save` writes them, `app.engine.files.checkpoints` defines their names.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from app.engine.build import Engine
-from app.engine.checkpoint.folder import check_contents
-from app.engine.groups import Groups
-from app.engine.run.agreement import all_succeed
+from app.engine.files.checkpoints import check_contents
+from app.engine.ranks.agreement import all_succeed
+from app.engine.ranks.groups import Groups
 from app.model.chunk import Chunk
 from app.moe.phases import Router
 from app.optim.adam import ParamShard

@@ -27,7 +27,10 @@ from torch import Tensor
 from app.config import CheckpointConfig, Run
 from app.engine.build import Engine
 from app.engine.checkpoint import load as checkpoint
-from app.engine.checkpoint.folder import (
+from app.engine.checkpoint.load import Progress, rank_file
+from app.engine.checkpoint.synced import sync_folder, write_synced
+from app.engine.checkpoint.tensor_file import write_tensors
+from app.engine.files.checkpoints import (
     FORMAT,
     LATEST,
     MANIFEST,
@@ -41,10 +44,7 @@ from app.engine.checkpoint.folder import (
     temporary_folder,
     unfinished,
 )
-from app.engine.checkpoint.load import Progress, rank_file
-from app.engine.checkpoint.synced import sync_folder, write_synced
-from app.engine.checkpoint.tensor_file import write_tensors
-from app.engine.run.run_folder import plain
+from app.engine.files.run_folder import plain
 from app.engine.watchdog.activity import ThreadActivity
 from app.errors import ConfigError, no_room
 

@@ -14,8 +14,8 @@ from app.choices import Dtype
 from app.config import Run
 from app.engine.capture.recorder import Recorder, Recording
 from app.model.chunk import Chunk
-from app.plan.dispatchers.choose import run_dispatcher
-from app.plan.dispatchers.static import PlannedStatic
+from app.plan.parts.dispatcher import run_dispatcher
+from app.plan.parts.static import PlannedStatic
 
 WARMUP = 1  # eager steps before the recorded one, for compilation and set-up of libraries
 POOL = 0

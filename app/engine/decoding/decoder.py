@@ -22,14 +22,14 @@ from torch import Tensor
 from app.collectives import all_reduce
 from app.engine.capture.recorder import Recorder
 from app.engine.decoding.captured import CapturedStep, why_eager
-from app.engine.dtypes import DTYPES
-from app.engine.groups import Groups
+from app.engine.ranks.dtypes import DTYPES
+from app.engine.ranks.groups import Groups
 from app.model.chunk import Chunk
 from app.model.decoding.cached_chunk import CachedChunk
 from app.model.decoding.layer_caches import CacheSizes, NextToken
-from app.model.tensor_parallel import gather_tokens
-from app.plan.memory.decoding import padded
-from app.plan.plan import Plan
+from app.model.layers.tensor_parallel import gather_tokens
+from app.planner.decoding import padded
+from app.planner.plan import Plan
 
 NO_LABEL = -1
 PADDING = 0  # padding token of prompts and steps; any id will do

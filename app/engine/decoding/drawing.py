@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.engine.groups import Groups
+from app.engine.ranks.groups import Groups
 from app.errors import ConfigError
 
 ENDED = -1  # sent in place of a token once sampling has ended

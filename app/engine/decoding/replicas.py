@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.engine.groups import Groups
+from app.engine.ranks.groups import Groups
 
 T = TypeVar("T")
 

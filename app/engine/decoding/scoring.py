@@ -15,7 +15,7 @@ import torch
 from app.data.tokenizer import Tokenizer
 from app.engine.decoding.decoder import Decoder
 from app.engine.decoding.replicas import Replicas
-from app.engine.run.agreement import rank_zero_says
+from app.engine.ranks.agreement import rank_zero_says
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,16 +15,16 @@ import torch.distributed as dist
 from app.config import Run
 from app.data.tokenizer import BYTES
 from app.engine.build import build_chunks
-from app.engine.checkpoint.folder import read_manifest
 from app.engine.checkpoint.load import IMPORTED, load_weights
-from app.engine.checkpoint.resume import checkpoint_at
 from app.engine.dispatchers import build_dispatcher
-from app.engine.groups import Groups, create_groups, process_world
-from app.engine.kept_tokenizer import find_tokenizer
+from app.engine.files.checkpoints import read_manifest
+from app.engine.files.run_folder import plain
+from app.engine.ranks.agreement import all_succeed
+from app.engine.ranks.groups import Groups, create_groups, process_world
 from app.engine.report.telling import telling
-from app.engine.run.agreement import all_succeed
-from app.engine.run.run_folder import plain
-from app.engine.run.start import choose_device
+from app.engine.start.kept_tokenizer import find_tokenizer
+from app.engine.start.resume import checkpoint_at
+from app.engine.start.start import choose_device
 from app.errors import ConfigError, say
 from app.hf.chunks import fill_chunks
 from app.hf.file_names import CONFIG_JSON, TOKENIZER
@@ -36,7 +36,7 @@ from app.moe.dispatch.static import StaticDispatcher
 from app.moe.protocol import Dispatcher
 from app.plan.cost.flops import parameter_count
 from app.plan.formatting import amount
-from app.plan.plan import Plan
+from app.planner.plan import Plan
 
 KEY = "checkpoint"  # name of the argument in messages
 

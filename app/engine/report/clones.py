@@ -12,12 +12,12 @@ from torch import Tensor
 from app.collectives import all_reduce
 from app.config import Run
 from app.config.model import EchoConfig
-from app.engine.memory import fits
+from app.engine.ranks.memory import fits
 from app.errors import ConfigError
 from app.kernels.common import moves_tiles, triton
 from app.moe.echo import plan_slots
 from app.plan.cost.clones import CloneCosts
-from app.plan.dispatchers.choose import clones_overrides, with_clones
+from app.plan.parts.dispatcher import clones_overrides, with_clones
 from app.rules import check
 
 SPARES = 2  # spare slots per rank that are tried

@@ -22,9 +22,9 @@ from torch import Tensor
 from app.collectives import all_reduce
 from app.engine.build import Engine
 from app.engine.capture.facts import GraphFacts
-from app.engine.pipeline.in_flight import StepTotals
 from app.engine.report.clones import clones_would_pay
 from app.engine.report.fp8 import Fp8Meter
+from app.engine.step.in_flight import StepTotals
 from app.plan.cost.flops import flops_per_token, peak_tflops
 
 GIB = 2**30

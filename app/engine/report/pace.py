@@ -17,7 +17,7 @@ from app.plan.cost.part_times import EXCHANGE, LAUNCHES
 from app.plan.cost.rates import measured
 from app.plan.cost.times import expected_load, stage_times
 from app.plan.formatting import figures
-from app.plan.plan import Plan
+from app.planner.plan import Plan
 
 SLOWER = 1.15  # times the planned step; slower ones are reported
 WINDOW = 10  # steps over which the median is taken

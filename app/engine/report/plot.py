@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.engine.run.run_folder import read_metrics
+from app.engine.files.run_folder import read_metrics
 from app.plan.formatting import drawable, literal_text
 
 if TYPE_CHECKING:

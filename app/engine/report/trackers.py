@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from app.choices import WandbMode
+from app.engine.files.run_folder import PLAN, plain
 from app.engine.report.metrics import RollbackReport, StepReport, ValidationReport
 from app.engine.report.sinks import Sink
-from app.engine.run.run_folder import PLAN, plain
 from app.errors import warn
 from app.plan.formatting import drawable
-from app.plan.plan import Plan
-from app.plan.summary import degree_sizes
+from app.planner.plan import Plan
+from app.planner.summary import degree_sizes
 from app.version import VERSION, Version
 
 ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # id of a Weights & Biases run

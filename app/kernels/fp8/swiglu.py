@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from app.kernels.common import jit, tl
-from app.kernels.fp8.quantise import empty_fp8_rows, in_fp8, reciprocal, scale_for
+from app.kernels.quantise import empty_fp8_rows, in_fp8, reciprocal, scale_for
 from app.kernels.tiling import MULTIPROCESSORS, block_of, cdiv
 
 InBoth = tuple[Tensor, Tensor, Tensor]  # unquantised rows, FP8 data, factors of the rows

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from app.kernels.common import jit, tl
-from app.kernels.fp8.quantise import Fp8Rows, in_fp8, reciprocal, scale_for
+from app.kernels.quantise import Fp8Rows, in_fp8, reciprocal, scale_for
 from app.kernels.tiling import cdiv
 
 LOOKED_AT = (64, 64)  # rows and columns per tile of the amax pass

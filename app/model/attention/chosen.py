@@ -11,7 +11,7 @@ from app.config import Run
 from app.config.training import TrainConfig
 from app.errors import ConfigError, Instead
 from app.model.attention.transformer_engine import TransformerEngineAttention
-from app.model.transformer_engine import INSTALL, import_library, library_version
+from app.model.layers.transformer_engine import INSTALL, import_library, library_version
 from app.rules.attention import KEY, ON_CPU
 
 ORDERED = 9  # major compute capability from which cuDNN has a deterministic backward

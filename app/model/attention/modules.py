@@ -18,8 +18,8 @@ from app.config import MLAConfig, ModelConfig
 from app.kernels.attention.heads import HeadNorms, split_and_rotate
 from app.kernels.common import usable
 from app.model.attention.over_ranks import attend_all
-from app.model.layer_groups import ALONE, LayerGroups, size
-from app.model.layers import (
+from app.model.layers.layer_groups import ALONE, LayerGroups, size
+from app.model.layers.layers import (
     Context,
     RMSNorm,
     WholeNorm,
@@ -27,8 +27,8 @@ from app.model.layers import (
     norm_all_heads,
     rotate,
 )
-from app.model.linear import ColumnParallelLinear, RowParallelLinear
-from app.model.tensor_parallel import gather_tokens
+from app.model.layers.linear import ColumnParallelLinear, RowParallelLinear
+from app.model.layers.tensor_parallel import gather_tokens
 from app.plan.model.attention import AttentionWeights, LatentAttentionWeights
 from app.plan.model.norm import NormWeights
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from app.model.transformer_engine import LIBRARY
+from app.model.layers.transformer_engine import LIBRARY
 
 FORMAT = "bshd"
 LAYOUT = "_".join([FORMAT] * 3)  # queries, keys and values are separate tensors

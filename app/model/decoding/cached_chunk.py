@@ -13,7 +13,7 @@ from torch import Tensor
 from app.model.block import Layer, Phase, RunPhases, run_phases, value_of
 from app.model.chunk import Chunk
 from app.model.decoding.layer_caches import CacheSizes, LayerCache, NextToken, layer_cache
-from app.model.layers import Context
+from app.model.layers.layers import Context
 from app.plan.model.phases import PhaseName
 
 # normalised hidden states -> output that is added to the residual

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.model.layer_groups import size
+from app.model.layers.layer_groups import size
 
 INPUT, WEIGHT, GRAD = range(3)  # a layer's matrices
 EACH = 3

@@ -1,7 +1,7 @@
 """FP8 back end of grouped linear layers.
 
 Rows are quantised for the output, and the output gradient for the input gradient, unless the kernel
-that produced them has done so (`app.model.fp8.ready`) with equal bits. The weight gradient stays a
+that produced them has done so (`app.model.layers.ready`) with equal bits. The weight gradient stays a
 grouped GEMM of the unquantised rows, which are what backward saves: it sums over rows, whose scales
 differ.
 
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from app.model.fp8.quantised import HeldWeight, Operand, Quantised
-from app.model.fp8.ready import ReadyRows
 from app.model.fp8.row_scaled import RowScaled
-from app.model.weight_grads import GroupedLinearGrad, WeightGrad
+from app.model.layers.quantised import HeldWeight, Operand, Quantised
+from app.model.layers.ready import ReadyRows
+from app.model.layers.weight_grads import GroupedLinearGrad, WeightGrad
 
 
 class Fp8GroupedLinear(HeldWeight):

@@ -26,10 +26,10 @@ from app.model.chunk import Chunk
 from app.model.fp8.delayed import GRAD, INPUT, WEIGHT, DelayedScales
 from app.model.fp8.experts import Fp8GroupedLinear
 from app.model.fp8.lost import LostEntries
-from app.model.fp8.quantised import Fp8Arithmetic, HeldWeight, Operand, Quantised
 from app.model.fp8.row_scaled import RowScaled
-from app.model.linear import ColumnParallelLinear, GroupedLinear, RowParallelLinear
-from app.model.weight_grads import WeightGrad
+from app.model.layers.linear import ColumnParallelLinear, GroupedLinear, RowParallelLinear
+from app.model.layers.quantised import Fp8Arithmetic, HeldWeight, Operand, Quantised
+from app.model.layers.weight_grads import WeightGrad
 
 
 @dataclass(frozen=True, slots=True)

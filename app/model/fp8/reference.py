@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.model.fp8.delayed import GRAD, INPUT, WEIGHT, LinearScales
-from app.model.fp8.quantised import Quantised
+from app.model.layers.quantised import Quantised
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK = 128  # values that share a scale

@@ -24,8 +24,8 @@ from torch import Tensor
 from app.choices import Fp8Recipe, LinearBackendKind
 from app.errors import ConfigError, Instead
 from app.model.fp8.delayed import EACH, GRAD, INPUT, WEIGHT, LinearScales
-from app.model.fp8.quantised import Quantised
-from app.model.transformer_engine import INSTALL, LIBRARY, import_library
+from app.model.layers.quantised import Quantised
+from app.model.layers.transformer_engine import INSTALL, LIBRARY, import_library
 from app.plan.model.fp8 import MULTIPLE
 
 

@@ -17,7 +17,7 @@ from app.collectives import all_to_all
 from app.kernels.clones.weights import add_clones
 from app.kernels.common import usable
 from app.moe.clones.record import Clones
-from app.moe.dispatch.collectives import gathered
+from app.moe.row_collectives import gathered
 
 
 class CloneTransport(Protocol):

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.model.fp8.ready import ReadyRows
-from app.moe.dispatch.collectives import combine_and_scatter, gather_and_permute, gathered
+from app.model.layers.ready import ReadyRows
 from app.moe.permute import Permutation, sort_by_expert
 from app.moe.protocol import Dispatched
+from app.moe.row_collectives import combine_and_scatter, gather_and_permute, gathered
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.collectives import all_gather
-from app.model.fp8.ready import ReadyRows
-from app.model.layer_groups import size
-from app.moe.dispatch.collectives import all_to_all_rows, start_to_host
+from app.model.layers.layer_groups import size
+from app.model.layers.ready import ReadyRows
 from app.moe.permute import Permutation, combine, permute, reorder, sort_by_expert
 from app.moe.protocol import Dispatched
+from app.moe.row_collectives import all_to_all_rows, start_to_host
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from app.kernels import peer_rows as kernels
 from app.kernels import peer_sums
 from app.kernels.common import usable
 from app.kernels.expert_rows import expert_rows
-from app.kernels.fp8.quantise import Fp8Rows
+from app.kernels.quantise import Fp8Rows
 from app.moe.permute import dot_rows, pick_rows, sort_by_expert, sum_rows, widened
 
 

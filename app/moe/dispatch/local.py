@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from app.model.fp8.ready import ReadyRows
+from app.model.layers.ready import ReadyRows
 from app.moe.permute import Permutation, combine, permute, sort_by_expert
 from app.moe.protocol import Dispatched
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from app.kernels import pages as kernels
 from app.kernels.common import usable
 from app.kernels.tiling import cdiv
-from app.model.recompute import BackwardSource
-from app.plan.dispatchers.paged_buffer import PlannedPagedBuffer
+from app.model.layers.recompute import BackwardSource
+from app.plan.parts.paged_buffer import PlannedPagedBuffer
 
 WORD = 4  # bytes per copied element
 

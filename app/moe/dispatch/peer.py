@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.kernels.fp8.quantise import Fp8Rows
 from app.kernels.peer_rows import pull_gradients, pull_rows, push_values
 from app.kernels.peer_sums import push_sums
+from app.kernels.quantise import Fp8Rows
 from app.moe.dispatch.expert_rows import sum_dots, sum_partials
 from app.moe.peer_memory import Buffer, Layout, PeerMemory
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from app.kernels.common import usable
-from app.kernels.fp8.quantise import empty_fp8_rows
-from app.model.fp8.ready import ReadyRows
+from app.kernels.quantise import empty_fp8_rows
+from app.model.layers.ready import ReadyRows
 from app.moe.clones.cloning import Cloning
 from app.moe.clones.record import Clones
 from app.moe.dispatch.expert_rows import ExpertRows, place_rows, zero_gaps
@@ -28,7 +28,7 @@ from app.moe.dispatch.paged_buffer import PagedBuffer, PagedRows
 from app.moe.dispatch.peer import PeerTransport
 from app.moe.dispatch.transport import CollectiveTransport, TokenTransport
 from app.moe.protocol import Dispatched
-from app.plan.dispatchers.static import PlannedStatic
+from app.plan.parts.static import PlannedStatic
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.collectives import all_to_all
-from app.kernels.fp8.quantise import Fp8Rows
-from app.moe.dispatch.collectives import gathered
+from app.kernels.quantise import Fp8Rows
 from app.moe.dispatch.expert_rows import (
     partial_sums,
     row_gradients,
@@ -24,6 +23,7 @@ from app.moe.dispatch.expert_rows import (
     sum_dots,
     sum_partials,
 )
+from app.moe.row_collectives import gathered
 
 
 class TokenTransport(Protocol):

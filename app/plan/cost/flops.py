@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from app.config import ModelConfig, MoEConfig, Run, TrainConfig
-from app.plan.dispatchers.choose import busiest_load
 from app.plan.layout import ParallelLayout
 from app.plan.model.stage import model_weights
 from app.plan.model.vocabulary import table
 from app.plan.model.weight import Weight
+from app.plan.parts.dispatcher import busiest_load
+from app.plan.parts.parts import sizes_of
+from app.plan.parts.stage import fold_stages
+from app.plan.parts.trace import ForwardTrace
 from app.plan.stages import Stage
-from app.plan.trace.parts import sizes_of
-from app.plan.trace.stage import fold_stages
-from app.plan.trace.trace import ForwardTrace
 
 # Dense bf16 tensor-core peaks without sparsity, TFLOP/s per GPU, from the vendors' data sheets:
 # words that the device name must contain, and the peak. The first match counts, so variants come

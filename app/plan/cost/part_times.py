@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from app.plan.trace.trace import Work
+from app.plan.parts.trace import Work
 
 Seconds = defaultdict[str, float]  # by kind of work
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from app.config import HardwareProfile
 from app.plan.cost.part_times import ARITHMETIC, PartTimes
 from app.plan.cost.rates import TERA
-from app.plan.pipeline.dependencies import Pipeline
+from app.plan.dependencies import Pipeline
 
 HALVINGS = 20  # steps of the bisection for a clock
 SLOWEST = 0.1  # lowest share of its clock that a GPU is assumed to reach

@@ -10,15 +10,15 @@ from math import log2
 
 from app.choices import Fp8Recipe
 from app.config import HardwareProfile, Run
-from app.plan.cost.nodes import NodeSpan, node_span
 from app.plan.cost.traffic import share_across
-from app.plan.dispatchers.choose import run_dispatcher
-from app.plan.dispatchers.static import PlannedStatic
 from app.plan.groups import ETP_EP, Group, Way
 from app.plan.layout import ParallelLayout
-from app.plan.trace.fp8 import MOVED, MOVED_ROWS
-from app.plan.trace.parts import BYTES
-from app.plan.trace.trace import Operation, Work
+from app.plan.nodes import NodeSpan, node_span
+from app.plan.parts.dispatcher import run_dispatcher
+from app.plan.parts.fp8 import MOVED, MOVED_ROWS
+from app.plan.parts.parts import BYTES
+from app.plan.parts.static import PlannedStatic
+from app.plan.parts.trace import Operation, Work
 
 TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
 MIXED_BYTES = 2  # bytes of an element in profiles

@@ -23,16 +23,16 @@ from app.plan.cost.part_times import (
 )
 from app.plan.cost.power import at_clocks
 from app.plan.cost.rates import MICRO, Kernels, Links
-from app.plan.dispatchers.choose import busiest_load, run_dispatcher
+from app.plan.dependencies import Pipeline
 from app.plan.layout import ParallelLayout
 from app.plan.memory.activations import captured_phases
 from app.plan.memory.overheads import BACKWARD_KERNELS
 from app.plan.model.phases import PhaseName
-from app.plan.pipeline.dependencies import Pipeline
+from app.plan.parts.dispatcher import busiest_load, run_dispatcher
+from app.plan.parts.parts import sizes_of
+from app.plan.parts.stage import fold_stages
+from app.plan.parts.trace import ForwardTrace, Operation, Work
 from app.plan.stages import Stage
-from app.plan.trace.parts import sizes_of
-from app.plan.trace.stage import fold_stages
-from app.plan.trace.trace import ForwardTrace, Operation, Work
 
 # Standard deviation of experts' loads over their mean, of routers at the start of training: with
 # 128 experts on two ranks the busier one had 1.07 times the mean (docs/moe.md).

@@ -14,12 +14,12 @@ from itertools import combinations, permutations, takewhile
 from math import ceil, prod
 
 from app.config import HardwareConfig, Run
-from app.plan.cost.nodes import NodeSpan, node_span
 from app.plan.cost.volumes import Volume, step_volumes
 from app.plan.groups import ETP_EP, TP, Way
 from app.plan.layout import AXES, DENSE_AXIS, EXPERT_AXIS, ParallelLayout
-from app.plan.select import select_stages
+from app.plan.nodes import NodeSpan, node_span
 from app.plan.stages import StagePlan
+from app.planner.select import select_stages
 
 Order = tuple[str, ...]  # axes from the fastest-varying one
 

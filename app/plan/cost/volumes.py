@@ -13,18 +13,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from app.config import Run
-from app.plan.dispatchers.choose import run_dispatcher
+from app.plan.dependencies import Pipeline
 from app.plan.groups import CP, DP_CP, EDP, EMBEDDING, ETP_EP, PP, TP, Group, Way
 from app.plan.layout import ParallelLayout
 from app.plan.model.stage import stage_weights
 from app.plan.model.vocabulary import table
-from app.plan.pipeline.dependencies import Pipeline
+from app.plan.parts.dispatcher import run_dispatcher
+from app.plan.parts.parts import BYTES, sizes_of
+from app.plan.parts.stage import fold_stages
+from app.plan.parts.trace import ForwardTrace
 from app.plan.sharding.parameters import ChunkBuffers, chunk_buffers, chunk_parameters
 from app.plan.shards import BufferLayout
 from app.plan.stages import Stage, StagePlan
-from app.plan.trace.parts import BYTES, sizes_of
-from app.plan.trace.stage import fold_stages
-from app.plan.trace.trace import ForwardTrace
 
 Kind = tuple[Group, Way]
 

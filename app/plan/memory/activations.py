@@ -15,17 +15,17 @@ from app.config import CudaGraphConfig, Run
 from app.plan.layout import ParallelLayout
 from app.plan.model.phases import PhaseName
 from app.plan.model.vocabulary import table
-from app.plan.recompute import RecomputeChoice
-from app.plan.stages import Stage
-from app.plan.trace.lifetimes import (
+from app.plan.parts.lifetimes import (
     CapturedMemory,
     TraceMemory,
     captured_memory,
     trace_memory,
 )
-from app.plan.trace.parts import Sizes, sizes_of
-from app.plan.trace.stage import StagePart, part_trace, stage_parts
-from app.plan.trace.trace import ForwardTrace
+from app.plan.parts.parts import Sizes, sizes_of
+from app.plan.parts.stage import StagePart, part_trace, stage_parts
+from app.plan.parts.trace import ForwardTrace
+from app.plan.recompute import RecomputeChoice
+from app.plan.stages import Stage
 
 ROUTER = (PhaseName.norm, PhaseName.shared, PhaseName.route)
 EXPERTS = (PhaseName.dispatch, PhaseName.experts, PhaseName.combine, PhaseName.finish)

@@ -14,10 +14,6 @@ from math import prod
 from app.choices import Fp8Recipe, GraphImpl
 from app.config import CudaGraphConfig, ModelConfig, PrecisionConfig, Run
 from app.plan.actions import Action, Forward
-from app.plan.dispatchers.choose import run_dispatcher, tokens_per_rank, with_rows
-from app.plan.dispatchers.paged_buffer import planned_paged_buffer, with_paged_buffer
-from app.plan.dispatchers.record import Tokens
-from app.plan.dispatchers.static import HEADROOM, PlannedStatic
 from app.plan.formatting import amount
 from app.plan.graphs import GraphPlan
 from app.plan.groups import GROUPS, Group, GroupKind
@@ -40,14 +36,18 @@ from app.plan.memory.overheads import (
 from app.plan.memory.peak import Peak, borders_of, find_peak
 from app.plan.model.experts import ExpertWeights
 from app.plan.model.fp8 import fp8_weights
+from app.plan.parts.dispatch_record import Tokens
+from app.plan.parts.dispatcher import run_dispatcher, tokens_per_rank, with_rows
+from app.plan.parts.fp8 import SCALE, Copies
+from app.plan.parts.paged_buffer import planned_paged_buffer, with_paged_buffer
+from app.plan.parts.parts import BYTES
+from app.plan.parts.stage import stage_parts
+from app.plan.parts.static import HEADROOM, PlannedStatic
 from app.plan.pipeline.moments import Walks
 from app.plan.recompute import recompute_policy, with_full_recompute
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.sharding.parameters import chunk_buffers, chunk_parameters
 from app.plan.stages import Stage, StagePlan
-from app.plan.trace.fp8 import SCALE, Copies
-from app.plan.trace.parts import BYTES
-from app.plan.trace.stage import stage_parts
 
 # parts outside torch's allocator
 OUTSIDE = frozenset({"exchange buffers", "graph objects", "fragmentation", "CUDA context", "NCCL"})

@@ -17,7 +17,7 @@ from app.plan.actions import (
     ReduceGrads,
     Wait,
 )
-from app.plan.pipeline.dependencies import (
+from app.plan.dependencies import (
     Made,
     Pipeline,
     excerpt,

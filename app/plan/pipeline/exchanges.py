@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from app.plan.actions import Action, Backward, Compute, Exchange, Flow, Forward, Free, P2POp, Wait
-from app.plan.pipeline.dependencies import Made, Pipeline, expect_finished, pipeline_of
+from app.plan.dependencies import Made, Pipeline, expect_finished, pipeline_of
 from app.plan.pipeline.timeline import EndTimes, Times, compute_end_times
 
 # Times of the overlapped lists. A nonzero send time puts the receive before the receiver's

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from app.plan.actions import Compute
-from app.plan.pipeline.dependencies import Made, Pipeline, expect_finished, pipeline_of, take_turns
+from app.plan.dependencies import Made, Pipeline, expect_finished, pipeline_of, take_turns
 
 LETTERS = "FBIW"  # rows of a table of times
 NOTHING = -1  # an action that waits for no other rank

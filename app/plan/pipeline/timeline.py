@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from app.plan.actions import Action, Compute, Exchange, P2POp, Wait
-from app.plan.pipeline.dependencies import Made, Pipeline, expect_finished, pipeline_of, take_turns
+from app.plan.dependencies import Made, Pipeline, expect_finished, pipeline_of, take_turns
 from app.plan.pipeline.order import LETTERS, ComputeOrder, Span
 from app.plan.schedule import peak_in_flight
 

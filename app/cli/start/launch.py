@@ -1,0 +1,369 @@
+"""Carry out a run on this rank, or start the ranks of this host if no launcher has."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from app.choices import Device, GraphImpl
+from app.cli.options.arguments import (
+    SWEEPS,
+    Typed,
+    flags_first,
+    flags_to_overrides,
+    with_sweep_folder,
+)
+from app.cli.options.completion import complete_values_as_typed
+from app.cli.options.compose import (
+    check_named,
+    load_run,
+    load_typed,
+    refuse_deletions,
+    settings_line,
+    settle_saved,
+)
+from app.cli.options.continued import words_for_plain
+from app.cli.options.hydra_words import (
+    COMPLETION,
+    check_completion,
+    check_folders,
+    check_plugins,
+)
+from app.cli.options.messages import Asked, readable_errors
+from app.cli.options.pretrained import KEY as INIT_FROM
+from app.cli.options.unknown import no_such_flag
+from app.cli.processes.ctrl_c import interrupt_then_end
+from app.cli.processes.home import child_paths
+from app.cli.processes.launcher import STARTED_AS, Launch, started_as
+from app.cli.processes.openmp import waiting_threads
+from app.cli.processes.parent import bound
+from app.cli.run_report.facts import run_facts
+from app.cli.run_report.sweep_record import left_to_sweep
+from app.cli.start.overlaid import overlaid
+from app.config import Run
+from app.engine.files.signals import STOPPED, hand_on, stop_signals
+from app.errors import ConfigError, FirstOf, OwnError, warn
+from app.plan.formatting import gib
+from app.planner.plan import Plan
+from app.shell import shell_line
+
+# device files of NVIDIA, AMD and WSL: without any, there is no GPU and torch need not be loaded
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+
+CPU_RANKS_PER_CORE = 4  # more gloo processes than that only wait for each other
+
+TORCHRUN = "leave it out: the default is hydra/launcher=torchrun"  # advice
+
+SUBMITIT_REQUEUES = -1  # exit code of submitit once SLURM has requeued the job
+SPEAK_S = 10.0  # seconds that other ranks wait for rank 0 to find advice and report a mistake
+
+
+def check_room(run: Run, gpus: int) -> None:
+    """Raise ConfigError if this host has fewer GPUs than ranks, or for `gpus` 0 too few cores."""
+    most = gpus or CPU_RANKS_PER_CORE * (os.cpu_count() or 1)
+    if run.world_size > most:
+        what = "GPUs" if gpus else "processes on its cores"
+        world = run.world_size
+        ranks = "" if world == run.parallel.dp else f" and these are {world} ranks;"
+        rule = f"this host has room for {most} {what};{ranks} use torchrun for several hosts"
+        degrees = {axis: getattr(run.parallel, axis) or 1 for axis in ("dp", "tp", "cp", "pp")}
+        axis = max(degrees, key=lambda axis: degrees[axis])
+        raise ConfigError(
+            f"parallel.{axis}",
+            degrees[axis],
+            rule,
+            nearest=_fewer(degrees[axis], run.world_size, most),
+        )
+
+
+def check_packages(run: Run, kind: type[ConfigError] = ConfigError) -> None:
+    """Raise an error of this kind if the run needs an optional package that is not installed."""
+    if run.log.tensorboard and find_spec("tensorboard") is None:
+        rule = "the package tensorboard is not installed"
+        raise kind("log.tensorboard", True, rule, advice="pip install tensorboard")
+
+
+def check_cpu(plan: Plan, ranks_here: int | None = None) -> None:
+    """Raise ConfigError for options that need a GPU, and if the ranks of this host hold more
+    between steps than its memory. `ranks_here` is their number; None means all ranks of the run.
+    """
+    impl = plan.run.cuda_graph.impl
+    if impl is GraphImpl.transformer_engine:
+        rule = "captures on GPUs only, and this run is on the CPU"
+        raise ConfigError("cuda_graph.impl", impl, rule, nearest=GraphImpl.local)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    ranks = plan.run.world_size
+    kept = sum(each.kept for each in plan.memory) * ranks // len(plan.memory)
+    kept = kept * (ranks_here or ranks) // ranks
+    if kept > memory:
+        room = gib(memory)
+        rule = f"its ranks keep {gib(kept)} GiB between steps, and this host has {room} GiB"
+        advice = "python -m app.cli.plan what=memory with the same overrides shows each part"
+        raise ConfigError("train.device", "cpu", rule, advice=advice)
+
+
+def _fewer(degree: int, world_size: int, most: int) -> FirstOf:
+    """Return degrees that leave at most `most` ranks: the largest, then powers of two."""
+    largest = most * degree // world_size
+    halves = (2**power for power in reversed(range(largest.bit_length())))
+    return FirstOf(dict.fromkeys((largest, *halves)) if largest else ())
+
+
+def mistakes_in_one_line(launch: Launch, arguments: Sequence[str]) -> AbstractContextManager[None]:
+    """Within the context rank 0 reports mistakes in one line, with advice that was tried.
+
+    Ranks of other hosts wait for it too: their launcher may host the rendezvous of all.
+    """
+    return readable_errors(
+        "train.py",
+        speak=launch.rank == 0,
+        when_stopped=_when_stopped(launch, arguments),
+        asked=partial(asked_start, arguments, launch),
+        silent_s=SPEAK_S,
+    )
+
+
+def _when_stopped(launch: Launch, arguments: Sequence[str]) -> str:
+    """Return the line printed when Ctrl-C ends a run outside its steps: the command that continues
+    it from its newest checkpoint.
+    """
+    resume = [] if any(word.startswith("resume=") for word in arguments) else ["resume=auto"]
+    command = f"{launch.command} {shell_line([*arguments, *resume])}"
+    return f"stopped; to continue from the newest checkpoint, or begin without one: {command}"
+
+
+def asked_start(arguments: Sequence[str], launch: Launch) -> Asked:
+    """Return the requested run, which advice is tried on, as far as it was loaded: with its data
+    once these were read.
+    """
+    has_data = "app.engine.start.start" in sys.modules
+    asked = typed_of(flags_to_overrides(arguments))
+
+    def load(typed: Typed) -> Run:
+        run = load_typed(typed, launch.world_size)
+        check_named(run, [word for word in typed.overrides if word not in asked.overrides])
+        return run
+
+    def check_host(run: Run) -> None:
+        gpus = _gpus_here(run)
+        if run.train.device is Device.cuda and not gpus:
+            raise ConfigError("train.device", "cuda", "this host has no usable GPU")
+        if launch.world_size is None and run.world_size > 1:
+            check_room(run, gpus)
+        if not gpus:
+            check_cpu(Plan(run), None if launch.one_host else 1)
+        if has_data:
+            from app.engine.start.start import check_data, usable_gpus
+
+            usable_gpus(run)
+            check_data(run)
+
+    return Asked(asked, load, check_host)
+
+
+def runnable(config: DictConfig, launch: Launch) -> Run:
+    """Return the checked run of a composed configuration.
+
+    The first process of each host looks for the Hugging Face model that the run starts from, and
+    reports itself what is wrong with it there. Raises ConfigError.
+    """
+    leads = launch.local_rank == 0
+    try:
+        return load_run(config, launch.world_size, asks_hub=leads)
+    except ConfigError as error:
+        if leads and launch.rank and error.key == INIT_FROM:
+            raise OwnError(
+                error.key, error.value, error.rule, guess=error.guess, advice=error.advice
+            ) from None
+        raise
+
+
+def _gpus_here(run: Run) -> int:
+    """Return the number of GPUs that the run may use; load torch only if there may be any."""
+    if run.train.device is Device.cpu or not any(Path(device).exists() for device in GPU_DEVICES):
+        return 0
+    from app.engine.start.start import usable_gpus
+
+    return usable_gpus(run)
+
+
+def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, str]) -> int:
+    """Train on this rank, or start the ranks that the layout asks for; return the exit code.
+    Raises ConfigError.
+    """
+    for name, value in {**launch.network(), **waiting_threads(env)}.items():
+        env.setdefault(name, value)
+    # All ranks check: otherwise ranks of other hosts would wait for one that has ended.
+    speaks_for_its_host = launch.rank > 0 and launch.local_rank == 0
+    check_packages(run, OwnError if speaks_for_its_host else ConfigError)
+    # torch is slow to load: only after the first mistakes have been reported
+    from app.engine.files.attempt import Attempt
+    from app.engine.run.train import train
+    from app.engine.start.start import preflight, usable_gpus
+
+    said = f"train.py: {_when_stopped(launch, sys.argv[1:])}"
+    interrupt_then_end(said if launch.rank == 0 else "")
+    attempt = Attempt(
+        launch.requeues,
+        launch.master,
+        store_stays=launch.agent_store,
+        settings=_settings(),
+        command=launch.command,
+    )
+    plan = Plan(run)
+    gpus = usable_gpus(run)
+    if not gpus:
+        check_cpu(plan, None if launch.one_host else 1)
+    if launch.world_size is not None or run.world_size == 1:
+        return train(plan, launch.rank, launch.local_rank, attempt=attempt)
+    check_room(run, gpus)
+    preflight(run, attempt.earlier(run))
+    return start_ranks(run.world_size, script, given_overrides(sys.argv[1:]), env=env)
+
+
+def _settings() -> str | None:
+    """Return the line on settings taken over from an earlier run; None if there are none."""
+    return settings_line(typed_of(sys.argv[1:])) if HydraConfig.initialized() else None
+
+
+def start_ranks(
+    world_size: int, script: str, overrides: Sequence[str], env: Mapping[str, str]
+) -> int:
+    """Run `script` as `world_size` ranks of this host under torchrun and return the exit code of
+    the first rank to fail.
+
+    This process passes signals on and waits, so that no rank is left behind; if it is killed, the
+    ranks die with it.
+    """
+    threads = str(max(1, (os.cpu_count() or 1) // world_size))
+    torchrun = [sys.executable, "-m", "app.cli.torchrun", "--standalone"]
+    command = [*torchrun, f"--nproc-per-node={world_size}", script, *overrides]
+    typed_as = {STARTED_AS: started_as(sys.argv[0])}
+    settings = {"OMP_NUM_THREADS": threads, **typed_as, **env, **child_paths(env)}
+    process = subprocess.Popen(bound(command), env=settings)
+    told: list[signal.Signals] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        told.append(signal.Signals(number))
+        process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in stop_signals()}
+    code = process.wait()
+    if code == STOPPED and told:
+        hand_on(told[0], before[told[0]])
+    return code if code >= 0 else 128 - code
+
+
+def given_overrides(arguments: Sequence[str]) -> list[str]:
+    """Return the overrides of this run: the program's arguments, or those of this sweep's job."""
+    return typed_of(arguments).words if _in_sweep() else list(arguments)
+
+
+def typed_of(arguments: Sequence[str]) -> Typed:
+    """Return the overrides and flags of this run: from its arguments, or in a sweep from Hydra."""
+    if not _in_sweep():
+        return Typed.parse(arguments)
+    hydra = HydraConfig.get()
+    assert isinstance(hydra, DictConfig), "HydraConfig.get() returns a DictConfig at run time"
+    typed = Typed.of_config(hydra)
+    return dataclasses.replace(typed, overrides=(*typed.overrides, *hydra.overrides.task))
+
+
+def _in_sweep() -> bool:
+    return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
+
+
+@contextmanager
+def submitted_job_ends_quietly(launch: Launch) -> Iterator[None]:
+    """Let a job called by submitit end normally even if it fails; its log has the stack trace.
+
+    submitit would send an exception to the process that submitted the sweep, which would then stop
+    waiting for the other jobs.
+    """
+    try:
+        yield
+    except SystemExit as end:
+        if not launch.submitted or end.code == SUBMITIT_REQUEUES:
+            raise
+    except Exception:
+        if not launch.submitted:
+            raise
+        traceback.print_exc()
+
+
+def checked_arguments(arguments: Sequence[str], launch: Launch) -> list[str]:
+    """Check the arguments and return those that hydra.main reads; warn about options that an
+    experiment overrides.
+
+    Raises ConfigError for unknown flags, and for sweeps that this process must not run.
+    """
+    if COMPLETION & set(arguments):
+        check_completion(arguments)
+        complete_values_as_typed()
+        return list(arguments)
+    if error := no_such_flag(arguments):
+        raise error
+    typed = Typed.parse(arguments)
+    sweeps = bool(SWEEPS & set(arguments)) or "hydra.mode=MULTIRUN" in typed.overrides
+    check_folders(typed.overrides, sweeps=sweeps)
+    check_plugins(typed.overrides)
+    refuse_deletions(typed)
+    with typed.looked_up():
+        settle_saved(typed, launch.world_size)
+    if SWEEPS & set(arguments):
+        _refuse_sweep(arguments, launch)
+    elif launch.rank == 0 and (launch.world_size is None or not launch.launched):
+        for line in overlaid(typed):
+            warn(line)
+    beside = words_for_plain(typed, sweeps)
+    return with_sweep_folder(flags_first(arguments, typed, beside))
+
+
+def best_loss_or_exit(run: Run, code: int) -> float | None:
+    """Return the lowest validation loss of a run, which sweepers such as Optuna minimize; None
+    without a run folder.
+
+    Raises SystemExit for any exit code but 0.
+    """
+    if code:
+        sys.exit(code)
+    return run_facts(Path(run.run_dir)).best_loss if run.run_dir else None
+
+
+def with_sweep_run_dir(config: DictConfig) -> DictConfig:
+    """Give a job of another sweeper a run folder within its sweep's, unless it names one."""
+    if _in_sweep() and config.run_dir is None:
+        hydra = HydraConfig.get()
+        folder = Path(hydra.sweep.dir)
+        config.run_dir = str(folder / str(hydra.job.num))
+        for name, value in left_to_sweep(config.log, folder.resolve().name).items():
+            config.log[name] = value
+    return config
+
+
+def _refuse_sweep(arguments: Sequence[str], launch: Launch) -> None:
+    """Raise ConfigError for a sweep whose jobs would share this process, and for one started under
+    torchrun or srun, where each rank would start every job.
+    """
+    if "hydra/launcher=basic" in arguments:
+        rule = "would train all jobs in this one process"
+        raise ConfigError("hydra/launcher", "basic", rule, advice=TORCHRUN)
+    if launch.world_size is not None:
+        rule = f"one of {launch.world_size} ranks, but a sweep starts the ranks of each job"
+        raise ConfigError(
+            "--multirun", f"rank {launch.rank}", rule, advice="start it as python train.py -m …"
+        )

@@ -1,0 +1,125 @@
+"""Train on one rank from a plan: process groups, engine, data, trainer, watchdog."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.distributed as dist
+
+from app.config import Run
+from app.engine.build import Engine, build_engine
+from app.engine.files.attempt import Attempt
+from app.engine.files.run_folder import FolderLock
+from app.engine.files.signals import exit_code
+from app.engine.ranks.agreement import all_succeed, rank_zero_says
+from app.engine.ranks.groups import create_groups, process_world
+from app.engine.report.lasting import lasting_output
+from app.engine.run.bad_steps import DIVERGED, Diverged
+from app.engine.run.host import check_host
+from app.engine.run.ready import StartTimes
+from app.engine.run.trainer import Trainer
+from app.engine.start.start import (
+    choose_device,
+    claim_start,
+    load_all_data,
+    look_once,
+    open_pretrained,
+)
+from app.engine.watchdog.heartbeats import Heartbeats
+from app.engine.watchdog.watchdog import Watchdog
+from app.planner.plan import Plan
+
+
+def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
+    """Train on this rank from start to end, and return the exit code.
+
+    The code is 0, that of the signal that ended the run early, or DIVERGED after non-finite
+    numbers. Raises ConfigError for what only the host, data, a checkpoint or a full disk reveals.
+    """
+    run = plan.run
+    times = StartTimes()
+    device = choose_device(run, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        # CUDA graphs captured later need gradients that never were on the default stream
+        torch.cuda.set_stream(torch.cuda.Stream())
+    times.end("device")
+    store = attempt.meeting_store(rank, run.world_size)
+    watchdog = watch_over(run, rank, store)
+    # Closed in reverse order: the watchdog stops before the process groups are destroyed.
+    with FolderLock() as lock, ExitStack() as world, watchdog.running(), lasting_output():
+        watchdog.meet("connecting the ranks")
+        world.enter_context(process_world(rank, run.world_size, device, store=store))
+        trainer = start_up(
+            plan, local_rank, device, attempt=attempt, lock=lock, watchdog=watchdog, times=times
+        )
+        with closing_graphs(trainer.engine):
+            try:
+                finished = trainer.fit(attempt, lock)
+            except Diverged as end:
+                if rank == 0:
+                    print(f"train.py: {end}", file=sys.stderr, flush=True)
+                trainer.engine.groups.barrier()
+                return DIVERGED
+    if not finished:
+        trainer.request.hand_on()  # to submitit's handler, which requeues the job
+    return 0 if finished else exit_code(trainer.request.signal)
+
+
+def watch_over(run: Run, rank: int, store: dist.Store) -> Watchdog:
+    """Build the watchdog of this rank; it exchanges heartbeats with others through `store`."""
+    others = Heartbeats.over(store, rank, run.world_size) if run.world_size > 1 else None
+    return Watchdog(rank, run.schedule.timeout_s, others)
+
+
+def start_up(
+    plan: Plan,
+    local_rank: int,
+    device: torch.device,
+    attempt: Attempt,
+    lock: FolderLock,
+    watchdog: Watchdog,
+    times: StartTimes,
+) -> Trainer:
+    """Do everything before the first step; `times` records how long each part takes.
+
+    Needs the default process group. Raises ConfigError, the same on every rank.
+    """
+    run = plan.run
+    rank = watchdog.rank
+    watchdog.meet("creating the process groups")
+    groups = create_groups(plan.layout, rank)
+    watchdog.follow(groups.named())
+    all_succeed(groups, lambda: check_host(run, device))
+    times.end("ranks")
+    watchdog.rest("choosing the checkpoint to start from")
+    earlier = attempt.earlier
+    sources = look_once(run)
+    start = rank_zero_says(groups, lambda: claim_start(run, earlier(run), lock, sources=sources))
+    times.end("choice of a checkpoint")
+    pretrained = None
+    if run.model.init_from is not None and start.checkpoint is None:
+        watchdog.rest("reading the pretrained model")
+        pretrained = open_pretrained(run, groups, local_rank)
+        times.end("pretrained model")
+    watchdog.rest("preparing the corpus")
+    data = load_all_data(run, groups, local_rank, sources=sources, manifest=start.manifest)
+    times.end("data")
+    watchdog.rest("building the model")
+    # differs by rank, as the jitter of router inputs must
+    torch.manual_seed((run.train.seed * run.world_size + rank) % 2**64)
+    engine = build_engine(plan, groups, device, watchdog=watchdog, pretrained=pretrained)
+    times.end("model")
+    return Trainer(engine, data, start, times=times)
+
+
+@contextmanager
+def closing_graphs(engine: Engine) -> Iterator[None]:
+    """Release CUDA graphs after the block, also on error: they must go before communicators."""
+    try:
+        yield
+    finally:
+        engine.release()

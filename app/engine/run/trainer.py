@@ -1,0 +1,405 @@
+"""Training loop of one rank: batches, step, report, validation, checkpoints."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from app.collectives import all_reduce
+from app.data.feed import Cursor, TrainFeed, ValidationFeed
+from app.engine.build import Engine
+from app.engine.capture.facts import GraphFacts
+from app.engine.checkpoint.load import Progress, load_checkpoint
+from app.engine.checkpoint.saver import Saver
+from app.engine.decoding.generate import sample_text
+from app.engine.export.export import EXPORTED, export_together
+from app.engine.export.texts import keep_texts
+from app.engine.files.attempt import Attempt
+from app.engine.files.checkpoints import (
+    CHECKPOINTS,
+    checkpoint_name,
+    newest_checkpoint,
+    read_manifest,
+)
+from app.engine.files.run_folder import (
+    FolderLock,
+    begin_metrics,
+    create_run_folder,
+    describe_run,
+    forget_end,
+    note_end,
+    read_metrics,
+)
+from app.engine.files.signals import StopRequest
+from app.engine.ranks.agreement import rank_zero_says
+from app.engine.report.metrics import (
+    Meter,
+    RollbackReport,
+    StepReport,
+    StepTimes,
+    Stopwatch,
+    ValidationReport,
+)
+from app.engine.report.pace import pace_of
+from app.engine.report.sinks import Console, JsonLines, Sink
+from app.engine.report.summary import print_opening, sum_up
+from app.engine.report.telling import telling
+from app.engine.report.trackers import TensorBoard, Wandb
+from app.engine.run.bad_steps import BadSteps, Diverged
+from app.engine.run.ready import StartTimes
+from app.engine.start.kept_tokenizer import end_of, keep_tokenizer
+from app.engine.start.start import Data, Start
+from app.engine.step.step import TrainingStep, Validation
+from app.errors import writing
+from app.optim.lr import lr_at, weight_decay_at
+from app.version import VERSION, Version
+
+
+class Trainer:
+    """Owner of a run's changing state: progress and data cursor; weights are in the engine."""
+
+    def __init__(
+        self, engine: Engine, data: Data, start: Start, times: StartTimes | None = None
+    ) -> None:
+        run = engine.plan.run
+        self.times = times or StartTimes()
+        self.run = run
+        self.engine = engine
+        self.data = data
+        self.start = start
+        self.progress = Progress()
+        cursor = Cursor()
+        if start.checkpoint and start.manifest:
+            self.progress, state = load_checkpoint(start.checkpoint, start.manifest, engine)
+            cursor = Cursor.from_state(state)
+            self.times.end("reading the checkpoint")
+        groups = engine.groups
+        batch = run.train.micro_batch
+        self.feed = TrainFeed(
+            data.train,
+            groups.dp_rank,
+            run.dp,
+            micro_batch=batch,
+            num_microbatches=run.num_microbatches,
+            cursor=cursor,
+        )
+        self.held_out = ValidationFeed(
+            data.validation,
+            groups.dp_rank,
+            run.dp,
+            micro_batch=batch,
+            eval_batches=run.eval_microbatches,
+        )
+        self.request = StopRequest()
+        self.training_step = TrainingStep(engine, self.request)
+        self.validation = Validation(engine, len(self.held_out))
+        self.meter = Meter(engine, first_step=self.progress.step + 1)
+        self.version = Version.of() if self.is_rank_zero else None
+        self.pace = pace_of(engine) if self.is_rank_zero else None
+        self.saver = Saver(engine, self.request.ask, self._origin())
+        self.saved: Path | None = None  # checkpoint of the last step taken
+        self.bad_steps = BadSteps(run.train)
+        self.stops = False  # True once the ranks have agreed to end after this step
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """True on rank 0, which writes the run folder."""
+        return self.engine.groups.rank == 0
+
+    @property
+    def prints_progress(self) -> bool:
+        """True on the rank that prints progress to the console, if any."""
+        return self.is_rank_zero and self.run.log.console
+
+    def _program(self) -> Version:
+        assert self.version is not None, "only rank 0 has looked, and only it asks"
+        return self.version
+
+    def _origin(self) -> dict[str, Any]:
+        """Return the origin recorded in checkpoints (data, version); empty except on rank 0."""
+        return {"data": self.data.record, VERSION: self.version.record()} if self.version else {}
+
+    def fit(self, attempt: Attempt, lock: FolderLock) -> bool:
+        """Train to the last step, then validate, sample, save and print the summary.
+
+        Returns False if the ranks were told to stop before that. `lock` is that of the run folder.
+        Raises ConfigError, the same on every rank.
+        """
+        self.lock = lock
+        self.engine.watchdog.rest("opening the run folder")
+        self.run_dir = rank_zero_says(self.engine.groups, lambda: self._open_folder(attempt))
+        if self.prints_progress:
+            settings, version = attempt.settings, self._program()
+            print_opening(self.engine, self.run_dir, self.start, version=version, settings=settings)
+        with self.request.listening(), self._all_saved(), self._sinks() as sinks:
+            validated = self._train(sinks)
+            text = None if self.stops else self._sample(sinks)
+        rank_zero_says(self.engine.groups, lambda: self._check_files(sinks))
+        if self.stops:
+            self._say_farewell(attempt.command)
+            return False
+        advice = self.meter.advice()
+        if self.run.checkpoint.export_hf:
+            self._export()
+        if self.is_rank_zero:
+            sum_up(
+                self.run,
+                self.run_dir,
+                self.data,
+                report=validated,
+                sample=text,
+                lost=self.meter.lost_entries(),
+                advice=advice,
+            )
+            note_end(self.run_dir, self.progress.step)
+        return True
+
+    def _export(self) -> None:
+        """Export the checkpoint of the last step as a Hugging Face model."""
+        newest = rank_zero_says(self.engine.groups, lambda: newest_checkpoint(self.run_dir))
+        assert newest is not None, "runs that export save their last step"
+        with telling("exporting the model", aloud=self.prints_progress):
+            activity = self.engine.watchdog.main
+            export_together(newest, self.run_dir / EXPORTED, self.engine.groups, activity)
+
+    def _check_files(self, sinks: Sequence[Sink]) -> None:
+        """Raise ConfigError if the run folder is gone or metrics.jsonl lacks lines."""
+        self.lock.check()
+        for sink in sinks:
+            if isinstance(sink, JsonLines):
+                sink.check()
+
+    @contextmanager
+    def _all_saved(self) -> Iterator[None]:
+        """Wait after the block until all checkpoints are on disk.
+
+        If the block raised Diverged, raise it again with the newest checkpoint in its message.
+        """
+        try:
+            yield
+        except Diverged as end:
+            self.saver.wait()
+            newest = newest_checkpoint(self.run_dir)
+            left = f"the newest checkpoint is {newest}" if newest else "nothing was saved"
+            raise Diverged(f"{end}; {left}") from None
+        with self._telling_save():
+            self.saver.wait()
+        # torchrun kills the other ranks as soon as one exits with a non-zero code
+        self.engine.groups.barrier()
+
+    def _open_folder(self, attempt: Attempt) -> Path:
+        folder = create_run_folder(self.run, self.start.run_dir)
+        self.lock.take(folder)
+        attempt.note(folder)  # before the first file, so that a restart recognises the folder
+        forget_end(folder)
+        describe_run(self.engine.plan, folder, self._program())
+        begin_metrics(folder, self.progress.step)
+        keep_texts(self.run, folder, self.start.checkpoint)
+        keep_tokenizer(self.run, folder, end_of(self.data.tokenizer))
+        return folder
+
+    def _train(self, sinks: Sequence[Sink]) -> ValidationReport | None:
+        """Run the remaining steps; return the last validation."""
+        self.times.end("run folder")
+        validated = self._first_validation(sinks)
+        if validated is not None:
+            self.times.end("validation")
+        stopwatch = Stopwatch()
+        while self.progress.step < self.run.train.steps and not self.stops:
+            report = self.step(stopwatch)
+            for sink in sinks:
+                sink.step(report)
+            self._tell_ready(sinks)
+            self._tell_graphs(sinks)
+            self._tell_pace(sinks, report)
+            if self.bad_steps.rolls_back(report, self.engine.loss_scale):
+                # back to the checkpoint's state, but on with the next data: a bad batch would recur
+                self._roll_back(sinks)
+                stopwatch.lap()
+                continue
+            if self._validates_now() and not self.stops:
+                validated = self._validate(sinks)
+            self._save_if_due()
+            if self._validates_now() or self.saved:
+                stopwatch.lap()  # validation and saving are not part of the next step
+        return validated
+
+    def _tell_ready(self, sinks: Sequence[Sink]) -> None:
+        """Report start-up times after the first step of this process."""
+        if self.training_step.taken != 1:
+            return
+        self.times.end("first step")
+        for sink in sinks:
+            sink.note(f"step {self.progress.step}/{self.run.train.steps}  {self.times}")
+
+    def _tell_graphs(self, sinks: Sequence[Sink]) -> None:
+        """Report captured graphs beside the plan, after the step that captured them."""
+        engine = self.engine
+        recorder = engine.recorder
+        captured_now = self.training_step.taken == self.run.cuda_graph.warmup_steps + 1
+        if not sinks or recorder is None or not captured_now:
+            return
+        plan = engine.plan.graphs[engine.groups.pp_rank]
+        memory = engine.plan.memory[engine.groups.pp_rank]
+        parts = {part.name: part.bytes for part in memory.parts}
+        text = GraphFacts.of(recorder).beside(plan.num_graphs if plan else 1, parts)
+        for sink in sinks:
+            sink.note(f"step {self.progress.step}/{self.run.train.steps}  {text}")
+
+    def _tell_pace(self, sinks: Sequence[Sink], report: StepReport) -> None:
+        """Report once if steps are slower than planned."""
+        if self.pace is None:
+            return
+        text = self.pace.sentence(report, self.meter.rank_load)
+        for sink in sinks if text else ():
+            sink.note(f"step {self.progress.step}/{self.run.train.steps}  {text}")
+
+    def _say_farewell(self, command: str) -> None:
+        if self.is_rank_zero:
+            said = self.request.farewell(self.progress.step, self.saved, command=command)
+            print(said, file=sys.stderr, flush=True)
+
+    @contextmanager
+    def _sinks(self) -> Iterator[Sequence[Sink]]:
+        """Open the loggers of this run, and close them after the block; none except on rank 0."""
+        with ExitStack() as stack:
+            sinks: list[Sink] = []
+            for make in self._sink_makers():
+                with writing(self.run_dir):
+                    sinks.append(make())
+                stack.callback(sinks[-1].close)
+            yield sinks
+
+    def _sink_makers(self) -> Iterator[Callable[[], Sink]]:
+        if not self.is_rank_zero:
+            return
+        yield lambda: JsonLines(self.run_dir, gone=self.request.ask)
+        if self.run.log.wandb:
+            yield lambda: Wandb(self.engine.plan, self.run_dir, self._program())
+        if self.run.log.tensorboard:
+            yield lambda: TensorBoard(self.engine.plan, self.run_dir, self.progress.step)
+        if self.run.log.console:
+            yield lambda: Console(self.run, self.progress.step)
+
+    def step(self, stopwatch: Stopwatch) -> StepReport:
+        """Train on the next global batch; `stopwatch` measures time from step to step."""
+        run = self.run
+        updates = self.progress.updates + 1
+        lr = lr_at(updates, run)
+        decay = weight_decay_at(updates, run)
+        following = self.feed.look_ahead if self.progress.step + 1 < run.train.steps else None
+        began = time.perf_counter()
+        batches = self.feed.next_step()
+        data_wait = time.perf_counter() - began
+        self.meter.begin(self.progress.step + 1)
+        facts, totals = self.training_step(batches, lr, decay, following)
+        self.meter.count(totals)
+        # a stop request during the last step changes nothing: the run ends anyway
+        self.stops = bool(facts.stop) and self.progress.step + 1 < run.train.steps
+        taken = self.progress.step + 1
+        tokens = self.progress.tokens + self.meter.tokens_per_step
+        self.progress = Progress(taken, self.progress.updates + 1 - int(facts.skipped), tokens)
+        times = StepTimes(stopwatch.lap(), data_wait, self.saver.blocked())
+        return self.meter.report(taken, tokens, facts, lr=lr, weight_decay=decay, times=times)
+
+    def _validates_now(self) -> bool:
+        step = self.progress.step
+        interval = self.run.train.eval_interval
+        return step == self.run.train.steps or bool(interval and step % interval == 0)
+
+    def _owes_validation(self) -> bool:
+        """True if a validation is due at the start, or was skipped when the last process ended."""
+        step = self.progress.step
+        if not step or not self._validates_now():
+            return not step
+        rows = rank_zero_says(
+            self.engine.groups,
+            lambda: [row for row in read_metrics(self.run_dir) if row["step"] == step],
+        )
+        return any("loss" in row for row in rows) and not any("val_loss" in row for row in rows)
+
+    def _first_validation(self, sinks: Sequence[Sink]) -> ValidationReport | None:
+        """Run a validation owed before the first step, or the final one if no step is left."""
+        if self._owes_validation():
+            return self._validate(sinks)
+        return self._validate(()) if self.progress.step == self.run.train.steps else None
+
+    def _validate(self, sinks: Sequence[Sink]) -> ValidationReport:
+        report = ValidationReport(self.progress.step, *self.validation(list(self.held_out)))
+        for sink in sinks:
+            sink.validation(report)
+        return report
+
+    def _save_if_due(self) -> None:
+        step = self.progress.step
+        interval = self.run.checkpoint.interval
+        due = interval and (step % interval == 0 or step == self.run.train.steps or self.stops)
+        if not due:
+            self.saved = None
+            return
+        with self._telling_save():
+            self.saved = self._save()
+
+    def _telling_save(self) -> AbstractContextManager[None]:
+        """Print the progress of a slow save at the end of a run, when nothing else is printed."""
+        ends = self.stops or self.progress.step == self.run.train.steps
+        what = f"saving {checkpoint_name(self.progress.step)}"
+        return telling(what, self.saver.progress, aloud=self.prints_progress and ends)
+
+    def _save(self) -> Path:
+        # After a bad step check the state: a checkpoint of NaNs must not become the newest.
+        if self.bad_steps.in_a_row and not self._finite():
+            bad = "parameters or moments are not finite"
+            raise Diverged(f"step {self.progress.step} was to be saved, but {bad}")
+        rank_zero_says(self.engine.groups, self.lock.check)
+        return self.saver.save(self.run_dir / CHECKPOINTS, self.progress, self.feed.cursor.state())
+
+    def _finite(self) -> bool:
+        """Return whether parameters and moments of all ranks are finite; same on every rank."""
+        param_shards = self.engine.optimizer.param_shards()
+        values = (value for owned in param_shards for value in owned.state.values())
+        bad = torch.stack([value.isfinite().logical_not().any() for value in values]).any().float()
+        all_reduce(bad, self.engine.groups.world)
+        return not bad
+
+    def _roll_back(self, sinks: Sequence[Sink]) -> None:
+        """Load the newest checkpoint but keep the data cursor. Raises Diverged without one."""
+        bad = self.progress.step
+        self.saver.wait()
+        found = rank_zero_says(self.engine.groups, self._newest)
+        if found is None:
+            nothing = "there is no checkpoint to go back to (train.on_bad_step=rollback)"
+            raise Diverged(f"step {bad} is not finite, and {nothing}")
+        self.saved = found[0]
+        self.progress, _ = load_checkpoint(*found, self.engine)
+        at = self.progress.step
+        rank_zero_says(self.engine.groups, lambda: begin_metrics(self.run_dir, at))
+        for sink in sinks:
+            sink.rollback(RollbackReport(self.progress.step, bad, self.bad_steps.rollbacks))
+
+    def _newest(self) -> tuple[Path, dict[str, Any]] | None:
+        path = newest_checkpoint(self.run_dir) or self.start.checkpoint
+        return None if path is None else (path, read_manifest(path))
+
+    def _sample(self, sinks: Sequence[Sink]) -> str | None:
+        """Return text that continues the first validation tokens; None without a sink for it."""
+        log = self.run.log
+        if not (log.console or log.wandb or log.tensorboard):
+            return None
+        length = max(1, self.run.train.seq_len // 2)
+        prompt = next(iter(self.held_out)).tokens_BS[0, :length].tolist()
+        # replicas have different validation data, and all ranks must generate the same
+        prompt = rank_zero_says(self.engine.groups, lambda: prompt)
+        self.engine.watchdog.note("a sample")
+        text = sample_text(self.engine, self.data.tokenizer, prompt, aloud=self.is_rank_zero)
+        self.engine.watchdog.rest("the end of the run")
+        if text is not None:
+            for sink in sinks:
+                sink.sample(self.progress.step, text)
+        return text

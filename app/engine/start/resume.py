@@ -1,0 +1,345 @@
+"""Choose the checkpoint to resume from, and check which settings may differ from it.
+
+Every key of the configuration is either fixed or free. A resumed run may change its plan, how it
+computes, and its training settings; it may not change the model or the stream of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from app.config import ModelConfig, MoEConfig, Run
+from app.config.renamed import with_new_names
+from app.data.sources import (
+    TOKENIZER_KEY,
+    Record,
+    difference,
+    differing_option,
+    read_otherwise,
+    same_documents,
+    same_tokenizer,
+)
+from app.engine.files.checkpoints import CHECKPOINTS, MANIFEST, newest_checkpoint, parse_manifest
+from app.engine.files.run_folder import CONFIG, RUNS, plain
+from app.engine.files.signals import ctrl_c_held_back
+from app.engine.start.in_effect import unread
+from app.errors import ConfigError, FirstOf, nearest, typed
+from app.hf.file_names import CONFIG_JSON
+
+FIXED = frozenset((
+    # Shapes of weights, and the forward computation.
+    "model.num_layers", "model.hidden_size", "model.ffn_hidden_size", "model.num_heads",
+    "model.num_kv_heads", "model.head_dim", "model.vocab_size", "model.rope_theta",
+    "model.norm_eps", "model.qk_norm", "model.qk_norm_whole", "model.qkv_bias",
+    "model.tie_embeddings", "model.mla",
+    "model.mla.q_lora_rank",
+    "model.mla.kv_lora_rank", "model.mla.qk_nope_head_dim", "model.mla.qk_rope_head_dim",
+    "model.mla.v_head_dim", "model.mla.norm_eps",
+    "model.yarn", "model.yarn.factor", "model.yarn.original_length", "model.yarn.beta_fast",
+    "model.yarn.beta_slow", "model.yarn.mscale",
+    "model.yarn.mscale_all_dim", "model.llama3_rope", "model.llama3_rope.factor",
+    "model.llama3_rope.original_length", "model.llama3_rope.low_turns",
+    "model.llama3_rope.high_turns", "model.moe", "model.moe.num_experts",
+    "model.moe.ffn_hidden_size", "model.moe.every_n", "model.moe.first_k_dense",
+    "model.moe.shared_ffn_hidden_size", "model.moe.shared_gate",
+    # Choice and weights of a token's experts.
+    "model.moe.top_k", "model.moe.score", "model.moe.pre_softmax", "model.moe.groups",
+    "model.moe.topk_groups", "model.moe.group_best", "model.moe.routed_scale",
+    "model.moe.norm_topk_prob",
+    "model.moe.capacity_factor", "model.moe.drop_policy", "model.moe.force_balance",
+    # Types of parameters and main gradients.
+    "precision.params", "precision.grads",
+    # Documents, their split, tokenizer and attention mask.
+    "data.source", "data.path", "data.name", "data.config_name", "data.split", "data.streaming",
+    "data.text_field", "data.tokenizer", "data.validation_fraction", "data.validation_documents",
+    "data.document_mask",
+    # Packing of tokens into sequences, and their order.
+    "train.seq_len", "train.seed",
+))  # fmt: skip
+FREE = frozenset((
+    # No effect on training.
+    "model.name", "run_dir", "resume",
+    # Used before the first step only.
+    "model.init_std", "model.init_from",
+    # Auxiliary losses, noise and bias updates of training, as the learning rate; see `_misfit`.
+    "model.moe.aux_loss_coeff", "model.moe.balance", "model.moe.z_loss_coeff",
+    "model.moe.jitter_eps", "model.moe.bias_update_rate", "loss.normalize",
+    # Speed and memory: results differ at most in the order of summation.
+    "model.moe.dispatcher", "model.moe.static.transport", "model.moe.static.capacity",
+    "model.moe.static.factor", "model.moe.static.multiple", "model.moe.static.on_overflow",
+    "model.moe.static.paged_buffer",
+    "model.moe.echo.spares", "model.moe.echo.algorithm", "model.moe.echo.threshold",
+    "model.moe.echo.check",
+    "model.moe.shared_overlap", "model.moe.pad_to_capacity",
+    "loss.chunk_tokens", "train.device", "train.deterministic",
+    "train.attention_backend",
+    # Plans only.
+    "model.moe.planned_imbalance",
+    # Loss scaling: keeps small gradients from underflow, and is divided out again.
+    "precision.loss_scale", "precision.initial_loss_scale", "precision.min_loss_scale",
+    "precision.loss_scale_window", "precision.loss_scale_hysteresis",
+    # Preparation of the same documents, and its cache.
+    "data.num_proc", "data.cache_dir", "data.accept_changed", "data.on_bad_file",
+    # Length and batches of training; the data cursor counts sequences, whatever the batch.
+    "train.steps", "train.global_batch", "train.micro_batch",
+    # Validation, sample, and reaction to non-finite steps.
+    "train.eval_interval", "train.eval_sequences", "train.sample_tokens", "train.on_bad_step",
+    "train.max_bad_steps", "train.max_rollbacks",
+))  # fmt: skip
+# Layout, speed, precision of the same computation; optimizer; and files written.
+FREE_SECTIONS = ("parallel.", "hardware.", "schedule.", "recompute.", "cuda_graph.", "optim.",
+                 "precision.fp8.", "checkpoint.", "log.")  # fmt: skip
+# Sections whose keys are listed one by one; every configuration has them.
+SECTIONS = frozenset(key.partition(".")[0] for key in FIXED | FREE if "." in key)
+# Paths of data. Fixed if the checkpoint has no record of the contents; otherwise contents count.
+PLACES = ("data.path", "data.name", "data.tokenizer")
+# Not reported as changes: start-up paths, and the world size, which follows from `parallel`.
+UNREPORTED = ("run_dir", "resume", "parallel.world_size", "data.accept_changed")
+READ_OTHERWISE = (
+    "read exactly as written now; the program that saved the checkpoint rewrote texts of JSON that "
+    "look like times and kept byte order marks, so that other tokens may follow"
+)
+Difference = tuple[str, Any, Any]  # dotted key, saved value, current value
+
+
+def is_fixed(key: str) -> bool:
+    """True if a resumed run must have the checkpoint's value of a key."""
+    fixed = key in FIXED
+    free = key in FREE or f"{key}.".startswith(FREE_SECTIONS)
+    assert fixed != free, f"{key} must be listed as either fixed or free for resumed runs"
+    return fixed
+
+
+def allowed_changes(
+    checkpoint: Path, manifest: dict[str, Any], run: Run, record: Callable[[], Record]
+) -> tuple[str, ...]:
+    """Describe settings and data that differ from those of the checkpoint with this manifest.
+
+    `record` returns the record of the present data. Raises ConfigError for a difference that
+    forbids resuming.
+    """
+    data = _DataThen(manifest.get("data"), run, record)
+    saved, current = manifest["config"], plain(asdict(run))
+    differences = list(_differences(_with_replicas(saved), _with_replicas(current)))
+    misfit = _misfit(differences, data)
+    if misfit is not None:
+        key, was, now = misfit
+        rule = f"the checkpoint {checkpoint} was trained with {typed(was)}"
+        advice = None
+        if not is_fixed(key):
+            rule += ", and 0 would drop the biases that its routers have learnt"
+        elif key in PLACES and data.change() is not None:
+            rule += f", which held other data: {data.change()}"
+            advice = "otherwise data.accept_changed=true"
+        raise ConfigError(key, now, rule, nearest=FirstOf([was]), advice=advice)
+    data.check(checkpoint)
+    idle = set(unread(saved)) & set(unread(current))
+    quiet = (*UNREPORTED, *idle)
+    told = (each for each in differences if not each[0].startswith(quiet))
+    changes = tuple(f"{key}: {was} -> {now}" for key, was, now in told)
+    return (*changes, *data.told())
+
+
+def _with_replicas(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration with parallel.dp filled in from the world size if it was null."""
+    parallel = config.get("parallel")
+    if not isinstance(parallel, dict) or parallel.get("dp") is not None:
+        return config
+    sizes = (parallel.get(name) for name in ("world_size", "tp", "cp", "pp"))
+    processes, *degrees = (size if isinstance(size, int) else 1 for size in sizes)
+    replicas = max(1, processes // prod(degrees))
+    return config | {"parallel": parallel | {"dp": replicas}}
+
+
+@dataclass(frozen=True, slots=True)
+class _DataThen:
+    """Data record of a checkpoint beside that of the present run."""
+
+    saved: Record | None  # None if the checkpoint has no record
+    run: Run
+    now: Callable[[], Record]
+
+    def change(self) -> str | None:
+        """Describe how they differ; None if they are equal or cannot be compared."""
+        return difference(self.saved, self.now()) if self.saved else None
+
+    def told(self) -> tuple[str, ...]:
+        """Return the lines that start-up prints about changed data."""
+        if (change := self.change()) is not None:
+            return (f"data: {change}",)
+        if self.saved and read_otherwise(self.saved, self.now()):
+            return (f"data: {READ_OTHERWISE}",)
+        return ()
+
+    def fits(self, key: str) -> bool:
+        """True if a run may resume although `key`, one of PLACES, names another path."""
+        if not self.saved:
+            return False
+        if self.run.data.accept_changed:
+            return True
+        same = same_tokenizer if key == TOKENIZER_KEY else same_documents
+        return same(self.saved, self.now())
+
+    def check(self, checkpoint: Path) -> None:
+        """Raise ConfigError if the data changed and data.accept_changed does not allow it."""
+        change = self.change()
+        config = self.run.data
+        if self.saved is None or change is None:
+            return
+        if config.accept_changed and config.streaming:
+            rule = f"a position in a stream is invalid in changed data ({change})"
+            raise ConfigError("data.accept_changed", True, rule, advice="restore the data")
+        if not config.accept_changed:
+            rule = f"the data have changed since {checkpoint} was saved: {change}"
+            advice = "restore them, or continue with data.accept_changed=true"
+            raise ConfigError(
+                *differing_option(config, self.saved, self.now()), rule, advice=advice
+            )
+
+
+def _differences(saved: dict[str, Any], current: dict[str, Any]) -> Iterator[Difference]:
+    """Yield keys that differ. A key newer than the checkpoint counts as saved with its default."""
+    usual = plain(asdict(Run(ModelConfig(moe=MoEConfig()))))
+    known = ("model",) if saved.keys() == {"model"} else current  # imported: has no other section
+    for name in known:
+        yield from _unlike(name, saved.get(name), current[name], usual.get(name))
+
+
+def _unlike(key: str, saved: Any, current: Any, usual: Any) -> Iterator[Difference]:
+    if not (isinstance(saved, dict) and isinstance(current, dict)):
+        if saved != current:
+            yield key, saved, current
+        return
+    known = usual if isinstance(usual, dict) else {}
+    for name, value in current.items():
+        was = saved[name] if name in saved else known.get(name)
+        yield from _unlike(f"{key}.{name}", was, value, known.get(name))
+
+
+def _misfit(differences: Iterable[Difference], data: _DataThen) -> Difference | None:
+    """Return the first difference that forbids resuming, or None."""
+    for key, was, now in differences:
+        if key in PLACES and data.fits(key):
+            continue
+        # With a rate of 0 a router ignores its bias, and so would drop what it has learnt.
+        drops_biases = key == "model.moe.bias_update_rate" and was and not now
+        if is_fixed(key) or drops_biases:
+            return key, was, now
+    return None
+
+
+def checkpoint_to_resume(run: Run, record: Callable[[], Record]) -> tuple[Path | None, str | None]:
+    """Return the checkpoint that `resume` asks for (None: start anew), and a line on those skipped.
+
+    `record` returns the record of the present data. Without a run_dir, resume=auto looks through
+    all runs and skips newer checkpoints that this configuration cannot resume. Writes nothing.
+    Raises ConfigError for a path without a checkpoint.
+    """
+    if run.resume is None:
+        return None, None
+    if run.resume != "auto":
+        return checkpoint_at(Path(run.resume), "resume"), None
+    if run.run_dir:
+        return newest_checkpoint(Path(run.run_dir)), None
+    return _newest_that_fits(run, record)
+
+
+def checkpoint_at(path: Path, key: str) -> Path:
+    """Return the checkpoint at a path, or the newest of the run there.
+
+    Raises ConfigError under this key.
+    """
+    try:
+        exists = (path / MANIFEST).exists() or path.exists()
+    except OSError as error:
+        raise ConfigError(key, path, f"cannot be read: {error.strerror}") from error
+    if path.name.startswith("step-") and path.is_dir():
+        return path
+    newest = newest_checkpoint(path.parent if path.name == CHECKPOINTS else path)
+    if newest is None:
+        known = sorted(str(folder) for folder in RUNS.glob("*") if newest_checkpoint(folder))
+        beside = [str(each) for each in path.parent.glob("*") if holds_weights(each)]
+        rule = "holds no complete checkpoint" if exists else "does not exist"
+        if (path / CONFIG_JSON).is_file():
+            rule = "is the folder of a Hugging Face model, not a run or checkpoint"
+        elif path.is_file():
+            rule = "is a file, and a checkpoint is a folder"
+            known = [str(path.parent)] if (path.parent / MANIFEST).exists() else known
+        guess = nearest(str(path), [*beside, *known])
+        last = f"the last run with a checkpoint is {known[-1]}" if known and not guess else None
+        raise ConfigError(key, path, rule, guess=guess, advice=last)
+    return newest
+
+
+def holds_weights(folder: Path) -> bool:
+    """True if a folder is a checkpoint, or a run folder with one."""
+    return (folder / MANIFEST).is_file() or newest_checkpoint(folder) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """Newest checkpoint of a run with its recorded time, configuration and data."""
+
+    checkpoint: Path
+    time: float  # of saving, seconds since 1970
+    config: dict[str, Any] | None  # None if unreadable
+    data: Record | None = None  # None if not recorded
+
+
+def _newest_that_fits(run: Run, record: Callable[[], Record]) -> tuple[Path | None, str | None]:
+    """Return the most recent of all runs' newest checkpoints that this configuration can resume.
+
+    Also returns a line on the most recent one skipped, and why. A broken checkpoint is chosen if
+    its run's configuration fits or is unreadable: loading it reports what is wrong.
+    """
+    newest = [found for folder in RUNS.glob("*") if (found := newest_checkpoint(folder))]
+    passed: list[tuple[Path, Difference]] = []
+    current = plain(asdict(run))
+    for saved in sorted(map(_recorded, newest), key=lambda saved: saved.time, reverse=True):
+        data = _DataThen(saved.data, run, record)
+        # without a readable configuration nothing speaks against it; loading decides
+        misfit = saved.config and _misfit(_differences(saved.config, current), data)
+        if not misfit:
+            return saved.checkpoint, _passed_over(passed)
+        passed.append((saved.checkpoint, misfit))
+    return None, _passed_over(passed)
+
+
+def _recorded(checkpoint: Path) -> _Saved:
+    try:
+        manifest = parse_manifest(checkpoint)
+    except ConfigError:
+        config = _config_of(checkpoint.parent.parent)
+        return _Saved(checkpoint, checkpoint.stat().st_mtime, config)
+    # Older manifests have no time of saving.
+    time = manifest["time"] if "time" in manifest else checkpoint.stat().st_mtime
+    return _Saved(checkpoint, time, manifest["config"], data=manifest.get("data"))
+
+
+@ctrl_c_held_back()
+def _config_of(run_dir: Path) -> Any | None:
+    try:
+        config = OmegaConf.to_container(OmegaConf.load(run_dir / CONFIG))
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException):
+        return None
+    if not isinstance(config, dict):
+        return None
+    config, _ = with_new_names(config, saved=True)
+    return config if all(isinstance(config.get(name), dict) for name in SECTIONS) else None
+
+
+def _passed_over(passed: list[tuple[Path, Difference]]) -> str | None:
+    if not passed:
+        return None
+    checkpoint, (key, *values) = passed[0]
+    there, here = ("{…}" if isinstance(value, dict) else value for value in values)
+    others = f"; and {len(passed) - 1} more" if len(passed) > 1 else ""
+    return f"{checkpoint}: {key}={there} there, {here} here{others}"

@@ -1,0 +1,308 @@
+"""Settle a run's start before it writes anything: device, folder, checkpoint, data."""
+
+from __future__ import annotations
+
+import filecmp
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from app.choices import Device
+from app.config import Run
+from app.data.feed import DataSplit
+from app.data.load import load_data, prepare
+from app.data.prepared import left_out
+from app.data.sources import Record, Sources, difference, differing_option, find_sources, identity
+from app.data.tokenizer import BYTES, Tokenizer, load_tokenizer, vocabulary
+from app.engine.checkpoint.load import IMPORTED
+from app.engine.files.checkpoints import newest_checkpoint, read_manifest
+from app.engine.files.run_folder import RUNS, FolderLock, check_place, choose_folder, has_ended
+from app.engine.ranks.agreement import all_succeed, rank_zero_says
+from app.engine.ranks.dtypes import DTYPES
+from app.engine.ranks.groups import Groups
+from app.engine.start.kept_tokenizer import changed_end, kept_end, recorded_end
+from app.engine.start.resume import allowed_changes, checkpoint_to_resume
+from app.errors import ConfigError, typed, warn
+from app.hf.families import differences
+from app.hf.file_names import SENTENCEPIECE, TOKENIZER
+from app.hf.hub import PRETRAINED, commit_of, config_folder, model_folder
+from app.hf.pretrained import Pretrained
+
+INIT_FROM = "model.init_from"
+
+
+def usable_gpus(run: Run) -> int:
+    """Return the number of GPUs of this host that the run may use; 0 means CPU.
+
+    Raises ConfigError for train.device=cuda without a GPU.
+    """
+    found = torch.cuda.device_count() if run.train.device is not Device.cpu else 0
+    if run.train.device is Device.cuda and not found:
+        raise ConfigError(
+            "train.device", run.train.device, "this host has no usable GPU", nearest=("auto", "cpu")
+        )
+    return found
+
+
+def choose_device(run: Run, local_rank: int) -> torch.device:
+    """Return the device of a local rank. Raises ConfigError for more processes than GPUs."""
+    gpus = usable_gpus(run)
+    if gpus and local_rank >= gpus:
+        rule = f"process {local_rank} of a host with {gpus} GPUs"
+        advice = f"start {gpus} processes per host"
+        raise ConfigError("train.device", run.train.device, rule, advice=advice)
+    return torch.device("cuda", local_rank) if gpus else torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Folder of a run, and the checkpoint that it resumes."""
+
+    run_dir: Path | None  # None for a new folder
+    checkpoint: Path | None = None
+    manifest: dict[str, Any] | None = None  # of the checkpoint
+    changes: tuple[str, ...] = ()  # settings and data that differ from the checkpoint's, as text
+    passed_over: str | None = None  # newer checkpoint that does not fit, with the reason
+
+
+def find_start(
+    run: Run, earlier: Path | None = None, sources: Callable[[], Sources] | None = None
+) -> Start:
+    """Find folder and checkpoint of a run; writes nothing.
+
+    `earlier` is the folder of an earlier attempt at this run. The run then resumes there, from the
+    newest checkpoint in it, or without one from where that attempt started. `sources` reads the
+    list of data, which is needed if a checkpoint has a record of its data.
+
+    Raises ConfigError for a folder that cannot be written, and for a checkpoint that is broken or
+    does not fit.
+    """
+    if earlier is not None:
+        resume = "auto" if newest_checkpoint(earlier) else run.resume
+        run = replace(run, run_dir=str(earlier), resume=resume)
+    check_place(Path(run.run_dir) if run.run_dir else RUNS)
+    look = sources or look_once(run)
+    record = cache(lambda: look().record())
+    checkpoint, passed_over = checkpoint_to_resume(run, record)
+    run_dir = choose_folder(run, checkpoint, ours=earlier is not None)
+    if checkpoint is None:
+        return Start(run_dir, passed_over=passed_over)
+    manifest = read_manifest(checkpoint)
+    changes = allowed_changes(checkpoint, manifest, run, record=record)
+    if IMPORTED in manifest:
+        folder = checkpoint.parent.parent
+        check_own_tokenizer(run, folder / PRETRAINED, name=str(folder))
+    elif (change := changed_end(manifest, run.data.tokenizer)) is not None:
+        changes = (*changes, change)
+    if earlier is None:  # a restart of a finished run may only have its end left to do
+        _check_steps_left(run, checkpoint, manifest["step"], run_dir=run_dir)
+    return Start(run_dir, checkpoint, manifest, changes=changes, passed_over=passed_over)
+
+
+def _check_steps_left(run: Run, checkpoint: Path, taken: int, run_dir: Path | None) -> None:
+    """Raise ConfigError if nothing is left to do after a checkpoint.
+
+    A run that died between its last step and its end still has the end to do.
+    """
+    saved_in = checkpoint.parent.parent
+    resumes = run_dir is not None and run_dir.resolve() == saved_in.resolve()
+    lacks_end = resumes and taken == run.train.steps and not has_ended(saved_in)
+    if taken >= run.train.steps and not lacks_end:
+        rule = f"the checkpoint {checkpoint} has already taken {taken}"
+        raise ConfigError("train.steps", run.train.steps, rule, nearest=taken + 1)
+
+
+def claim_start(
+    run: Run,
+    earlier: Path | None,
+    lock: FolderLock,
+    sources: Callable[[], Sources] | None = None,
+) -> Start:
+    """Run `find_start`, and lock the folder before data and engine are loaded."""
+    start = find_start(run, earlier, sources)
+    lock.claim(start.run_dir)
+    return start
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Tokenizer and data of a run."""
+
+    tokenizer: Tokenizer
+    train: DataSplit
+    validation: DataSplit
+    record: Record | None = None  # data record for checkpoints; None except on local rank 0
+
+
+def check_own_tokenizer(run: Run, folder: Path, name: str) -> None:
+    """Raise ConfigError if the run's tokenizer does not match that of its initial model.
+
+    The model is `name`, its tokenizer is in `folder`. The run's tokenizer may have additional
+    tokens, up to the size of the embedding.
+    """
+    own, typed_in = folder / TOKENIZER, run.data.tokenizer
+
+    def refusal(rule: str) -> ConfigError:
+        return ConfigError("data.tokenizer", typed_in, rule, nearest=str(own))
+
+    if not own.is_file():
+        if typed_in == BYTES and (folder / SENTENCEPIECE).is_file():
+            rule = f"{name} has a tokenizer of its own, but no {TOKENIZER}, which is read here"
+            advice = "AutoTokenizer of transformers saves one"
+            raise ConfigError("data.tokenizer", typed_in, rule, advice=advice)
+        return
+    if typed_in == BYTES:
+        raise refusal(f"{name} was trained with a tokenizer of its own")
+    if not Path(typed_in).is_file() or filecmp.cmp(typed_in, own, shallow=False):
+        return
+    ids = vocabulary(Path(typed_in))
+    for token, number in sorted(vocabulary(own).items(), key=lambda entry: entry[1]):
+        if ids.get(token) != number:
+            rule = f"{name} has been trained with {number} for {token!r}, which is {ids.get(token)}"
+            raise refusal(rule)
+    if max(ids.values()) >= run.model.vocab_size:
+        raise refusal(f"has {max(ids.values()) + 1} ids, and {name} has {run.model.vocab_size}")
+
+
+def check_tokenizer(run: Run, manifest: Mapping[str, Any] | None = None) -> Tokenizer:
+    """Load the tokenizer, and check it against the model's vocabulary.
+
+    For a run with model.init_from, whose files are present, it must match the initial model's.
+    `manifest` is that of the checkpoint resumed or used, whose end-of-document token is kept; None
+    without a checkpoint. Raises ConfigError.
+    """
+    if (name := run.model.init_from) is not None:
+        check_own_tokenizer(run, config_folder(name, INIT_FROM, asks=False), name)
+    spec = run.data.tokenizer
+    tokenizer = load_tokenizer(spec, kept_end(manifest, spec))
+    if tokenizer.vocab_size > run.model.vocab_size:
+        rule = f"data.tokenizer={spec} has {tokenizer.vocab_size} ids"
+        raise ConfigError(
+            "model.vocab_size",
+            run.model.vocab_size,
+            rule,
+            nearest=-(-tokenizer.vocab_size // 8) * 8,
+        )
+    return tokenizer
+
+
+def look_once(run: Run) -> Callable[[], Sources]:
+    """Return a function that finds the data sources at its first call, and caches them."""
+    return cache(lambda: find_sources(run.data))
+
+
+def load_all_data(
+    run: Run,
+    groups: Groups,
+    local_rank: int,
+    sources: Callable[[], Sources] | None = None,
+    *,
+    manifest: Mapping[str, Any] | None = None,
+) -> Data:
+    """Load the tokenizer and both splits; the first process of each host prepares the cache.
+
+    All processes of the host map that cache. `manifest` is that of the checkpoint that the run
+    resumes, if any. Raises ConfigError, the same on every rank.
+    """
+    leads = local_rank == 0
+    look = sources or look_once(run)
+    tokenizer = all_succeed(groups, lambda: check_tokenizer(run, manifest))
+    folder = all_succeed(
+        groups, lambda: prepare(run.data, tokenizer, look(), say=warn) if leads else None
+    )
+    record = {**look().record(), **recorded_end(tokenizer)} if leads else None
+    if groups.rank == 0 and folder is not None and (line := left_out(folder, look())):
+        warn(line)
+    folder = _agreed(run, groups, record, folder=folder)
+    length = run.train.seq_len
+    seed = run.train.seed
+    train, validation = all_succeed(
+        groups, lambda: load_data(run.data, length, seed, tokenizer=tokenizer, prepared=folder)
+    )
+    return Data(tokenizer, train, validation, record=record)
+
+
+def _agreed(run: Run, groups: Groups, record: Record | None, *, folder: Path | None) -> Path | None:
+    """Return this host's prepared corpus. Raises ConfigError if hosts have different data."""
+    # Compare checksums first, and lists of files only if these differ: a list may have thousands
+    # of names per host.
+    mine = (socket.gethostname(), identity(record) if record else None, folder)
+    found: list[tuple[str, Any, Path | None]] = [("", None, None)] * groups.host.size()
+    dist.all_gather_object(found, mine, group=groups.host)
+    if any(other not in (None, found[0][1]) for _, other, _ in found):
+        first = rank_zero_says(groups, lambda: record)
+        all_succeed(groups, lambda: _check_same(run, groups.rank, first, record=record))
+    return folder or next((path for host, _, path in found if path and host == mine[0]), None)
+
+
+def _check_same(run: Run, rank: int, first: Record | None, *, record: Record | None) -> None:
+    """Raise ConfigError if the data of `record` differ from those of rank 0."""
+    if first and record and (what := difference(first, record)):
+        rule = f"rank {rank} on {socket.gethostname()} finds other data than rank 0: {what}"
+        raise ConfigError(*differing_option(run.data, first, record), rule)
+
+
+def open_pretrained(run: Run, groups: Groups, local_rank: int) -> Pretrained:
+    """Open the initial model of a new run.
+
+    Rank 0 downloads it from the hub, then the first process of each other host the same commit;
+    all ranks then read the files on their host. Raises ConfigError, the same on every rank.
+    """
+    name = str(run.model.init_from)
+    commit = rank_zero_says(groups, lambda: commit_of(model_folder(name, INIT_FROM)))
+    if commit is not None:
+        asks = local_rank == 0 and groups.rank > 0
+        all_succeed(groups, lambda: model_folder(name, INIT_FROM, commit) if asks else None)
+    found = all_succeed(groups, lambda: find_pretrained(run, commit, asks=False))
+    dtype = run.precision.params
+    if groups.rank == 0 and (left_out := found.left_out()):
+        warn(f"{INIT_FROM}={name}: {left_out}")
+    if groups.rank == 0 and (finer := found.finer(DTYPES[dtype])):
+        rounded = f"computed with in precision.params={dtype.value}; the optimizer keeps their bits"
+        warn(f"{INIT_FROM}={name}: {finer}, and {rounded}")
+    return found
+
+
+def find_pretrained(run: Run, commit: str | None = None, asks: bool = True) -> Pretrained:
+    """Open the initial model of a run, all of whose files are present.
+
+    `commit` and `asks` are those of `model_folder`. Raises ConfigError.
+    """
+    name = str(run.model.init_from)
+    folder = model_folder(name, INIT_FROM, commit, asks=asks)
+    found = Pretrained(folder, INIT_FROM)
+    for field, ours, theirs in differences(run.model, found.model):
+        rule = f"has model.{field}={typed(theirs)} now, and had {typed(ours)} when the run began"
+        raise ConfigError(INIT_FROM, name, rule, advice="start it again")
+    return found
+
+
+def preflight(run: Run, earlier: Path | None) -> None:
+    """Find every mistake that one process can find before it starts others. Raises ConfigError."""
+    sources = look_once(run)
+    with FolderLock() as lock:
+        start = claim_start(run, earlier, lock, sources=sources)
+    if run.model.init_from is not None and start.checkpoint is None:
+        find_pretrained(run)
+    check_data(run, sources, start.manifest)
+
+
+def check_data(
+    run: Run,
+    sources: Callable[[], Sources] | None = None,
+    manifest: Mapping[str, Any] | None = None,
+) -> None:
+    """Read all data that the run needs, and prepare them if they are not yet.
+
+    `manifest` is that of `load_all_data`. Raises ConfigError.
+    """
+    look = sources or look_once(run)
+    tokenizer = check_tokenizer(run, manifest)
+    prepared = prepare(run.data, tokenizer, look(), say=warn)
+    load_data(run.data, run.train.seq_len, run.train.seed, tokenizer=tokenizer, prepared=prepared)

@@ -1,0 +1,316 @@
+"""Building blocks of the transformer: RMSNorm, rotary positions, SwiGLU.
+
+Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them between
+matrices, K tokens of a whole sequence, N heads, H head width, D hidden; G key/value heads of this
+rank, P query heads for each, F = G·(P + 2)·H; R = B × S numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from app.choices import Recompute
+from app.collectives import all_reduce
+from app.config.attention import Llama3RopeConfig, Rope
+from app.kernels.common import usable
+from app.kernels.rms_norm import rms_norm, rms_norm_beside
+from app.kernels.swiglu import swiglu as swiglu_kernel
+from app.model.layers.attend import BY_TORCH, Attend
+from app.model.layers.layer_groups import ALONE, LayerGroups
+from app.model.layers.linear import ColumnParallelLinear, RowParallelLinear
+from app.model.layers.ready import ReadyRows, swiglu_fp8
+from app.model.layers.recompute import Recomputation
+from app.model.layers.weight_grads import WeightGradSink, take_partial
+from app.plan.model.mlp import MlpWeights
+from app.plan.model.norm import NormWeights
+
+HEADS = (-3, -2, -1)  # dimensions of a token's heads, in queries and keys
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight over the last dimension (Zhang & Sennrich 2019), computed in fp32.
+
+    If a kernel computes it and a sink is given, the weight gradient goes to the sink.
+    """
+
+    def __init__(self, weights: NormWeights, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(weights.weight.shape))
+        self.eps = eps
+
+    def forward(self, x: Tensor, sink: WeightGradSink | None = None) -> Tensor:
+        """Normalise the last dimension; keeps shape and dtype."""
+        if usable(x, self.weight):
+            return rms_norm(x, self.weight, self.eps, take_partial(self.weight, sink))
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def beside(
+        self, x: Tensor, recompute: Recomputation, sink: WeightGradSink | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return (x, norm(x)): `x` for the residual connection, and a norm that may be recomputed.
+
+        The fused backward, if a kernel is available, adds the residual's gradient.
+        """
+        if usable(x, self.weight):
+            take = take_partial(self.weight, sink)
+            beside, out = rms_norm_beside(x, self.weight, self.eps, take)
+        else:
+            beside, out = x, F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if recompute.recomputes(Recompute.norm):
+            recompute.discard_output(Recompute.norm, out, self, x)
+        return beside, out
+
+
+class WholeNorm(nn.Module):
+    """Weight of an RMSNorm over all query or all key heads; a rank holds the part of its own
+    heads.
+    """
+
+    def __init__(self, weights: NormWeights, layer_groups: LayerGroups) -> None:
+        super().__init__()
+        self.width = weights.weight.numel  # over all ranks
+        self.weight = nn.Parameter(torch.empty(layer_groups.coords.shape(weights.weight)))
+
+
+def norm_all_heads(
+    qkv_BSF: Tensor,
+    query: WholeNorm,
+    key: WholeNorm,
+    *,
+    num_kv_heads: int,
+    eps: float,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """Return `qkv_BSF` with queries and keys normalised over all heads; values are unchanged.
+
+    RMSNorm over all query heads together, and over all key heads (OLMoE). `qkv_BSF` holds, per
+    key/value head, its query heads, its key, its value. `group` has the ranks with the other heads;
+    it all-reduces two fp32 sums of squares per token, and two numbers in backward. Saves `qkv_BSF`.
+    """
+    queries, keys = query.weight.numel(), key.weight.numel()
+    shape = (num_kv_heads, queries // keys, keys // num_kv_heads)
+    out_BSF: Tensor = _NormAllHeads.apply(
+        qkv_BSF, query.weight, key.weight, shape, (query.width, key.width), eps, group
+    )
+    return out_BSF
+
+
+def _parts(qkv_BSF: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return views of queries B × S × G × P × H, keys and values B × S × G × 1 × H."""
+    groups, queries, width = shape
+    grouped = qkv_BSF.unflatten(-1, (groups, queries + 2, width))
+    q, k, v = grouped.split((queries, 1, 1), dim=3)
+    return q, k, v
+
+
+class _NormAllHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv_BSF: Tensor,
+        query_F: Tensor,
+        key_F: Tensor,
+        shape: tuple[int, int, int],
+        widths: tuple[int, int],
+        eps: float,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        q, k, v = _parts(qkv_BSF, shape)
+        squares_2R = torch.stack(
+            [torch.linalg.vector_norm(x, dim=HEADS, dtype=torch.float32).square() for x in (q, k)]
+        )
+        if group is not None:
+            all_reduce(squares_2R, group)
+        for squares_R, width in zip(squares_2R, widths, strict=True):
+            squares_R.div_(width).add_(eps).rsqrt_()
+        ctx.save_for_backward(qkv_BSF, query_F, key_F, squares_2R)
+        ctx.shape, ctx.widths, ctx.group = shape, widths, group
+        out_BSF = torch.empty_like(qkv_BSF)
+        *normed, same = _parts(out_BSF, shape)
+        same.copy_(v)
+        for x, weight, factor_R, out in zip(
+            (q, k), (query_F, key_F), squares_2R, normed, strict=True
+        ):
+            out.copy_(x * factor_R[..., None, None, None])
+            out.mul_(weight.view(x.shape[2:]))
+        return out_BSF
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSF: Tensor) -> tuple[Tensor | None, ...]:
+        qkv_BSF, query_F, key_F, factors_2R = ctx.saved_tensors
+        parts, grads = _parts(qkv_BSF, ctx.shape), _parts(grad_BSF, ctx.shape)
+        made_BSF = torch.empty_like(qkv_BSF)
+        made = _parts(made_BSF, ctx.shape)
+        made[2].copy_(grads[2])
+        dots_2R = torch.empty_like(factors_2R)
+        weight_grads = []
+        for number, weight in enumerate((query_F, key_F)):
+            x, grad = parts[number], grads[number]
+            gemm = grad.float() * x
+            heads = weight.view(x.shape[2:]).float()
+            torch.sum(gemm * heads, dim=HEADS, out=dots_2R[number])
+            gemm *= factors_2R[number][..., None, None, None]
+            weight_grads.append(gemm.sum((0, 1)).flatten().to(weight.dtype))
+        if ctx.group is not None:
+            all_reduce(dots_2R, ctx.group)
+        for number, weight in enumerate((query_F, key_F)):
+            x, grad, factor_R = parts[number], grads[number], factors_2R[number]
+            found = grad.float() * weight.view(x.shape[2:])
+            slope_R = factor_R.square() * dots_2R[number] / ctx.widths[number]
+            found -= x * slope_R[..., None, None, None]
+            found *= factor_R[..., None, None, None]
+            made[number].copy_(found)
+        return made_BSF, *weight_grads, None, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Inputs that all layers of a chunk share for one microbatch."""
+
+    cos_BS1H: Tensor  # fp32; B may be 1
+    sin_BS1H: Tensor
+    mask_B1SK: Tensor | None  # True where a query may attend to a key; None means causal
+    attend: Attend = BY_TORCH  # implementation of softmax attention
+    sink: WeightGradSink | None = None  # takes weight gradients; None leaves them to autograd
+    recompute: Recomputation = field(default_factory=Recomputation)  # parts to recompute
+
+
+def layer_context(
+    positions_BS: Tensor,
+    mask_B1SK: Tensor | None,
+    rope: Rope,
+    attend: Attend = BY_TORCH,
+    sink: WeightGradSink | None = None,
+    recompute: Recomputation | None = None,
+) -> Context:
+    """Build the mask and rotary tables (Su et al. 2021, two halves of a head) of a microbatch."""
+    frequencies_H = _frequencies(rope, positions_BS.device)
+    angles_BSH = (positions_BS[..., None].float() * frequencies_H).repeat(1, 1, 2)
+    cos_BSH, sin_BSH = angles_BSH.cos(), angles_BSH.sin()
+    if rope.yarn is not None:
+        growth = rope.yarn.growth(rope.yarn.mscale) / rope.yarn.growth(rope.yarn.mscale_all_dim)
+        cos_BSH, sin_BSH = cos_BSH * growth, sin_BSH * growth
+    return Context(
+        cos_BSH[:, :, None],
+        sin_BSH[:, :, None],
+        mask_B1SK,
+        attend=attend,
+        sink=sink,
+        recompute=recompute or Recomputation(),
+    )
+
+
+def _frequencies(rope: Rope, device: torch.device) -> Tensor:
+    """Return the rotary frequency of each pair of values, radians per token: fp32 [width / 2].
+
+    YaRN divides low frequencies by its factor, keeps high ones, and interpolates between the pairs
+    that make `beta_fast` and `beta_slow` turns over the original length. Llama 3.1 interpolates by
+    the number of turns itself.
+    """
+    even = torch.arange(0, rope.width, 2, device=device, dtype=torch.float32)
+    exponent = even / rope.width
+    plain_H: Tensor = rope.theta**-exponent
+    yarn = rope.yarn
+    if rope.llama3 is not None:
+        return _mixed(plain_H, rope.llama3)
+    if yarn is None:
+        return plain_H
+
+    def pair(turns: float) -> float:
+        """Return the (fractional) index of the pair that makes this many turns; 0 is the
+        fastest.
+        """
+        length = yarn.original_length / (2 * math.pi * turns)
+        return rope.width * math.log(length) / (2 * math.log(rope.theta))
+
+    first = max(math.floor(pair(yarn.beta_fast)), 0)
+    last = min(math.ceil(pair(yarn.beta_slow)), rope.width - 1)
+    # `last` may be below `first` where the base is small: then all pairs are slow, as in
+    # `transformers`.
+    slow_H = ((even / 2 - first) / (last - first or 0.001)).clamp(0, 1)
+    mixed_H: Tensor = plain_H * (1 - slow_H) + plain_H / yarn.factor * slow_H
+    return mixed_H
+
+
+def _mixed(plain_H: Tensor, llama3: Llama3RopeConfig) -> Tensor:
+    """Return Llama 3.1's interpolated frequencies."""
+    turns_H = plain_H * (llama3.original_length / (2 * math.pi))
+    kept_H = (turns_H - llama3.low_turns) / (llama3.high_turns - llama3.low_turns)
+    kept_H = kept_H.clamp(0, 1)
+    mixed_H: Tensor = plain_H * kept_H + plain_H / llama3.factor * (1 - kept_H)
+    return mixed_H
+
+
+def interleaved_to_halves(x: Tensor) -> Tensor:
+    """Reorder the last dimension to 0, 2, 4, …, 1, 3, 5, …
+
+    Neighbouring pairs become pairs across two halves, the layout that `rotate` takes.
+    """
+    halves: Tensor = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return halves
+
+
+def document_mask(documents_BK: Tensor, places_S: Tensor) -> Tensor:
+    """Return the bool mask B × 1 × S × K: causal, and every query stays within its document."""
+    keys_K = torch.arange(documents_BK.shape[1], device=documents_BK.device)
+    same_BSK = documents_BK[:, places_S, None] == documents_BK[:, None, :]
+    return (same_BSK & (keys_K <= places_S[:, None]))[:, None]
+
+
+def rotate(x_BSNH: Tensor, context: Context) -> Tensor:
+    """Apply rotary positions to every head."""
+    half = x_BSNH.shape[-1] // 2
+    rotated = torch.cat((-x_BSNH[..., half:], x_BSNH[..., :half]), dim=-1)
+    return (x_BSNH * context.cos_BS1H + rotated * context.sin_BS1H).to(x_BSNH.dtype)
+
+
+class Mlp(nn.Module):
+    """SwiGLU of a dense layer or shared expert: silu(x·gate) · (x·up) · down (Shazeer 2020).
+
+    The first half of `w_up` is the gate; with tensor parallelism, this rank's part of it.
+    """
+
+    def __init__(self, weights: MlpWeights, layer_groups: LayerGroups = ALONE) -> None:
+        super().__init__()
+        self.w_up = ColumnParallelLinear(weights.w_up, layer_groups)
+        self.w_down = RowParallelLinear(weights.w_down, layer_groups)
+
+    def forward(
+        self,
+        x_BsD: Tensor,
+        sink: WeightGradSink | None = None,
+        recompute: Recomputation | None = None,
+    ) -> Tensor:
+        """Map B × s × D -> B × s × D; `recompute` may discard the activation and recompute it in
+        backward.
+        """
+        both = self.w_up.forward(x_BsD, sink)
+        act = (
+            swiglu(both)
+            if recompute is None
+            else recompute.checkpoint_and_discard(Recompute.mlp_act, swiglu, both)
+        )
+        return self.w_down.forward(act, sink)
+
+
+def swiglu(both: Tensor, used: Tensor | None = None, ready: ReadyRows | None = None) -> Tensor:
+    """Return silu(gate) · up of the two halves of the last dimension.
+
+    Only the first `used` rows (int32 [1], on the device) need to be computed. A kernel also writes
+    them to `ready` in FP8 for the next GEMM, except when only backward will read them.
+    """
+    if usable(both):
+        if ready is not None and used is not None and torch.is_grad_enabled():
+            return swiglu_fp8(both, used, ready)
+        return swiglu_kernel(both, used)
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate) * up
