@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -270,3 +271,11 @@ def nearest_model(word: str, known: Sequence[str]) -> str | None:
         return "".join(filter(str.isdigit, name)), len(re.split("[-_]", name))
 
     return nearest(word, [name for name in known if kind(name) == kind(word)])
+
+
+# exit code 65: non-finite numbers, which a restart would only repeat
+DIVERGED = os.EX_DATAERR
+
+
+class Diverged(Exception):
+    """End of training for a reason of its own, as non-finite numbers; the text names the step."""

@@ -29,12 +29,13 @@ from transformers import (
 
 from app.cli.options.compose import load_overrides
 from app.config import ModelConfig, Run
-from app.engine.build import Engine, build_engine
+from app.engine.build import build_engine
 from app.engine.capture.recorder import CudaRecorder, Recorder
 from app.engine.decoding.decoder import Decoder
 from app.engine.decoding.trained import without_gradients
 from app.engine.ranks.dtypes import DTYPES
 from app.engine.ranks.groups import create_groups, process_world
+from app.engine.step.engine import Engine
 from app.planner.plan import Plan
 
 Call = Callable[[], object]

@@ -20,12 +20,13 @@ from torch import Tensor
 from app.choices import Fp8Recipe
 from app.cli.options.compose import load_overrides
 from app.config import Run
-from app.engine.build import Engine, build_engine
+from app.engine.build import build_engine
 from app.engine.fp8 import arithmetic_maker
 from app.engine.ranks.groups import create_groups, process_world
 from app.engine.report.metrics import Stopwatch
 from app.engine.run.trainer import Trainer
 from app.engine.start.start import choose_device, find_start, load_all_data
+from app.engine.step.engine import Engine
 from app.model.fp8.delayed import EACH, GRAD, INPUT, WEIGHT
 from app.model.layers.quantised import Fp8Arithmetic, Quantised
 from app.planner.plan import Plan

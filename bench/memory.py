@@ -27,8 +27,9 @@ from app.cli.options.compose import load_overrides
 from app.cli.processes.launcher import Launch
 from app.config import Run
 from app.data.feed import Batch
-from app.engine.build import Engine, build_engine
+from app.engine.build import build_engine
 from app.engine.ranks.groups import create_groups, process_world
+from app.engine.step.engine import Engine
 from app.engine.step.step import TrainingStep
 from app.plan.memory.overheads import MIB
 from app.plan.memory.rank_memory import OUTSIDE, RankMemory

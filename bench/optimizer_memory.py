@@ -26,8 +26,9 @@ from torch import Tensor
 
 from app.cli.options.compose import load_overrides
 from app.config import Run
-from app.engine.build import Engine, build_engine
+from app.engine.build import build_engine
 from app.engine.ranks.groups import create_groups, process_world
+from app.engine.step.engine import Engine
 from app.kernels.adamw import update_rates
 from app.optim.adam import AdamShard
 from app.plan.memory.rank_memory import bytes_per_parameter

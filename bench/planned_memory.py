@@ -26,7 +26,8 @@ from planned_times import (
     recorded,
 )
 
-from app.planner.plan import GIB, Plan
+from app.plan.formatting import GIB
+from app.planner.plan import Plan
 
 MEASURED = ("peak_gib", "alloc_gib", "memory_peak_gib")  # keys of files of results
 TODAY, THEN = "today", "then"

@@ -37,11 +37,11 @@ from app.cli.options.compose import load_overrides
 from app.cli.processes.launcher import Launch
 from app.collectives import all_reduce
 from app.config import Run
-from app.engine.build import Engine, build_engine
+from app.engine.build import build_engine
 from app.engine.capture.facts import GraphFacts
 from app.engine.ranks.groups import create_groups, process_world
-from app.engine.report.metrics import StepFacts
-from app.engine.step.step import TrainingStep
+from app.engine.step.engine import Engine
+from app.engine.step.step import StepFacts, TrainingStep
 from app.moe import phases
 from app.plan.cost.flops import flops_per_token
 from app.planner.plan import Plan

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from app.config import Run
-from app.engine.build import Engine
 from app.engine.checkpoint.load import Progress
 from app.engine.checkpoint.save import current_state, write_checkpoint
 from app.engine.files.checkpoints import check_contents, read_manifest
+from app.engine.step.engine import Engine
 from app.errors import warn
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from app.config import Run
-from app.engine.build import Engine, build_engine
+from app.engine.build import build_engine
 from app.engine.ranks.groups import create_groups
+from app.engine.step.engine import Engine
 from app.planner.plan import Plan
 from tests.distributed import run_distributed
 from tests.rounding import Values, expect_alike, in_fp64

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from app.config import MLAConfig, ModelConfig, MoEConfig, OptimConfig, Run, TrainConfig, YarnConfig
 from app.data.feed import Batch
-from app.engine.build import Engine, build_engine
+from app.engine.build import build_engine
 from app.engine.ranks.groups import create_groups
+from app.engine.step.engine import Engine
 from app.engine.step.step import TrainingStep
 from app.plan.sharding.reshard import Slice
 from app.planner.plan import Plan

@@ -16,8 +16,8 @@ from app.plan.cost.flops import ParameterCount
 from app.plan.memory.overheads import CUDA_CONTEXT
 from app.plan.memory.rank_memory import bytes_per_parameter
 from app.plan.parts.dispatcher import run_dispatcher, without_waits
+from app.plan.select import select_stages
 from app.plan.stages import spelled_layout
-from app.planner.select import select_stages
 
 Values = dict[str, Value]  # dotted key -> value
 

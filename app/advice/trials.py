@@ -10,8 +10,8 @@ from app.config import Run
 from app.plan.actions import Action
 from app.plan.memory.rank_memory import plan_memory
 from app.plan.pipeline.known import KnownSchedules
+from app.plan.select import select_graphs
 from app.planner.plan import Plan
-from app.planner.select import select_graphs
 
 LOWERING = 4  # cost of lowering a list, in replays of that list
 # times pp microbatches: from there on no schedule but gpipe has more of them in flight, and each

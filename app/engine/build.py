@@ -5,30 +5,25 @@ Shapes: B sequences, s tokens per sequence of this rank, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from app.choices import AttentionBackendKind, GraphImpl
 from app.config import ModelConfig, Run
-from app.engine.capture.partial import PartialGraphs
 from app.engine.capture.recorder import CudaRecorder, Recorder
 from app.engine.capture.stand_in import HostRecorder
-from app.engine.capture.transformer_engine import GraphsByTransformerEngine, graphed_callables
-from app.engine.dispatchers import build_dispatcher, build_paged_buffer
+from app.engine.capture.transformer_engine import graphed_callables
+from app.engine.dispatchers import build_dispatcher
 from app.engine.fast_paths import check_capturable
 from app.engine.fp8 import build_fp8
 from app.engine.ranks.agreement import all_succeed
 from app.engine.ranks.dtypes import DTYPES
 from app.engine.ranks.groups import Groups
-from app.engine.step.executor import ForwardBackward, execute
-from app.engine.step.in_flight import RankStages
+from app.engine.step.engine import Engine
 from app.engine.step.transport import Transport
 from app.engine.watchdog.watchdog import Watchdog
 from app.hf.chunks import fill_chunks, fill_main_params
@@ -36,103 +31,19 @@ from app.hf.pretrained import Pretrained
 from app.model.attention.chosen import library_attention
 from app.model.block import DenseBody, Layer
 from app.model.chunk import Chunk
-from app.model.fp8.linear import Fp8Layers
 from app.model.init import init_weights
 from app.model.layers.attend import Attend, TorchAttention
 from app.model.layers.layer_groups import LayerGroups
-from app.moe.clones.cloning import CLONE_SUMS, Cloning
+from app.moe.dispatch.paged_buffer import build_paged_buffer
 from app.moe.dispatch.static import StaticDispatcher
-from app.moe.phases import MoEBody, Router
+from app.moe.phases import MoEBody
 from app.moe.protocol import Dispatcher
 from app.optim.buffers import ParamSpec
 from app.optim.distributed import DistributedOptimizer, OptimizerGroups
 from app.optim.scale import LossScale
-from app.plan.actions import Action
-from app.plan.memory.activations import captured_phases
-from app.plan.recompute import RecomputePolicy, recompute_policy
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.stages import StagePlan
 from app.planner.plan import Plan
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """Everything one rank trains with: chunks, optimizer, groups, transport, watchdog."""
-
-    plan: Plan
-    chunks: tuple[Chunk, ...]
-    optimizer: DistributedOptimizer
-    groups: Groups
-    device: torch.device
-    transport: Transport
-    watchdog: Watchdog
-    loss_scale: LossScale | None
-    dispatcher: Dispatcher[Any, Any] | None  # shared by all MoE layers; None without experts
-    recorder: Recorder | None  # of CUDA graphs; None without capture
-    fp8: Fp8Layers  # layers whose GEMMs run in FP8; empty without a recipe
-
-    def routers(self) -> Iterator[tuple[tuple[int, int], Router]]:
-        """Yield ((chunk, n-th MoE layer of the chunk), router) for every MoE layer of this rank."""
-        for index, chunk in enumerate(self.chunks):
-            bodies = (layer.body for layer in chunk.in_order)
-            routed = (body for body in bodies if isinstance(body, MoEBody))
-            for nth, body in enumerate(routed):
-                yield (index, nth), body.router
-
-    def named_routers(self) -> Iterator[tuple[str, Router]]:
-        """Yield (global name, router) for every MoE layer of this rank."""
-        for chunk in self.chunks:
-            for name, module in chunk.named_modules():
-                if isinstance(module, Router):
-                    yield name, module
-
-    @property
-    def cloning(self) -> Cloning | None:
-        """Cloning of hot experts (ECHO); None without clones."""
-        return self.dispatcher.cloning if isinstance(self.dispatcher, StaticDispatcher) else None
-
-    def start_step(self) -> None:
-        """Reset the per-step counters of routers, clones and FP8 layers."""
-        for _, router in self.routers():
-            router.start_step()
-        if self.cloning is not None:
-            self.cloning.start_step()
-        self.fp8.begin_step()
-
-    @property
-    def capturable(self) -> bool:
-        """True if every later step launches the same kernels as this one."""
-        return self.fp8.capturable
-
-    def finish_step(self, skipped: Tensor) -> None:
-        """Run the device work that follows the update; `skipped` is 1 if it was skipped, else 0."""
-        self.fp8.finish_step(skipped)
-
-    def stepped(self, skipped: bool) -> None:
-        """Tell FP8 layers, once the host knows, whether the update was skipped."""
-        self.fp8.stepped(skipped)
-
-    def clone_sums(self) -> dict[str, Tensor]:
-        """Return the clone counters of this rank's group since `start_step`, as scalars by name."""
-        if self.cloning is None:
-            return {}
-        return dict(zip(CLONE_SUMS, self.cloning.sums_4.unbind(), strict=True))
-
-    def all_rows(self) -> AbstractContextManager[None]:
-        """Give experts memory for all dispatched tokens within the block; rules out capture."""
-        if isinstance(self.dispatcher, StaticDispatcher):
-            return self.dispatcher.all_rows()
-        return nullcontext()
-
-    def gather_all_params(self) -> None:
-        """Gather all parameters that other ranks updated, or wait for the gathers under way."""
-        for chunk in range(len(self.chunks)):
-            self.optimizer.gather_params(chunk)
-
-    def release(self) -> None:
-        """Release CUDA graphs, which must not outlive the process groups."""
-        if self.recorder is not None:
-            self.recorder.release()
 
 
 def build_engine(
@@ -150,7 +61,10 @@ def build_engine(
     """
     run = plan.run
     # 1. Chunks, on the meta device first, then with memory; 2. their weights.
-    paged_buffer = build_paged_buffer(plan, run, groups.pp_rank, device=device)
+    rank = groups.pp_rank
+    paged_buffer = build_paged_buffer(
+        run, plan.stages.stages[rank], plan.actions[rank], device=device
+    )
     dispatcher = build_dispatcher(
         run, groups.layer_groups(run.parallel.cp_comm_type), device, paged_buffer=paged_buffer
     )
@@ -188,7 +102,7 @@ def build_engine(
         transport=transport,
         watchdog=watchdog,
         loss_scale=loss_scale,
-        dispatcher=dispatcher,
+        static=dispatcher if isinstance(dispatcher, StaticDispatcher) else None,
         recorder=build_recorder(run, device),
         fp8=fp8,
     )
@@ -367,63 +281,3 @@ def parameter_specs(chunk: Chunk, coords: ShardCoords) -> Iterator[ParamSpec]:
             replicated=replicated,
             counted=(chunk.first or not named.tied) and not (replicated and index),
         )
-
-
-def build_partial_graphs(engine: Engine) -> PartialGraphs | None:
-    """Build the graphs of the captured parts of this rank's layers, not yet recorded, or None."""
-    run = engine.plan.run
-    graphs = engine.plan.graphs[engine.groups.pp_rank]
-    if graphs is None or engine.recorder is None:
-        return None
-    kind: Callable[..., PartialGraphs] = PartialGraphs
-    if run.cuda_graph.impl is GraphImpl.transformer_engine:
-        like_D = torch.zeros((), dtype=DTYPES[run.precision.params], device=engine.device)
-        kind = partial(
-            GraphsByTransformerEngine,
-            make=graphed_callables(),
-            hidden_BsD=like_D.expand(_hidden(engine)),
-            recompute=recompute_policy(run).usual,
-            on_trial=engine.fp8.on_trial,
-        )
-    return kind(
-        engine.chunks,
-        graphs,
-        captured_phases(run.cuda_graph),
-        recorder=engine.recorder,
-        optimizer=engine.optimizer,
-    )
-
-
-def _hidden(engine: Engine) -> torch.Size:
-    """Return the shape of hidden states between layers: B, S / (cp · tp), D."""
-    run, layout = engine.plan.run, engine.groups.layout
-    tokens = run.train.seq_len // (layout.cp * layout.tp)
-    return torch.Size((run.train.micro_batch, tokens, run.model.hidden_size))
-
-
-def select_forward_backward(
-    engine: Engine,
-    lists: Sequence[Sequence[Action]],
-    graphs: PartialGraphs | None = None,
-    policy: RecomputePolicy | None = None,
-) -> ForwardBackward:
-    """Bind the executor to this rank's list of actions and to the chunks these work on.
-
-    `lists` has one list per pipeline rank. Without `graphs` everything runs eagerly. `policy` says
-    what backward recomputes; None takes it from the run.
-    """
-    run = engine.plan.run
-    rank = engine.groups.pp_rank
-    stages = RankStages(
-        engine.chunks,
-        engine.plan.next_here(rank),
-        (policy or recompute_policy(run)).on_rank(lists[rank]),
-        hidden=_hidden(engine),
-        dtype=DTYPES[run.precision.params],
-        device=engine.device,
-        sink=engine.optimizer.main_grad_sink(),
-        graphs=graphs,
-    )
-    return partial(
-        execute, lists[rank], stages, engine.optimizer, engine.transport, engine.watchdog
-    )

@@ -29,21 +29,8 @@ from app.plan.parts.all_gather import PlannedAllGather
 from app.plan.parts.all_to_all import PlannedAllToAll
 from app.plan.parts.dispatcher import run_dispatcher, tokens_per_rank
 from app.plan.parts.local import PlannedLocal
-from app.plan.parts.paged_buffer import planned_paged_buffer
 from app.plan.parts.static import PlannedStatic
 from app.plan.sharding.blocks import ShardCoords
-from app.planner.plan import Plan
-
-
-def build_paged_buffer(
-    plan: Plan, run: Run, pp_rank: int, *, device: torch.device
-) -> PagedBuffer | None:
-    """Build the paged activation buffer of a pipeline rank; None leaves saving to autograd.
-
-    `run` may differ from the plan's in how backward recomputes.
-    """
-    planned = planned_paged_buffer(run, plan.stages.stages[pp_rank], plan.actions[pp_rank])
-    return None if planned is None else PagedBuffer(planned, device)
 
 
 def build_dispatcher(

@@ -26,13 +26,12 @@ SHORT = 8192  # tokens; cuDNN's deterministic backward stores all scores, GiB fo
 
 
 def slow_paths(
-    run: Run, device: torch.device, dispatcher: object = None
+    run: Run, device: torch.device, static: StaticDispatcher | None = None
 ) -> Iterator[tuple[str, str]]:
     """Yield (part, the slow path taken, its reason and cost) for each fast path not taken.
 
-    Costs are those of docs/benchmarks.md. `dispatcher` is the one of the run's experts.
+    Costs are those of docs/benchmarks.md. `static` is the dispatcher of the experts, if it is that one.
     """
-    static = dispatcher if isinstance(dispatcher, StaticDispatcher) else None
     if static is not None and static.planned.peer and static.peer is None:
         why = "this is a CPU" if device.type == "cpu" else "Triton is not installed"
         yield "dispatch", f"by collectives, since {why}: the same results"

@@ -21,7 +21,7 @@ from app.model.layers.layer_groups import ALONE, LayerGroups
 from app.model.layers.layers import Context, Mlp, RMSNorm
 from app.plan.model.layer import DenseBodyWeights
 from app.plan.model.norm import NormWeights
-from app.plan.model.phases import PhaseName
+from app.plan.phases import PhaseName
 
 T = TypeVar("T")
 LAYER_OUTPUTS = ("x", "routing")  # hidden states; the router's report or None

@@ -31,9 +31,9 @@ from app.moe.protocol import Dispatched, Dispatcher, Origin, Prepared
 from app.moe.router import aux_loss, aux_routing, choose, in_turn, sequence_aux_loss, z_loss
 from app.moe.router_matmul import router_matmul
 from app.plan.model.experts import MoEBodyWeights, RouterWeights
-from app.plan.model.phases import PhaseName
 from app.plan.parts.dispatch_record import capacity
 from app.plan.parts.dispatcher import planned_dispatcher
+from app.plan.phases import PhaseName
 
 
 class Router(nn.Module):

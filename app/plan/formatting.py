@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from itertools import groupby
 
 from app.plan.actions import OnMicrobatch
-from app.plan.memory.overheads import GIB
 
 # control characters, which XML does not allow, and lone surrogates, which fonts do not have
 NOT_DRAWN = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
+GIB = 2**30
 MOST_RANKS = 8  # longest group that is listed in full
 
 

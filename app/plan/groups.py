@@ -1,8 +1,8 @@
 """The table of process groups: ranks, purpose and communicator of each; pure arithmetic.
 
-`app.engine.ranks.groups` creates communicators from it; traffic, memory and pictures are planned from it.
-A group is named by its axes: `dp_cp` joins the ranks that differ along dp and cp only, `dp_control`
-those along dp, for control messages. Axes are those of the dense or the expert grid
+`app.engine.ranks.groups` creates communicators from it; traffic, memory and pictures are planned
+from it. A group is named by its axes: `dp_cp` joins the ranks that differ along dp and cp only,
+`dp_control` those along dp, for control messages. Axes are those of the dense or the expert grid
 (`app.plan.layout`). Every group has a communicator of its own, so that no collective queues behind
 one for another purpose.
 """

@@ -27,6 +27,7 @@ from app.plan.cost.step_time import (
 from app.plan.cost.times import stage_times
 from app.plan.cost.traffic import GroupTraffic, OrderAdvice, order_advice, plan_traffic
 from app.plan.cost.volumes import most_sends
+from app.plan.formatting import GIB
 from app.plan.graphs import GraphPlan, check_graphs
 from app.plan.groups import PP
 from app.plan.layout import ParallelLayout, select_layout
@@ -37,12 +38,11 @@ from app.plan.pipeline.lowering import lower_all
 from app.plan.pipeline.moments import Walks
 from app.plan.pipeline.timeline import Timeline, Times, ordered_timeline
 from app.plan.schedule import build_schedule
+from app.plan.select import select_graphs, select_schedule, select_stages
 from app.plan.sharding.parameters import ChunkBuffers, Parameter, chunk_buffers, chunk_parameters
 from app.plan.stages import Stage, StagePlan
-from app.planner.select import select_graphs, select_schedule, select_stages
 
 GPU_MEMORY_GIB = 79.1  # usable memory of an 80 GB H100
-GIB = 2**30
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from app.config import Fp8Config, PrecisionConfig
 from app.plan.cost.flops import flops_per_token, parameter_count
-from app.plan.formatting import amount, count_of
+from app.plan.formatting import GIB, amount, count_of
 from app.plan.parts.dispatcher import run_dispatcher, tokens_per_rank
-from app.planner.plan import GIB, Plan
+from app.planner.plan import Plan
 
 SHOWN_PARTS = 4  # largest parts of the memory shown
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from app.choices import Balance, GraphImpl, GraphScope, Recompute
 from app.config import Run
 from app.errors import ConfigError, Instead
-from app.plan.memory.activations import captured_phases
-from app.plan.model.phases import PhaseName
 from app.plan.parts.dispatcher import run_dispatcher
-from app.planner.select import captured_layers
+from app.plan.phases import PhaseName
+from app.plan.select import captured_layers, captured_phases
 from app.rules.pipeline import one_stage
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from app.choices import ScheduleName
 from app.config import Run
 from app.errors import ConfigError, FirstOf, Instead
-from app.planner.select import select_schedule, select_stages
+from app.plan.select import select_schedule, select_stages
 
 
 def check_stages(run: Run) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from app.config import Run
 from app.errors import ConfigError
-from app.planner.select import select_stages
+from app.plan.select import select_stages
 
 MOST_OF = {
     "model.num_layers": 2048,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from app.choices import BadStep, Decay
 from app.config import Run
 from app.errors import ConfigError, FirstOf, Instead, nearest_divisors, nearest_multiples
-from app.plan.memory.activations import captured_phases
-from app.plan.model.phases import PhaseName
+from app.plan.phases import PhaseName
+from app.plan.select import captured_phases
 
 
 def check_batch(run: Run) -> None:

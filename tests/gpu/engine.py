@@ -7,8 +7,9 @@ import dataclasses
 import torch
 
 from app.config import Run
-from app.engine.build import Engine, build_engine
+from app.engine.build import build_engine
 from app.engine.ranks.groups import create_groups
+from app.engine.step.engine import Engine
 from app.planner.plan import Plan
 from tests.runs import LATENT, TINY
 

@@ -15,8 +15,8 @@ import pytest
 
 from app.cli.processes.reader import ENDED as ENDED_WITH_READER
 from app.engine.files.signals import INTERRUPTED, STOPPED
-from app.engine.run.bad_steps import DIVERGED
 from app.engine.watchdog.watchdog import EXIT_STUCK
+from app.errors import DIVERGED
 from tests.training import ROOT
 
 README = (ROOT / "README.md").read_text()

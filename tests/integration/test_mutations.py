@@ -55,19 +55,19 @@ BUGS = {
         "processes/test_balance.py",
     ),
     "a bias that moves in a skipped step": Bug(
-        "engine/pipeline/step.py",
+        "engine/step/step.py",
         "torch.where(skipped > 0, router.bias_E, moved_E)",
         "moved_E",
         "processes/test_updates_in_graphs.py",
     ),
     "a bias that moves in a step that is rerun": Bug(
-        "engine/pipeline/step.py",
+        "engine/step/step.py",
         "torch.where(skipped > 0, router.bias_E, moved_E)",
         "torch.where((skipped > 0) & (self.shortage is None), router.bias_E, moved_E)",
         "processes/test_updates_in_graphs.py",
     ),
     "FP8 scales that move in a step that is rerun": Bug(
-        "engine/pipeline/step.py",
+        "engine/step/step.py",
         "self.engine.finish_step(skipped)",
         "self.engine.finish_step(skipped * 0 if self.shortage is not None else skipped)",
         "processes/test_fp8_state.py",
@@ -82,13 +82,13 @@ BUGS = {
         "processes/test_layouts.py",
     ),
     "a softmax over a part of the vocabulary": Bug(
-        "model/loss.py",
+        "model/layers/loss.py",
         "        all_reduce(both_2T, group)\n",
         "",
         "processes/test_tensor_parallel.py",
     ),
     "key gradients of one context-parallel rank": Bug(
-        "model/context_parallel.py",
+        "model/layers/context_parallel.py",
         "reduce_scatter(own_BsF, parts_PBsF, ctx.group)",
         "own_BsF.copy_(parts_PBsF[ctx.group.rank()])",
         "processes/test_context_parallel.py",
@@ -163,7 +163,7 @@ BUGS = {
         "processes/test_decoding.py",
     ),
     "damaged checkpoint files that are loaded": Bug(
-        "engine/checkpoint/folder.py",
+        "engine/files/checkpoints.py",
         'hexdigest() != manifest["files"][name]["sha256"]',
         'hexdigest() == ""',
         "processes/test_checkpoint.py",

@@ -15,11 +15,11 @@ import pytest
 from app.cli.plan import main
 from app.cli.plan_views.layout_picture import save_layout
 from app.cli.plan_views.timeline_picture import title
-from app.plan.formatting import figures
+from app.plan.formatting import GIB, figures
 from app.plan.layout import ParallelLayout
 from app.plan.pipeline.timeline import simulate
 from app.plan.schedule import build_schedule, v_shaped
-from app.planner.plan import GIB, Plan
+from app.planner.plan import Plan
 from scripts.plan_docs import CONSOLE, PICTURE, refreshed
 from tests.cases import chosen
 from tests.config import load

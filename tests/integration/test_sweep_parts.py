@@ -35,7 +35,8 @@ from app.cli.sweeps.sweep import job_arguments, planned, sweep_name
 from app.config import Run
 from app.engine.files.run_folder import plain
 from app.errors import ConfigError
-from app.planner.plan import GIB, Plan
+from app.plan.formatting import GIB
+from app.planner.plan import Plan
 from app.shell import quoted
 from tests.config import CONF, load
 

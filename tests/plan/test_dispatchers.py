@@ -200,13 +200,13 @@ def test_nothing_else_asks_which_dispatcher_it_is():
         for path in (ROOT / "app").rglob("*.py")
         if "DispatcherKind" in path.read_text() or "moe.dispatcher" in path.read_text()
     }
-    records = {f"plan/dispatchers/{name}.py" for name in ("record", "choose")}
-    records |= {f"plan/dispatchers/{kind.value}.py" for kind in DISPATCHERS}
+    records = {f"plan/parts/{name}.py" for name in ("dispatch_record", "dispatcher")}
+    records |= {f"plan/parts/{kind.value}.py" for kind in DISPATCHERS}
     others = {"choices.py", "config/model.py"}
     keys = {  # in messages, and in overrides to type
         "advice/layouts.py",
-        "engine/checkpoint/in_effect.py",
-        "engine/checkpoint/resume.py",
+        "engine/start/in_effect.py",
+        "engine/start/resume.py",
         "engine/decoding/captured.py",
         "rules/layout.py",
         "rules/graphs.py",

@@ -10,8 +10,9 @@ import json
 import pytest
 
 from app.plan.cost.flops import parameter_count
+from app.plan.formatting import GIB
 from app.planner.export import SECTIONS, WHAT, Estimate, plan_json, stage_rows
-from app.planner.plan import GIB, Plan
+from app.planner.plan import Plan
 from app.planner.suggestion import Suggestion
 from tests.actions import parse_action
 from tests.config import load

@@ -28,8 +28,8 @@ from app.plan.cost.flops import (
 )
 from app.plan.layout import ParallelLayout, select_layout
 from app.plan.parts.dispatcher import busiest_load
+from app.plan.select import select_stages
 from app.plan.stages import Stage
-from app.planner.select import select_stages
 from app.rules import check
 from tests.training import composed
 

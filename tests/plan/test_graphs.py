@@ -6,11 +6,11 @@ from itertools import product
 
 import pytest
 
+from app.plan import select
 from app.plan.actions import Action, Backward, BackwardWeight, Compute, Forward
 from app.plan.graphs import GraphPlan, PoolOrder, check_graphs, for_transformer_engine, plan_graphs
 from app.plan.pipeline.lowering import lower_all
 from app.plan.schedule import build_schedule, peak_in_flight, signed_order, warmup_count
-from app.planner import select
 from app.planner.plan import Plan
 from tests.actions import parse_action
 from tests.cases import each

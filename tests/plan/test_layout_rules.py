@@ -25,8 +25,8 @@ from app.errors import ConfigError
 from app.plan.cost.traffic import parts_side_by_side
 from app.plan.layout import ParallelLayout, select_layout
 from app.plan.memory.activations import chunk_activations
+from app.plan.select import select_stages
 from app.planner.plan import Plan
-from app.planner.select import select_stages
 from app.rules import check
 
 DENSE = ModelConfig(

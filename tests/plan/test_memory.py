@@ -24,6 +24,7 @@ from app.config import (
     TrainConfig,
 )
 from app.plan.actions import MicrobatchChunk
+from app.plan.formatting import GIB
 from app.plan.groups import EMBEDDING, ETP_EP
 from app.plan.layout import ParallelLayout
 from app.plan.memory.activations import (
@@ -38,7 +39,7 @@ from app.plan.memory.rank_memory import OUTSIDE, communicators, plan_memory
 from app.plan.pipeline.moments import Walks, moments_of
 from app.plan.schedule import build_schedule
 from app.plan.stages import Stage
-from app.planner.plan import GIB, Plan
+from app.planner.plan import Plan
 from app.rules import check
 from tests.actions import parse_action
 from tests.config import load

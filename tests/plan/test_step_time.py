@@ -32,8 +32,9 @@ from app.plan.cost.rates import CUDNN_ORDERED, FLASH_ANY_ORDER
 from app.plan.cost.step_time import IDLE
 from app.plan.cost.times import expected_load, stage_times
 from app.plan.dependencies import Pipeline
+from app.plan.formatting import GIB
 from app.plan.parts.trace import Work
-from app.planner.plan import GIB, Plan
+from app.planner.plan import Plan
 from app.rules import check
 from tests.random_runs import random_run
 

@@ -21,7 +21,8 @@ from app.config import (
     TrainConfig,
 )
 from app.errors import ConfigError
-from app.planner.plan import GIB, Plan
+from app.plan.formatting import GIB
+from app.planner.plan import Plan
 from app.rules import check
 from tests.cases import chosen
 from tests.config import load

@@ -35,8 +35,8 @@ from app.plan.layout import AXES, ParallelLayout, select_layout
 from app.plan.nodes import NodeSpan, node_span
 from app.plan.pipeline.lowering import lower_all
 from app.plan.schedule import build_schedule
+from app.plan.select import select_stages
 from app.plan.stages import Stage, StagePlan
-from app.planner.select import select_stages
 from app.rules import check
 
 QWEN3_30B_A3B = ModelConfig(

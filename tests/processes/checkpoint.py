@@ -7,8 +7,8 @@ from pathlib import Path
 
 from app.choices import Dtype, Score
 from app.config import CheckpointConfig, ModelConfig, ParallelConfig, PrecisionConfig, Run
-from app.engine.build import Engine
 from app.engine.checkpoint.load import Progress
+from app.engine.step.engine import Engine
 from tests.checkpoints import save_checkpoint
 from tests.runs import TINY, TINY_MOE, make_run
 

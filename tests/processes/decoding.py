@@ -10,9 +10,9 @@ import torch
 
 from app.choices import CpComm, DispatcherKind
 from app.config import ModelConfig, ParallelConfig, Run
-from app.engine.build import Engine
 from app.engine.capture.recorder import Recorder
 from app.engine.decoding.decoder import Decoder, Model
+from app.engine.step.engine import Engine
 from tests.distributed import run_distributed
 from tests.parity import exact_engine, here
 from tests.rounding import Values, numbered

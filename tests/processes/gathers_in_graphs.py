@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from app.engine.build import Engine
 from app.engine.capture.recorder import Work
 from app.engine.capture.stand_in import HostRecorder, HostRecording
+from app.engine.step.engine import Engine
 from app.optim.adam import AdamShard
 
 

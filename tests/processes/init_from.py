@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 from app.config import ParallelConfig, Run, TrainConfig
-from app.engine.build import Engine, build_engine
+from app.engine.build import build_engine
 from app.engine.ranks.groups import create_groups
 from app.engine.start.start import open_pretrained
+from app.engine.step.engine import Engine
 from app.hf.their_model import TheirModel
 from app.planner.plan import Plan
 from tests.hf_folders import KEY

@@ -38,7 +38,7 @@ from app.plan.layout import select_layout
 from app.plan.memory.activations import MicrobatchMemory, chunk_activations
 from app.plan.parts.paged_buffer import PlannedPagedBuffer, planned_paged_buffer
 from app.plan.recompute import recompute_policy
-from app.planner.select import select_stages
+from app.plan.select import select_stages
 from app.rules import check
 from tests.tensors.activation_memory import Alive, attention_of, sums_of
 

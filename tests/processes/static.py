@@ -106,7 +106,7 @@ def steps_of(rank: int, run: Run, in_a_row: int, favour: int = 0) -> dict[str, A
     engine = engine_of(run, rank)
     for _, router in engine.routers():
         router.bias_E[:favour] = 10.0
-    dispatcher, needed, place = engine.dispatcher, [0], static.place_rows
+    dispatcher, needed, place = engine.static, [0], static.place_rows
 
     def placed(*given: Any, **named: Any) -> ExpertRows:
         rows = place(*given, **named)

@@ -16,7 +16,7 @@ import torch
 
 from app.choices import BadStep
 from app.config import CheckpointConfig, PrecisionConfig, Run, TrainConfig
-from app.engine.build import Engine, build_engine
+from app.engine.build import build_engine
 from app.engine.files.attempt import Attempt
 from app.engine.files.checkpoints import complete_checkpoints, newest_checkpoint
 from app.engine.files.run_folder import FolderLock, read_metrics
@@ -24,11 +24,12 @@ from app.engine.ranks.agreement import rank_zero_says
 from app.engine.ranks.groups import create_groups
 from app.engine.report.metrics import StepReport
 from app.engine.run import trainer
-from app.engine.run.bad_steps import DIVERGED, BadSteps, Diverged, is_bad
+from app.engine.run.bad_steps import BadSteps, is_bad
 from app.engine.run.train import train
 from app.engine.start.start import find_start, load_all_data
+from app.engine.step.engine import Engine
 from app.engine.step.step import UpdateInput
-from app.errors import ConfigError
+from app.errors import DIVERGED, ConfigError, Diverged
 from app.optim.scale import LossScale
 from app.planner.plan import Plan
 from tests.cases import chosen, sampled

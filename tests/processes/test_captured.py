@@ -28,11 +28,11 @@ from app.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from app.engine.build import Engine
 from app.engine.capture.facts import GraphFacts
 from app.engine.files.run_folder import read_metrics
 from app.engine.ranks.groups import process_world
 from app.engine.run import trainer
+from app.engine.step.engine import Engine
 from app.engine.step.executor import ForwardBackward
 from app.engine.step.step import TrainingStep, Validation
 from app.errors import ConfigError

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 
 from app.choices import Dtype, Source
 from app.config import Run
-from app.engine.build import Engine
 from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.files.checkpoints import CHECKPOINTS, LATEST, newest_checkpoint
 from app.engine.start.start import find_start
+from app.engine.step.engine import Engine
 from app.errors import ConfigError
 from app.kernels.adamw import update_rates
 from app.plan.sharding.reshard import Block, Slice, overlaps

@@ -16,12 +16,12 @@ import torch
 
 from app.choices import Score
 from app.config import CheckpointConfig, ParallelConfig, Run
-from app.engine.build import Engine
 from app.engine.checkpoint import save as checkpoint_save
 from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.checkpoint.saver import Saver
 from app.engine.files.checkpoints import CHECKPOINTS, complete_checkpoints, newest_checkpoint
 from app.engine.files.run_folder import read_metrics
+from app.engine.step.engine import Engine
 from app.errors import ConfigError
 from tests.checkpoints import verify_checkpoint
 from tests.distributed import run_distributed

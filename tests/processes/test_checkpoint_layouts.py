@@ -28,11 +28,12 @@ from app.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from app.engine.build import Engine, build_engine
+from app.engine.build import build_engine
 from app.engine.checkpoint import load as checkpoint
 from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.files.checkpoints import CHECKPOINTS, newest_checkpoint, read_manifest
 from app.engine.ranks.groups import Groups, create_groups
+from app.engine.step.engine import Engine
 from app.planner.plan import Plan
 from tests.cases import chosen
 from tests.checkpoints import save_checkpoint

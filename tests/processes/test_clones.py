@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from app.choices import CloneAlgorithm, DispatcherKind, Score, StaticCapacity
 from app.config import MoEConfig, ParallelConfig, Run, TrainConfig
 from app.config.model import EchoConfig, StaticConfig
-from app.engine.build import Engine
 from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.files.checkpoints import read_manifest
 from app.engine.report.metrics import Meter, StepTimes
+from app.engine.step.engine import Engine
 from app.engine.step.step import TrainingStep
 from app.model.layers.weight_grads import MainGradSink, WeightGrad
 from app.moe.clones import cloning

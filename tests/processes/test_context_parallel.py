@@ -20,8 +20,8 @@ import torch.distributed as dist
 from app.choices import CpComm
 from app.config import DataConfig, ModelConfig, ParallelConfig, Run, TrainConfig
 from app.data.feed import Batch, make_batch
-from app.engine.build import Engine
 from app.engine.decoding.generate import sample_tokens
+from app.engine.step.engine import Engine
 from app.engine.step.step import TrainingStep
 from app.model.layers.context_parallel import (
     in_parts,

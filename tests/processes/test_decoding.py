@@ -11,12 +11,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from app.engine.build import Engine
 from app.engine.capture.stand_in import HostRecorder
 from app.engine.decoding.decoder import Decoder
 from app.engine.decoding.drawing import Sampling
 from app.engine.decoding.generate import sample_tokens
 from app.engine.decoding.texts import drawn_tokens
+from app.engine.step.engine import Engine
 from app.planner.decoding import decoding_memory
 from tests.cases import chosen
 from tests.distributed import run_distributed

@@ -20,8 +20,8 @@ from app.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from app.engine.build import Engine
 from app.engine.decoding.generate import sample_tokens
+from app.engine.step.engine import Engine
 from app.engine.step.in_flight import InFlight
 from app.engine.step.step import Validation
 from tests.cases import chosen

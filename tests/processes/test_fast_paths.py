@@ -77,7 +77,7 @@ def said_of_static(rank: int, transport: StaticTransport) -> list[tuple[str, str
     )
     model = dataclasses.replace(TINY, moe=moe)
     run = make_run(model, parallel=ParallelConfig(ep=2, dp=2))
-    return list(slow_paths(run, CPU, engine_of(run, rank).dispatcher))
+    return list(slow_paths(run, CPU, engine_of(run, rank).static))
 
 
 def test_fallback_from_peer_transport_is_reported():

@@ -15,10 +15,10 @@ import torch
 from app.choices import DispatcherKind, Dtype, Fp8Part, Fp8Recipe, StaticCapacity
 from app.config import CudaGraphConfig, Fp8Config, ParallelConfig, PrecisionConfig, Run, TrainConfig
 from app.config.model import StaticConfig
-from app.engine.build import Engine
 from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.files.checkpoints import read_manifest
 from app.engine.step import shortage
+from app.engine.step.engine import Engine
 from app.engine.step.step import TrainingStep, Validation
 from tests.cases import chosen
 from tests.checkpoints import save_checkpoint

@@ -35,11 +35,11 @@ from app.config import (
     Run,
     ScheduleConfig,
 )
-from app.engine.build import Engine
 from app.engine.capture.recorder import Work
 from app.engine.capture.stand_in import HostRecorder, HostRecording
 from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.files.checkpoints import read_manifest
+from app.engine.step.engine import Engine
 from app.engine.step.step import TrainingStep, Validation
 from tests.cases import chosen
 from tests.checkpoints import save_checkpoint

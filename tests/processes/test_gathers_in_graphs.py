@@ -21,12 +21,12 @@ from app.config import (
     Run,
     TrainConfig,
 )
-from app.engine.build import Engine
 from app.engine.capture.full_iteration import FullIteration
 from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.checkpoint.saver import Saver
 from app.engine.decoding.generate import sample_tokens
 from app.engine.files.checkpoints import CHECKPOINTS
+from app.engine.step.engine import Engine
 from app.engine.step.step import TrainingStep, Validation
 from app.model.chunk import Chunk
 from app.optim import param_gather

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from app.config import Run
-from app.engine.build import Engine
+from app.engine.step.engine import Engine
 from tests.distributed import run_distributed
 from tests.parity import NUMBERS, OneProcess, Trained, results
 from tests.processes.layouts import Case, in_pairs, legal, run_of, world

@@ -32,8 +32,8 @@ from app.config import CudaGraphConfig, RecomputeConfig, Run
 from app.config.model import StaticConfig
 from app.data.feed import Batch, make_batch
 from app.engine.report.metrics import Meter, StepTimes
-from app.engine.run.bad_steps import Diverged
 from app.engine.step.step import TrainingStep, Validation
+from app.errors import Diverged
 from app.optim.lr import lr_at, weight_decay_at
 from app.rules import check
 from tests import option_grid

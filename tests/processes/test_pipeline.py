@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.engine.build import Engine
+from app.engine.step.engine import Engine
 from app.engine.step.step import Validation
 from tests.distributed import run_distributed
 from tests.parity import OneProcess, alone, few_steps, here

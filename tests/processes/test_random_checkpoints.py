@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from app.engine.build import Engine
 from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.files.checkpoints import read_manifest
 from app.engine.files.run_folder import CHECKPOINTS, newest_checkpoint
+from app.engine.step.engine import Engine
 from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed
 from tests.parity import NUMBERS, OneProcess, Trained, here

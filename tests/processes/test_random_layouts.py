@@ -10,8 +10,8 @@ from functools import partial
 
 import pytest
 
-from app.engine.build import Engine
 from app.engine.decoding.generate import sample_tokens
+from app.engine.step.engine import Engine
 from app.engine.step.step import Validation
 from tests.distributed import run_distributed
 from tests.parity import NUMBERS, OneProcess, Trained, alone, here, results

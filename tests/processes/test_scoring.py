@@ -10,7 +10,6 @@ import torch
 
 from app.config import Run
 from app.data.tokenizer import ByteTokenizer
-from app.engine.build import Engine
 from app.engine.decoding import scoring
 from app.engine.decoding.decoder import Decoder
 from app.engine.decoding.scoring import (
@@ -21,6 +20,7 @@ from app.engine.decoding.scoring import (
     window_losses,
     windows,
 )
+from app.engine.step.engine import Engine
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.parity import exact_engine, here

@@ -20,7 +20,7 @@ from app.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from app.engine.build import Engine
+from app.engine.step.engine import Engine
 from app.optim import grad_buckets
 from tests.distributed import run_distributed
 from tests.runs import TINY, engine_of, make_run, train_steps

@@ -37,12 +37,12 @@ from app.config import (
     TrainConfig,
 )
 from app.config.model import StaticConfig
-from app.engine.build import Engine
 from app.engine.files.run_folder import read_metrics
 from app.engine.files.signals import StopRequest
 from app.engine.step import shortage
 from app.engine.step import step as stepping
 from app.engine.step.data_feed import StepInput
+from app.engine.step.engine import Engine
 from app.engine.step.shortage import RowShortage
 from app.engine.step.step import TrainingStep
 from app.errors import ConfigError

@@ -25,13 +25,14 @@ import app.model.layers.tensor_parallel
 import app.moe.row_collectives
 import app.optim.param_gather
 from app.config import Run
-from app.engine.build import Engine, build_engine
+from app.engine.build import build_engine
 from app.engine.checkpoint import save as checkpoint_save
 from app.engine.checkpoint.load import Progress
 from app.engine.checkpoint.saver import Saver
 from app.engine.ranks.agreement import rank_zero_says
 from app.engine.ranks.groups import create_groups
 from app.engine.run.train import watch_over
+from app.engine.step.engine import Engine
 from app.engine.step.transport import Transport
 from app.engine.watchdog.activity import ThreadActivity
 from app.engine.watchdog.collectives import Collective, Recorded

@@ -23,8 +23,8 @@ from app.model.layers.layers import document_mask, layer_context, rotate
 from app.model.layers.linear import named_parameters
 from app.moe.dispatch.all_to_all import AllToAllDispatcher
 from app.moe.phases import MoEBody
-from app.plan.model.phases import PhaseName
 from app.plan.model.stage import model_weights
+from app.plan.phases import PhaseName
 from app.plan.sharding.blocks import ShardCoords
 from tests.rounding import expect_alike, expect_sums, in_fp64, numbered, plain_and_exact
 from tests.runs import TINY

@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 from app.advice.layout_rows import LayoutComparison
 from app.cli.plan_views.compared_layouts import OWN, hours, layout_names
 from app.cli.plan_views.pictures import save_picture
-from app.plan.formatting import amount, count_of
-from app.planner.plan import GIB
+from app.plan.formatting import GIB, amount, count_of
 
 WIDTH = 12.0  # inches
 USUAL, SLOWER, MEMORY, LIMIT = "#2C6FAC", "#A9C9E6", "#8A8A8A", "#C0392B"

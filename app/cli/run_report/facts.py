@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from app.config.renamed import with_new_names
 from app.engine.files.checkpoints import newest_checkpoint
 from app.engine.files.run_folder import CONFIG, PLAN, read_metrics
-from app.planner.plan import GIB
+from app.plan.formatting import GIB
 
 # keys that say where a run writes and how it was started, not what it computes
 PLACE = ("run_dir", "resume", "log.", "parallel.world_size")

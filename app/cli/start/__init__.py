@@ -1,0 +1,1 @@
+"""Start a program's ranks: settle its configuration, launch processes, run in each."""

@@ -25,8 +25,8 @@ from app.cli.options.messages import Asked
 from app.cli.start.launch import GPU_DEVICES, check_packages, check_room
 from app.config import Run
 from app.errors import ConfigError
-from app.plan.formatting import gib
-from app.planner.plan import GIB, Plan
+from app.plan.formatting import GIB, gib
+from app.planner.plan import Plan
 
 ASK_GPUS = """
 import torch

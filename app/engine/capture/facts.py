@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from app.engine.capture.recorder import Recorder
-from app.plan.memory.overheads import GIB, MIB
+from app.plan.formatting import GIB
+from app.plan.memory.overheads import MIB
 
 # field of GraphFacts -> the part of planned memory that it is compared with
 PLANNED = {

@@ -3,7 +3,8 @@
 A set is an instance of a chunk's graphs, a slot the static inputs of a microbatch, a pool a CUDA
 graph memory pool (`app.plan.graphs`).
 
-Shapes: B sequences, s tokens per sequence of this rank, D hidden; others as in `app.model.layers.layers`.
+Shapes: B sequences, s tokens per sequence of this rank, D hidden; others as in
+`app.model.layers.layers`.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from app.engine.build import Engine
 from app.engine.files.checkpoints import check_contents
 from app.engine.ranks.agreement import all_succeed
 from app.engine.ranks.groups import Groups
+from app.engine.step.engine import Engine
 from app.model.chunk import Chunk
 from app.moe.phases import Router
 from app.optim.adam import ParamShard

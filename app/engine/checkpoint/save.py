@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.config import CheckpointConfig, Run
-from app.engine.build import Engine
 from app.engine.checkpoint import load as checkpoint
 from app.engine.checkpoint.load import Progress, rank_file
 from app.engine.checkpoint.synced import sync_folder, write_synced
@@ -45,6 +44,7 @@ from app.engine.files.checkpoints import (
     unfinished,
 )
 from app.engine.files.run_folder import plain
+from app.engine.step.engine import Engine
 from app.engine.watchdog.activity import ThreadActivity
 from app.errors import ConfigError, no_room
 

@@ -1,0 +1,1 @@
+"""Files of a run: its folder, metrics, list of checkpoints, and records of earlier attempts."""

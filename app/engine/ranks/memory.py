@@ -7,7 +7,8 @@ import os
 import torch
 
 from app.config import Run
-from app.planner.plan import GIB, Plan
+from app.plan.formatting import GIB
+from app.planner.plan import Plan
 
 
 def fits(run: Run, device: torch.device) -> bool:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.collectives import all_reduce
-from app.engine.build import Engine
+from app.engine.step.engine import Engine
 from app.model.fp8.delayed import EACH
 
 KINDS = ("inputs", "weights", "grads")  # kinds of matrices, as in `app.model.fp8.delayed`

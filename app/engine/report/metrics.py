@@ -20,11 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.collectives import all_reduce
-from app.engine.build import Engine
 from app.engine.capture.facts import GraphFacts
 from app.engine.report.clones import clones_would_pay
 from app.engine.report.fp8 import Fp8Meter
+from app.engine.step.engine import Engine
 from app.engine.step.in_flight import StepTotals
+from app.engine.step.step import StepFacts
 from app.plan.cost.flops import flops_per_token, peak_tflops
 
 GIB = 2**30
@@ -133,28 +134,6 @@ class StepTimes:
     seconds: float  # of the step in all
     data_wait: float  # seconds of waiting for its batches
     blocked: float | None  # seconds blocked by a checkpoint before it; None if none was saved
-
-
-@dataclass(frozen=True, slots=True)
-class StepFacts:
-    """Numbers of a step that the host reads in its one wait per step."""
-
-    norm_sq: float
-    loss: float
-    aux_loss: float
-    z_loss: float
-    zeros: float  # zero elements of the gradient, if counted
-    missing: float  # ranks whose experts lacked memory for dispatched tokens
-    stop: float  # ranks that were told to stop
-    skipped: float
-    scale: float | None = None  # factor on the loss
-    # 1 if the step was rerun with memory for all tokens; None if memory cannot lack
-    reruns: int | None = None
-    # sums over all ranks of their groups' clone counters (`app.moe.clones.cloning`)
-    busiest_before: float = 0.0
-    busiest_after: float = 0.0
-    routed_rows: float = 0.0
-    clones: float = 0.0
 
 
 class Meter:

@@ -12,7 +12,6 @@ from app.choices import AttentionBackendKind
 from app.config import Run
 from app.data.baseline import ngram_loss
 from app.data.packing import PackedSequences
-from app.engine.build import Engine
 from app.engine.export.export import EXPORTED
 from app.engine.fast_paths import graphs_line, slow_paths
 from app.engine.files.checkpoints import fault_of_latest, newest_checkpoint
@@ -23,6 +22,7 @@ from app.engine.report.plot import LOSS, plot_run
 from app.engine.report.telling import telling
 from app.engine.report.trackers import TENSORBOARD
 from app.engine.start.start import Data, Start
+from app.engine.step.engine import Engine
 from app.errors import warn, writing
 from app.model.attention.chosen import attention_line
 from app.planner.summary import memory_line, summary_lines
@@ -55,7 +55,7 @@ def print_opening(
         rows.append(("attention", attention_line(run.train)))
     if pace := pace_line(engine.plan, engine.device):
         rows.append(("planned", pace))
-    rows += slow_paths(run, engine.device, engine.dispatcher)
+    rows += slow_paths(run, engine.device, engine.static)
     if run.model.moe and run.model.moe.force_balance:
         rows.append(
             ("WARNING", "model.moe.force_balance sends tokens to experts in turn: for timing only")

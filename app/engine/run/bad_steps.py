@@ -7,20 +7,13 @@ are those of the step before. All ranks see the same all-reduced numbers, and so
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 
 from app.choices import BadStep
 from app.config import TrainConfig
 from app.engine.report.metrics import StepReport
+from app.errors import Diverged
 from app.optim.scale import LossScale
-
-# exit code 65: non-finite numbers, which a restart would only repeat
-DIVERGED = os.EX_DATAERR
-
-
-class Diverged(Exception):
-    """End of training for a reason of its own, as non-finite numbers; the text names the step."""
 
 
 def is_bad(report: StepReport, loss_scale: LossScale | None) -> bool:

@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 
 from app.config import Run
-from app.engine.build import Engine, build_engine
+from app.engine.build import build_engine
 from app.engine.files.attempt import Attempt
 from app.engine.files.run_folder import FolderLock
 from app.engine.files.signals import exit_code
 from app.engine.ranks.agreement import all_succeed, rank_zero_says
 from app.engine.ranks.groups import create_groups, process_world
 from app.engine.report.lasting import lasting_output
-from app.engine.run.bad_steps import DIVERGED, Diverged
 from app.engine.run.host import check_host
 from app.engine.run.ready import StartTimes
 from app.engine.run.trainer import Trainer
@@ -28,8 +27,10 @@ from app.engine.start.start import (
     look_once,
     open_pretrained,
 )
+from app.engine.step.engine import Engine
 from app.engine.watchdog.heartbeats import Heartbeats
 from app.engine.watchdog.watchdog import Watchdog
+from app.errors import DIVERGED, Diverged
 from app.planner.plan import Plan
 
 

@@ -13,7 +13,6 @@ import torch
 
 from app.collectives import all_reduce
 from app.data.feed import Cursor, TrainFeed, ValidationFeed
-from app.engine.build import Engine
 from app.engine.capture.facts import GraphFacts
 from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.checkpoint.saver import Saver
@@ -51,12 +50,13 @@ from app.engine.report.sinks import Console, JsonLines, Sink
 from app.engine.report.summary import print_opening, sum_up
 from app.engine.report.telling import telling
 from app.engine.report.trackers import TensorBoard, Wandb
-from app.engine.run.bad_steps import BadSteps, Diverged
+from app.engine.run.bad_steps import BadSteps
 from app.engine.run.ready import StartTimes
 from app.engine.start.kept_tokenizer import end_of, keep_tokenizer
 from app.engine.start.start import Data, Start
+from app.engine.step.engine import Engine
 from app.engine.step.step import TrainingStep, Validation
-from app.errors import writing
+from app.errors import Diverged, writing
 from app.optim.lr import lr_at, weight_decay_at
 from app.version import VERSION, Version
 

@@ -1,0 +1,1 @@
+"""One step of a rank: executor, microbatches in flight, transport, update, reruns."""

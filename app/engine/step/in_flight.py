@@ -1,7 +1,7 @@
 """Microbatches in flight on this rank: their tensors between forward, P2P and backward.
 
-Read `app.model.layers.weight_grads` first: a `WeightGrad` is a weight gradient that is not computed yet,
-and a `WeightGradQueue` holds those that a split backward defers.
+Read `app.model.layers.weight_grads` first: a `WeightGrad` is a weight gradient that is not computed
+yet, and a `WeightGradQueue` holds those that a split backward defers.
 
 Shapes: B sequences, S tokens per sequence of a context-parallel rank, D hidden, E experts, M
 microbatches.

@@ -21,11 +21,10 @@ from torch import Tensor
 
 from app.choices import StaticOverflow
 from app.config import Run
-from app.engine.build import Engine
-from app.engine.dispatchers import build_paged_buffer
 from app.engine.ranks.memory import fits
-from app.engine.run.bad_steps import Diverged
-from app.errors import warn
+from app.engine.step.engine import Engine
+from app.errors import Diverged, warn
+from app.moe.dispatch.paged_buffer import build_paged_buffer
 from app.moe.dispatch.static import StaticDispatcher
 from app.plan.parts.dispatcher import run_dispatcher, tokens_per_rank, with_rows
 from app.plan.parts.paged_buffer import with_paged_buffer
@@ -53,8 +52,8 @@ class RowShortage:
     @classmethod
     def of(cls, engine: Engine) -> RowShortage | None:
         """Build it for an engine; None if experts always have memory for all rows."""
-        dispatcher = engine.dispatcher
-        if not isinstance(dispatcher, StaticDispatcher):
+        dispatcher = engine.static
+        if dispatcher is None:
             return None
         tokens = tokens_per_rank(engine.plan.run)
         return cls(engine, dispatcher) if dispatcher.planned.may_lack_rows(tokens) else None
@@ -122,9 +121,9 @@ class RowShortage:
         self.dispatcher.planned = planned
         if self.dispatcher.paged_buffer is not None:
             self.dispatcher.paged_buffer = None  # freed first, so that the new one can reuse it
-            engine = self.engine
+            plan, rank = self.engine.plan, self.engine.groups.pp_rank
             self.dispatcher.paged_buffer = build_paged_buffer(
-                engine.plan, run, engine.groups.pp_rank, device=self.device
+                run, plan.stages.stages[rank], plan.actions[rank], device=self.device
             )
 
     def _demand(self) -> tuple[float, float]:

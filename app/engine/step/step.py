@@ -17,12 +17,11 @@ from torch import Tensor
 from app.choices import GraphImpl, Normalize
 from app.collectives import all_reduce
 from app.data.feed import Batch
-from app.engine.build import Engine, build_partial_graphs, select_forward_backward
 from app.engine.capture.full_iteration import FullIteration
 from app.engine.capture.partial import PartialGraphs
 from app.engine.files.signals import StopRequest
-from app.engine.report.metrics import StepFacts
 from app.engine.step.data_feed import Loader, StepInput, step_input
+from app.engine.step.engine import Engine, build_partial_graphs, select_forward_backward
 from app.engine.step.executor import ForwardBackward
 from app.engine.step.in_flight import StepTotals
 from app.engine.step.shortage import RowShortage
@@ -70,6 +69,28 @@ class UpdateInput:
     # fp32 scalar: 1 if this process was asked to stop, else 0. None if the host checks only at the
     # update, later and therefore with the latest state
     stop: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """Numbers of a step that the host reads in its one wait per step."""
+
+    norm_sq: float
+    loss: float
+    aux_loss: float
+    z_loss: float
+    zeros: float  # zero elements of the gradient, if counted
+    missing: float  # ranks whose experts lacked memory for dispatched tokens
+    stop: float  # ranks that were told to stop
+    skipped: float
+    scale: float | None = None  # factor on the loss
+    # 1 if the step was rerun with memory for all tokens; None if memory cannot lack
+    reruns: int | None = None
+    # sums over all ranks of their groups' clone counters (`app.moe.clones.cloning`)
+    busiest_before: float = 0.0
+    busiest_after: float = 0.0
+    routed_rows: float = 0.0
+    clones: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from app.model.block import Layer, Phase, RunPhases, run_phases, value_of
 from app.model.chunk import Chunk
 from app.model.decoding.layer_caches import CacheSizes, LayerCache, NextToken, layer_cache
 from app.model.layers.layers import Context
-from app.plan.model.phases import PhaseName
+from app.plan.phases import PhaseName
 
 # normalised hidden states -> output that is added to the residual
 LayerAttention = Callable[[Tensor, Context], Tensor]

@@ -1,9 +1,9 @@
 """FP8 back end of grouped linear layers.
 
 Rows are quantised for the output, and the output gradient for the input gradient, unless the kernel
-that produced them has done so (`app.model.layers.ready`) with equal bits. The weight gradient stays a
-grouped GEMM of the unquantised rows, which are what backward saves: it sums over rows, whose scales
-differ.
+that produced them has done so (`app.model.layers.ready`) with equal bits. The weight gradient stays
+a grouped GEMM of the unquantised rows, which are what backward saves: it sums over rows, whose
+scales differ.
 
 Shapes: T rows grouped by expert, E experts, I input width, O output width.
 """

@@ -9,13 +9,13 @@
 
 A block of two matrices costs one all-gather before the first and one reduce-scatter after the
 second, in forward and in backward (Korthikanti et al. 2022). These collectives are in
-`app.model.layers.tensor_parallel`, those of experts in `app.moe.dispatch`. Backward saves this rank's
-tokens only and gathers them again for the weight gradient. With one rank, nothing is sent.
+`app.model.layers.tensor_parallel`, those of experts in `app.moe.dispatch`. Backward saves this
+rank's tokens only and gathers them again for the weight gradient. With one rank, nothing is sent.
 
-The weight and its back end (`app.model.layers.linear_backend`) determine the precision. Weight gradients
-go to a sink (`app.model.layers.weight_grads`), or to autograd if there is none. The sink is an argument of
-each call and comes with the microbatch's context, not an attribute of the module: several
-microbatches are in flight at once and each may have a sink of its own.
+The weight and its back end (`app.model.layers.linear_backend`) determine the precision. Weight
+gradients go to a sink (`app.model.layers.weight_grads`), or to autograd if there is none. The sink
+is an argument of each call and comes with the microbatch's context, not an attribute of the module:
+several microbatches are in flight at once and each may have a sink of its own.
 
 Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them here, I
 and O widths, T rows, E experts of this rank, G replicas of remote experts, D hidden, V vocabulary.

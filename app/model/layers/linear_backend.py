@@ -1,11 +1,11 @@
 """Back ends that compute a linear layer: its output and the gradients of its input and weight.
 
 A back end has three GEMMs and the operand format they read; one operand serves two of them. The
-modules (`app.model.layers.linear`) gather and scatter tokens, save tensors for backward and send the
-weight gradient to its sink, in the same way for all back ends. Modules start with torch's GEMMs
+modules (`app.model.layers.linear`) gather and scatter tokens, save tensors for backward and send
+the weight gradient to its sink, in the same way for all back ends. Modules start with torch's GEMMs
 (`linear_backend`, `grouped_linear_backend`); `app.model.fp8` replaces them where GEMMs run in FP8.
-The loss calls the head's back end (`app.model.layers.loss`), for one block of logits at a time if no rank
-may hold all.
+The loss calls the head's back end (`app.model.layers.loss`), for one block of logits at a time if
+no rank may hold all.
 
 Shapes: I input width, O output width, T rows, E experts; rows of an expert end at its offset in
 `ends_E` (int32, on the rows' device), rows behind the last one are not defined; G of these experts

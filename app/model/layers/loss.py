@@ -3,10 +3,10 @@ ranks.
 
 No rank ever holds all logits of a token, and with `chunk_tokens` none holds those of all its
 tokens: it computes one block of logits at a time, and backward recomputes each block (after arXiv
-2411.09009). The head's back end
-(`app.model.layers.linear_backend`) computes the GEMMs, as in every linear layer; this module decides when
-they run, and reduces the logits. Statistics are fp32. Ranks all-reduce three numbers per token: the
-largest logit, the sum of exponentials and the logit of the label.
+2411.09009). The head's back end (`app.model.layers.linear_backend`) computes the GEMMs, as in every
+linear layer; this module decides when they run, and reduces the logits. Statistics are fp32. Ranks
+all-reduce three numbers per token: the largest logit, the sum of exponentials and the logit of the
+label.
 
 Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them here, T =
 B · S, C tokens of a block of logits, D hidden, V rows of this rank of the vocabulary.

@@ -26,7 +26,7 @@ CLONE_SUMS = ("busiest_before", "busiest_after", "routed_rows", "clones")
 
 @dataclass(frozen=True, slots=True)
 class SlotWeight:
-    """One kind of matrices of a microbatch's clones (`app.model.layers.replica_weight.ReplicaWeight`)."""
+    """One kind of matrices of a microbatch's clones (a `ReplicaWeight` of the model)."""
 
     transport: CloneTransport
     kind: int

@@ -11,16 +11,20 @@ Shapes: as in `app.kernels.pages`; `ends_E` as in `app.moe.protocol`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from app.config import Run
 from app.kernels import pages as kernels
 from app.kernels.common import usable
 from app.kernels.tiling import cdiv
 from app.model.layers.recompute import BackwardSource
-from app.plan.parts.paged_buffer import PlannedPagedBuffer
+from app.plan.actions import Action
+from app.plan.parts.paged_buffer import PlannedPagedBuffer, planned_paged_buffer
+from app.plan.stages import Stage
 
 WORD = 4  # bytes per copied element
 
@@ -152,3 +156,14 @@ class PagedRows(BackwardSource):
         if not self.readers:
             self.rows = None
         return rows
+
+
+def build_paged_buffer(
+    run: Run, stages: Sequence[Stage], actions: Sequence[Action], *, device: torch.device
+) -> PagedBuffer | None:
+    """Build the buffer of a pipeline rank with these stages and actions.
+
+    None leaves saving to autograd.
+    """
+    planned = planned_paged_buffer(run, stages, actions)
+    return None if planned is None else PagedBuffer(planned, device)

@@ -1,6 +1,6 @@
 """Parameters of a model, and floating-point operations per token and per rank (docs/planning.md).
 
-Operations are sums over the traces of `app.plan.trace`. A GEMM of [m, k] and [k, n] has 2·m·n·k, so
+Operations are sums over the traces of `app.plan.parts`. A GEMM of [m, k] and [k, n] has 2·m·n·k, so
 that each weight of a matrix costs 2 per token in forward, and twice that in backward. Norms,
 activations, rotary positions and the embedding lookup are not counted.
 """

@@ -25,13 +25,13 @@ from app.plan.cost.power import at_clocks
 from app.plan.cost.rates import MICRO, Kernels, Links
 from app.plan.dependencies import Pipeline
 from app.plan.layout import ParallelLayout
-from app.plan.memory.activations import captured_phases
 from app.plan.memory.overheads import BACKWARD_KERNELS
-from app.plan.model.phases import PhaseName
 from app.plan.parts.dispatcher import busiest_load, run_dispatcher
 from app.plan.parts.parts import sizes_of
 from app.plan.parts.stage import fold_stages
 from app.plan.parts.trace import ForwardTrace, Operation, Work
+from app.plan.phases import PhaseName
+from app.plan.select import captured_phases
 from app.plan.stages import Stage
 
 # Standard deviation of experts' loads over their mean, of routers at the start of training: with

@@ -18,8 +18,8 @@ from app.plan.cost.volumes import Volume, step_volumes
 from app.plan.groups import ETP_EP, TP, Way
 from app.plan.layout import AXES, DENSE_AXIS, EXPERT_AXIS, ParallelLayout
 from app.plan.nodes import NodeSpan, node_span
+from app.plan.select import select_stages
 from app.plan.stages import StagePlan
-from app.planner.select import select_stages
 
 Order = tuple[str, ...]  # axes from the fastest-varying one
 

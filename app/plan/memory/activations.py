@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from app.choices import GraphScope
-from app.config import CudaGraphConfig, Run
+from app.config import Run
 from app.plan.layout import ParallelLayout
-from app.plan.model.phases import PhaseName
 from app.plan.model.vocabulary import table
 from app.plan.parts.lifetimes import (
     CapturedMemory,
@@ -25,20 +23,8 @@ from app.plan.parts.parts import Sizes, sizes_of
 from app.plan.parts.stage import StagePart, part_trace, stage_parts
 from app.plan.parts.trace import ForwardTrace
 from app.plan.recompute import RecomputeChoice
+from app.plan.select import captured_phases
 from app.plan.stages import Stage
-
-ROUTER = (PhaseName.norm, PhaseName.shared, PhaseName.route)
-EXPERTS = (PhaseName.dispatch, PhaseName.experts, PhaseName.combine, PhaseName.finish)
-# phases of each kind of layer
-DENSE = (PhaseName.attn, PhaseName.mlp)
-MOE = (PhaseName.attn, *ROUTER, PhaseName.preprocess, *EXPERTS)
-CAPTURED = {
-    GraphScope.attn: (PhaseName.attn,),
-    GraphScope.mlp: (PhaseName.mlp,),
-    GraphScope.moe_router: ROUTER,
-    GraphScope.moe_preprocess: (PhaseName.preprocess,),
-    GraphScope.moe: (*ROUTER, PhaseName.preprocess, *EXPERTS),
-}  # part of a layer -> its phases that a graph holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,31 +131,6 @@ def chunk_activations(run: Run, stage: Stage, layout: ParallelLayout) -> ChunkAc
         kernels=kernels,
         cublas=any(link.cublas for link in row),
     )
-
-
-def captured_phases(choice: CudaGraphConfig) -> frozenset[str]:
-    """Return the phases of layers that partial graphs hold."""
-    if not choice.of_parts:
-        return frozenset()
-    if not choice.scope:
-        return frozenset((*DENSE, *MOE))
-    return frozenset(phase for part in choice.scope for phase in CAPTURED[part])
-
-
-def own_inputs(run: Run, layers: Sequence[int]) -> tuple[int, ...]:
-    """Return the layers, by index, whose captured part does not follow on the previous layer's.
-
-    Those need a static input of their own; the others read the output of the graph before.
-    """
-    captured = captured_phases(run.cuda_graph)
-    own = list[int]()
-    ended = False
-    for place, layer in enumerate(layers):
-        phases = MOE if run.model.is_moe_layer(layer) else DENSE
-        if not (captured.isdisjoint(phases) or (ended and phases[0] in captured)):
-            own.append(place)
-        ended = phases[-1] in captured
-    return tuple(own)
 
 
 def _shared(s: Sizes, stage: Stage, recompute: RecomputeChoice) -> dict[str, int]:

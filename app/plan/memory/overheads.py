@@ -14,7 +14,6 @@ from app.plan.groups import GroupKind
 from app.plan.memory.activations import ChunkActivations
 
 MIB = 2**20
-GIB = 2**30
 
 CUDA_CONTEXT = 840 * MIB  # bytes of a process's CUDA context with the kernels that a step loads
 # bytes of an NCCL communicator of several ranks, after its first use

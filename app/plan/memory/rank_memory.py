@@ -14,7 +14,7 @@ from math import prod
 from app.choices import Fp8Recipe, GraphImpl
 from app.config import CudaGraphConfig, ModelConfig, PrecisionConfig, Run
 from app.plan.actions import Action, Forward
-from app.plan.formatting import amount
+from app.plan.formatting import GIB, amount
 from app.plan.graphs import GraphPlan
 from app.plan.groups import GROUPS, Group, GroupKind
 from app.plan.layout import ParallelLayout
@@ -26,7 +26,6 @@ from app.plan.memory.overheads import (
     COMMUNICATOR,
     CUDA_CONTEXT,
     FRAGMENTATION,
-    GIB,
     MIB,
     NCCL_ITSELF,
     UPDATE_KERNELS,

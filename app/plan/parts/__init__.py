@@ -1,0 +1,1 @@
+"""Each part of the model as traced operations: what it computes, saves and sends."""

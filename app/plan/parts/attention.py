@@ -1,8 +1,8 @@
 """Trace of attention: heads, rotary positions, context-parallel communication, kernels.
 
-Follows `app.model.attention` and `app.model.layers.context_parallel`. The memory of a kernel depends on
-which one runs: `attends_by_matrices` decides, and `_softmax_attention`, its `_Kernel` and
-`_matrix_attention` hold everything that follows from it. All sizes are bytes.
+Follows `app.model.attention` and `app.model.layers.context_parallel`. The memory of a kernel
+depends on which one runs: `attends_by_matrices` decides, and `_softmax_attention`, its `_Kernel`
+and `_matrix_attention` hold everything that follows from it. All sizes are bytes.
 
 Shapes: as in `app.plan.parts.parts`, and S tokens of a whole sequence, P context-parallel ranks.
 """

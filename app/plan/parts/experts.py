@@ -12,7 +12,6 @@ from app.choices import Balance, Dtype, Recompute, Score
 from app.config import MoEConfig
 from app.kernels.tiling import PARTS
 from app.plan.model.experts import ExpertWeights, MoEBodyWeights, RouterWeights
-from app.plan.model.phases import PhaseName
 from app.plan.model.weight import Weight
 from app.plan.parts.dispatch_record import PlannedDispatcher, Tokens
 from app.plan.parts.dispatcher import run_dispatcher
@@ -20,6 +19,7 @@ from app.plan.parts.fp8 import Fp8Work, rows_in_fp8
 from app.plan.parts.paged_buffer import page_numbers
 from app.plan.parts.parts import Gemm, Sizes, activation, cast, norm_beside, swiglu
 from app.plan.parts.trace import Trace, TracedTensor, Work
+from app.plan.phases import PhaseName
 
 # bytes of an expert's load in the load-balancing loss
 LOAD = {Balance.microbatch: 8, Balance.sequence: 8, Balance.global_batch: 4}

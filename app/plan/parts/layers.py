@@ -10,13 +10,13 @@ from app.choices import Recompute
 from app.plan.model.experts import MoEBodyWeights
 from app.plan.model.layer import DenseBodyWeights, LayerWeights
 from app.plan.model.norm import NormWeights
-from app.plan.model.phases import PhaseName
 from app.plan.model.weight import Weight
 from app.plan.parts.attention import attention
 from app.plan.parts.experts import moe_body
 from app.plan.parts.fp8 import GemmOperands
 from app.plan.parts.parts import Gemm, Sizes, norm, norm_beside, scattered, swiglu, tp_sends
 from app.plan.parts.trace import ForwardTrace, GradAddition, Sends, Trace, TracedTensor, Work
+from app.plan.phases import PhaseName
 from app.plan.recompute import RecomputeChoice
 
 # bytes that the loss saves per token: index of its label, log-sum-exp, validity
@@ -54,7 +54,7 @@ def embedding_trace(s: Sizes, table: Weight) -> ForwardTrace:
 
 
 def head_trace(s: Sizes, norm_weights: NormWeights, table: Weight, tied: bool) -> ForwardTrace:
-    """Trace the final norm and the loss (`app.model.layers.loss`); `tied` to an embedding on this rank."""
+    """Trace the final norm and the loss (`app.model.layers.loss`); `tied` to an embedding here."""
     trace = Trace(phase="head")
     given = trace.value(s.stream)
     h = norm(trace, s, given, weights=norm_weights)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from app.choices import GraphImpl, GraphKey, GraphScope, ScheduleName
-from app.config import Run
+from app.config import CudaGraphConfig, Run
 from app.plan.actions import Action
 from app.plan.graphs import GraphPlan, Key, for_transformer_engine, plan_graphs
-from app.plan.memory.activations import own_inputs
+from app.plan.phases import CAPTURED, DENSE, MOE
 from app.plan.schedule import v_shaped
 from app.plan.stages import StagePlan, plan_stages
 
@@ -69,3 +69,28 @@ def captured_layers(run: Run, layers: Sequence[int]) -> int:
     model = run.model
     parts = {True: {GraphScope.attn, GraphScope.moe}, False: {GraphScope.attn, GraphScope.mlp}}
     return sum(not scope or bool(scope & parts[model.is_moe_layer(layer)]) for layer in layers)
+
+
+def captured_phases(choice: CudaGraphConfig) -> frozenset[str]:
+    """Return the phases of layers that partial graphs hold."""
+    if not choice.of_parts:
+        return frozenset()
+    if not choice.scope:
+        return frozenset((*DENSE, *MOE))
+    return frozenset(phase for part in choice.scope for phase in CAPTURED[part])
+
+
+def own_inputs(run: Run, layers: Sequence[int]) -> tuple[int, ...]:
+    """Return the layers, by index, whose captured part does not follow on the previous layer's.
+
+    Those need a static input of their own; the others read the output of the graph before.
+    """
+    captured = captured_phases(run.cuda_graph)
+    own = list[int]()
+    ended = False
+    for place, layer in enumerate(layers):
+        phases = MOE if run.model.is_moe_layer(layer) else DENSE
+        if not (captured.isdisjoint(phases) or (ended and phases[0] in captured)):
+            own.append(place)
+        ended = phases[-1] in captured
+    return tuple(own)

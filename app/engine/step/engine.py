@@ -1,0 +1,174 @@
+"""One rank's engine: everything it trains with, bound to a schedule's list of actions.
+
+Shapes: B sequences, s tokens per sequence of this rank, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from app.choices import GraphImpl
+from app.engine.capture.partial import PartialGraphs
+from app.engine.capture.recorder import Recorder
+from app.engine.capture.transformer_engine import GraphsByTransformerEngine, graphed_callables
+from app.engine.ranks.dtypes import DTYPES
+from app.engine.ranks.groups import Groups
+from app.engine.step.executor import ForwardBackward, execute
+from app.engine.step.in_flight import RankStages
+from app.engine.step.transport import Transport
+from app.engine.watchdog.watchdog import Watchdog
+from app.model.chunk import Chunk
+from app.model.fp8.linear import Fp8Layers
+from app.moe.clones.cloning import CLONE_SUMS, Cloning
+from app.moe.dispatch.static import StaticDispatcher
+from app.moe.phases import MoEBody, Router
+from app.optim.distributed import DistributedOptimizer
+from app.optim.scale import LossScale
+from app.plan.actions import Action
+from app.plan.recompute import RecomputePolicy, recompute_policy
+from app.plan.select import captured_phases
+from app.planner.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """Everything one rank trains with: chunks, optimizer, groups, transport, watchdog."""
+
+    plan: Plan
+    chunks: tuple[Chunk, ...]
+    optimizer: DistributedOptimizer
+    groups: Groups
+    device: torch.device
+    transport: Transport
+    watchdog: Watchdog
+    loss_scale: LossScale | None
+    static: StaticDispatcher | None  # dispatcher of all MoE layers; None without, or with another
+    recorder: Recorder | None  # of CUDA graphs; None without capture
+    fp8: Fp8Layers  # layers whose GEMMs run in FP8; empty without a recipe
+
+    def routers(self) -> Iterator[tuple[tuple[int, int], Router]]:
+        """Yield ((chunk, n-th MoE layer of the chunk), router) for every MoE layer of this rank."""
+        for index, chunk in enumerate(self.chunks):
+            bodies = (layer.body for layer in chunk.in_order)
+            routed = (body for body in bodies if isinstance(body, MoEBody))
+            for nth, body in enumerate(routed):
+                yield (index, nth), body.router
+
+    def named_routers(self) -> Iterator[tuple[str, Router]]:
+        """Yield (global name, router) for every MoE layer of this rank."""
+        for chunk in self.chunks:
+            for name, module in chunk.named_modules():
+                if isinstance(module, Router):
+                    yield name, module
+
+    @property
+    def cloning(self) -> Cloning | None:
+        """Cloning of hot experts (ECHO); None without clones."""
+        return None if self.static is None else self.static.cloning
+
+    def start_step(self) -> None:
+        """Reset the per-step counters of routers, clones and FP8 layers."""
+        for _, router in self.routers():
+            router.start_step()
+        if self.cloning is not None:
+            self.cloning.start_step()
+        self.fp8.begin_step()
+
+    @property
+    def capturable(self) -> bool:
+        """True if every later step launches the same kernels as this one."""
+        return self.fp8.capturable
+
+    def finish_step(self, skipped: Tensor) -> None:
+        """Run the device work that follows the update; `skipped` is 1 if it was skipped, else 0."""
+        self.fp8.finish_step(skipped)
+
+    def stepped(self, skipped: bool) -> None:
+        """Tell FP8 layers, once the host knows, whether the update was skipped."""
+        self.fp8.stepped(skipped)
+
+    def clone_sums(self) -> dict[str, Tensor]:
+        """Return the clone counters of this rank's group since `start_step`, as scalars by name."""
+        if self.cloning is None:
+            return {}
+        return dict(zip(CLONE_SUMS, self.cloning.sums_4.unbind(), strict=True))
+
+    def all_rows(self) -> AbstractContextManager[None]:
+        """Give experts memory for all dispatched tokens within the block; rules out capture."""
+        return nullcontext() if self.static is None else self.static.all_rows()
+
+    def gather_all_params(self) -> None:
+        """Gather all parameters that other ranks updated, or wait for the gathers under way."""
+        for chunk in range(len(self.chunks)):
+            self.optimizer.gather_params(chunk)
+
+    def release(self) -> None:
+        """Release CUDA graphs, which must not outlive the process groups."""
+        if self.recorder is not None:
+            self.recorder.release()
+
+
+def build_partial_graphs(engine: Engine) -> PartialGraphs | None:
+    """Build the graphs of the captured parts of this rank's layers, not yet recorded, or None."""
+    run = engine.plan.run
+    graphs = engine.plan.graphs[engine.groups.pp_rank]
+    if graphs is None or engine.recorder is None:
+        return None
+    kind: Callable[..., PartialGraphs] = PartialGraphs
+    if run.cuda_graph.impl is GraphImpl.transformer_engine:
+        like_D = torch.zeros((), dtype=DTYPES[run.precision.params], device=engine.device)
+        kind = partial(
+            GraphsByTransformerEngine,
+            make=graphed_callables(),
+            hidden_BsD=like_D.expand(_hidden(engine)),
+            recompute=recompute_policy(run).usual,
+            on_trial=engine.fp8.on_trial,
+        )
+    return kind(
+        engine.chunks,
+        graphs,
+        captured_phases(run.cuda_graph),
+        recorder=engine.recorder,
+        optimizer=engine.optimizer,
+    )
+
+
+def _hidden(engine: Engine) -> torch.Size:
+    """Return the shape of hidden states between layers: B, S / (cp · tp), D."""
+    run, layout = engine.plan.run, engine.groups.layout
+    tokens = run.train.seq_len // (layout.cp * layout.tp)
+    return torch.Size((run.train.micro_batch, tokens, run.model.hidden_size))
+
+
+def select_forward_backward(
+    engine: Engine,
+    lists: Sequence[Sequence[Action]],
+    graphs: PartialGraphs | None = None,
+    policy: RecomputePolicy | None = None,
+) -> ForwardBackward:
+    """Bind the executor to this rank's list of actions and to the chunks these work on.
+
+    `lists` has one list per pipeline rank. Without `graphs` everything runs eagerly. `policy` says
+    what backward recomputes; None takes it from the run.
+    """
+    run = engine.plan.run
+    rank = engine.groups.pp_rank
+    stages = RankStages(
+        engine.chunks,
+        engine.plan.next_here(rank),
+        (policy or recompute_policy(run)).on_rank(lists[rank]),
+        hidden=_hidden(engine),
+        dtype=DTYPES[run.precision.params],
+        device=engine.device,
+        sink=engine.optimizer.main_grad_sink(),
+        graphs=graphs,
+    )
+    return partial(
+        execute, lists[rank], stages, engine.optimizer, engine.transport, engine.watchdog
+    )

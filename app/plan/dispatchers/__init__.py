@@ -1,1 +1,0 @@
-"""Planned dispatchers: one pure record for each transport of tokens to experts."""

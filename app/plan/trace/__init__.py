@@ -1,1 +1,0 @@
-"""Traces: the model's operations with sizes in place of tensors, to count memory and cost."""
