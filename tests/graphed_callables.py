@@ -49,7 +49,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
         Replays.optimizer = weakref.ref(self)
 
     patch.setattr(DistributedOptimizer, "__init__", noted)
-    patch.setattr("app.engine.build.graphed_callables", lambda: make_graphed_callables)
+    for user in ("build", "step.engine"):
+        patch.setattr(f"app.engine.{user}.graphed_callables", lambda: make_graphed_callables)
 
 
 class Captured:

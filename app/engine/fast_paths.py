@@ -30,7 +30,7 @@ def slow_paths(
 ) -> Iterator[tuple[str, str]]:
     """Yield (part, the slow path taken, its reason and cost) for each fast path not taken.
 
-    Costs are those of docs/benchmarks.md. `static` is the dispatcher of the experts, if it is that one.
+    Costs are those of docs/benchmarks.md. `static`: the static dispatcher, if it is used.
     """
     if static is not None and static.planned.peer and static.peer is None:
         why = "this is a CPU" if device.type == "cpu" else "Triton is not installed"

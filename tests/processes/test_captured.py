@@ -36,7 +36,7 @@ from app.engine.step.engine import Engine
 from app.engine.step.executor import ForwardBackward
 from app.engine.step.step import TrainingStep, Validation
 from app.errors import ConfigError
-from app.model import layers, weight_grads
+from app.model.layers import layers, weight_grads
 from app.moe.phases import Experts
 from tests.cases import chosen
 from tests.distributed import run_distributed

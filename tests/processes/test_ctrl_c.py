@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from app.cli.processes import ctrl_c, launch
+from app.cli.processes import ctrl_c
 from app.cli.processes.launcher import Launch
+from app.cli.start import launch
 from app.cli.start.launch import mistakes_in_one_line
 from app.engine.files import signals
 from app.engine.files.attempt import Attempt

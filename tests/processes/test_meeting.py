@@ -140,7 +140,7 @@ def test_self_connection_is_no_listener(monkeypatch: pytest.MonkeyPatch):
 def test_torchrun_names_another_program_where_launchers_meet(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        code = "from app.engine.run import meeting; meeting.ANSWER_S = 1.0\n"
+        code = "from app.engine.ranks import meeting; meeting.ANSWER_S = 1.0\n"
         code += "import sys; from app.cli.torchrun import main; sys.exit(main(sys.argv[1:]))"
         options = ["--nnodes=2", "--node-rank=1", f"--master-port={port}", "train.py"]
         line = [sys.executable, "-c", code, *options]

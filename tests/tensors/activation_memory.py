@@ -34,21 +34,22 @@ from app.kernels import (
     partial_sums,
     peer_rows,
     peer_sums,
+    quantise,
     rms_norm,
     rows,
     swiglu,
 )
 from app.kernels.attention import heads
 from app.kernels.common import DTYPES
-from app.kernels.fp8 import quantise, weights
 from app.kernels.fp8 import swiglu as swiglu_fp8
+from app.kernels.fp8 import weights
 from app.kernels.routing import parts
-from app.model import layers, loss
 from app.model.attention import modules as attention
 from app.model.attention.transformer_engine import TransformerEngineAttention
 from app.model.block import DenseBody, Layer, Phase
 from app.model.chunk import Chunk
 from app.model.fp8 import row_scaled
+from app.model.layers import layers, loss
 from app.model.layers.attend import BY_TORCH, Attend
 from app.model.layers.layer_groups import ALONE
 from app.model.layers.weight_grads import MainGradSink
