@@ -42,14 +42,14 @@ class Trials:
             count = min(key.num_microbatches, SATURATED * key.pp + key.num_microbatches % key.pp)
             key = dataclasses.replace(key, num_microbatches=count)
         made = len(self.known.lowered)
-        walks = self.known.walks(key, run.schedule.overlap_p2p)
-        actions = walks.actions
+        actions = self.known.actions(key, run.schedule.overlap_p2p)
         self.work += _length(actions) * (1 + LOWERING * (len(self.known.lowered) - made))
         ranks = plan_memory(
             run,
             plan.layout,
             plan.stages,
-            walks=walks,
+            buffers=plan.buffers,
+            actions=actions,
             graphs=select_graphs(run, plan.stages, actions),
         )
         return max(rank.total for rank in ranks)

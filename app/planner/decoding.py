@@ -8,7 +8,7 @@ from app.config import ModelConfig
 from app.errors import ConfigError
 from app.plan.formatting import byte_count, count_of
 from app.plan.memory.overheads import CUDA_CONTEXT, WORKSPACES
-from app.plan.parts.parts import BYTES
+from app.plan.parts.trace import BYTES
 from app.plan.sharding.parameters import chunk_parameters
 from app.planner.plan import Plan
 

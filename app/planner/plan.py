@@ -35,7 +35,6 @@ from app.plan.memory.rank_memory import RankMemory, plan_memory
 from app.plan.pipeline.check import check
 from app.plan.pipeline.known import KnownSchedules, ScheduleKey
 from app.plan.pipeline.lowering import lower_all
-from app.plan.pipeline.moments import Walks
 from app.plan.pipeline.timeline import Timeline, Times, ordered_timeline
 from app.plan.schedule import build_schedule
 from app.plan.select import select_graphs, select_schedule, select_stages
@@ -92,17 +91,12 @@ class Plan:
             group_size=self.run.schedule.group_size,
         )
 
-    @property
+    @cached_property
     def actions(self) -> Sequence[Sequence[Action]]:
         """All actions of each pipeline rank in a training step, proved not to deadlock."""
-        return self._walks.actions
-
-    @cached_property
-    def _walks(self) -> Walks:
-        """Lowered lists of all pipeline ranks, paired with their live-memory counts."""
-        walks = self.known.walks(self.schedule_key, self.run.schedule.overlap_p2p)
-        check(walks.actions, self.schedule, self.stages.pipeline.v_shape)
-        return walks
+        lists = self.known.actions(self.schedule_key, self.run.schedule.overlap_p2p)
+        check(lists, self.schedule, self.stages.pipeline.v_shape)
+        return lists
 
     def validation_actions(self, num_microbatches: int) -> list[list[Action]]:
         """Return all actions of each pipeline rank in a validation of `num_microbatches`."""
@@ -161,7 +155,12 @@ class Plan:
     def memory(self) -> tuple[RankMemory, ...]:
         """Bytes of each pipeline rank at its peak, by part."""
         return plan_memory(
-            self.run, self.layout, self.stages, walks=self._walks, graphs=self.graphs
+            self.run,
+            self.layout,
+            self.stages,
+            buffers=self.buffers,
+            actions=self.actions,
+            graphs=self.graphs,
         )
 
     @cached_property

@@ -21,9 +21,11 @@ from app.config import (
 from app.config.model import StaticConfig
 from app.errors import ConfigError
 from app.plan.groups import ETP_EP, Way
+from app.plan.layout import select_layout
 from app.plan.parts.dispatch_record import RowCounts, TokenExchange, Tokens
 from app.plan.parts.dispatcher import DISPATCHERS, kinds_between_ranks, planned_dispatcher
 from app.plan.parts.paged_buffer import planned_paged_buffer, with_paged_buffer
+from app.plan.parts.stage import sizes_of
 from app.plan.parts.trace import Trace
 from app.planner.plan import Plan
 from app.planner.summary import summary_lines
@@ -168,13 +170,13 @@ def test_bytes_on_the_wire_by_hand():
 
     def sent(kind: DispatcherKind, ep: int) -> tuple[int, int]:
         """Bytes to other ranks, forward and backward."""
-        trace, tokens = Trace(), Tokens(64, 16, 2)
+        run = run_of(of(EXPERTS, kind), ep, ep)
+        t, tokens = Trace(sizes_of(run, select_layout(run))), Tokens(64, 16, 2)
         dispatcher = planned_dispatcher(of(EXPERTS, kind), ep, 1)
-        h, probs, chosen = (trace.value(size) for size in (tokens.bytes, 128 * 4, 128 * 8))
-        rows = dispatcher.trace_preprocess(trace, tokens, chosen)
-        x = dispatcher.trace_dispatch(trace, tokens, h, rows=rows)
-        dispatcher.trace_combine(trace, tokens, x, probs=probs, rows=rows)
-        sends = [op.sends for op in trace.ops if op.sends]
+        dispatcher.preprocess(t, tokens)
+        dispatcher.dispatch(t, tokens)
+        dispatcher.combine(t, tokens, saved=True)
+        sends = [op.sends for op in t.ops if op.sends]
         return sum(each.forward for each in sends), sum(each.backward for each in sends)
 
     assert sent(DispatcherKind.auto, 1) == (0, 0)

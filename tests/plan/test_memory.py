@@ -29,14 +29,11 @@ from app.plan.groups import EMBEDDING, ETP_EP
 from app.plan.layout import ParallelLayout
 from app.plan.memory.activations import (
     ChunkActivations,
-    GraphShare,
     MicrobatchMemory,
-    chunk_activations,
+    find_peak,
 )
 from app.plan.memory.overheads import CUDA_CONTEXT, FRAGMENTATION, GRAPH, GRAPH_KERNEL, WORKSPACES
-from app.plan.memory.peak import borders_of, find_peak
 from app.plan.memory.rank_memory import OUTSIDE, communicators, plan_memory
-from app.plan.pipeline.moments import Walks, moments_of
 from app.plan.schedule import build_schedule
 from app.plan.stages import Stage
 from app.planner.plan import Plan
@@ -60,7 +57,7 @@ def test_a_rank_of_an_empty_stage_holds_only_what_passes_through():
             if chosen.impl is GraphImpl.full_iteration:
                 assert held["graph pool"] <= 6 * border
             else:
-                none = *state, "activations", "cut tensors", "graph pool"
+                none = *state, "activations", "graph pool"
                 assert not any(held.get(name, 0) for name in none)
                 assert border <= held["pipeline buffers"] <= 6 * border
             assert plan.stage_seconds[1].total == 0.0 and plan.timeline.makespan > 0
@@ -82,23 +79,23 @@ def test_the_memory_of_small_by_the_formulas():
     (memory,) = Plan(load("+experiment=small")).memory
     have, count, tokens = sizes(memory), 411_354_112, 8192
     kept = (
-        24 * (2 * tokens * (2 * 1024 + 3 * 1024 + 1024) + 4 * tokens * 17),  # attention
-        24 * (2 * tokens * (2 * 1024 + 3 * 2816) + 4 * tokens),  # feed-forward
+        24 * (2 * tokens * (2 * 1024 + 3 * 1024 + 1024) + 4 * tokens * 16),  # attention
+        24 * 2 * tokens * (2 * 1024 + 3 * 2816),  # feed-forward
         8 * tokens * 64,  # rotary positions
-        2 * tokens * 2 * 1024 + 4 * tokens + 2 * tokens * 50304 + 13 * tokens,  # head
+        2 * tokens * 2 * 1024 + 2 * tokens * 50304 + 13 * tokens,  # head
     )
-    assert kept == (2_429_288_448, 4_127_981_568, 4_194_304, 857_874_432)
     expected = {
         "parameters": 2 * count,
         "gradients": 4 * count,
         "optimizer": 12 * count,
         "activations": sum(kept),
-        "working memory": 2 * tokens * 1024 - 13 * tokens,
+        # gradients of the head's input and of the residual stream
+        "working memory": 2 * 2 * tokens * 1024 - 13 * tokens,
         "inputs": 4 * 3 * 8 * tokens,
         "library workspaces": 2 * 32 * 2**20,
     }
     assert {name: have[name] for name in expected} == expected
-    assert memory.allocated == sum(expected.values()) == 14_908_278_784
+    assert memory.allocated == sum(expected.values())
     assert memory.allocated == sum(size for name, size in have.items() if name not in OUTSIDE)
 
 
@@ -108,35 +105,33 @@ def test_a_layer_of_experts_by_the_formulas():
     layer = kept(run, Stage((5,), False, False))
     tokens, rows = 8192, 3 * 6 * 8192 // 2
     expected = {
-        "attn": 2 * tokens * (2 * 1024 + 24 * 64 + 16 * 64) + 4 * tokens * 17,
-        "norm": 2 * tokens * 1024 + 4 * tokens,
-        "shared": 2 * tokens * (1024 + 3 * 1024),
-        "route": 4 * tokens * (64 * 2 + 6) + 8 * tokens * 6 + 8 * 64,
+        "attn": 2 * tokens * (2 * 1024 + 24 * 64 + 16 * 64) + 4 * tokens * 16,
+        "norm": 2 * tokens * 1024,
+        "shared": 2 * tokens * 3 * 1024,
+        "route": 2 * tokens * 1024 + 4 * tokens * (64 * 2 + 3 * 6),
         "dispatch": 8 * tokens * 6 + 8 * rows,
-        "experts": 2 * rows * (1024 + 3 * 512) + 4 * 32,
-        "combine": 2 * tokens * 6 * 1024 + 8 * tokens * 6 + 8 * rows,
+        "experts": 2 * rows * (1024 + 3 * 512),
+        "combine": (2 * 1024 + 4 + 8) * tokens * 6 + 8 * rows,
     }
     assert expected == {phase: size for phase, size in layer.items() if phase != "rotary"}
 
 
-MEASURED = (  # `+experiment=small …` on an H200: GiB planned, and max_memory_allocated
-    ("train.micro_batch=2", 13.884, 13.888),
-    ("cuda_graph=layer", 14.017, 13.888),
-    ("cuda_graph=full_iteration", 13.884, 13.889),
-    ("precision.grads=bfloat16", 13.214, 13.217),
-    ("model=smallmoe", 38.891, 38.899),
-    ("model=smallmoe recompute=full", 31.424, 31.432),
-    ("model=smallmoe cuda_graph=partial", 39.245, 39.149),
-    ("model=smallmoe cuda_graph=full_iteration", 38.891, 38.9),
+MEASURED = (  # `+experiment=small …` on an H200: max_memory_allocated, GiB
+    ("train.micro_batch=2", 13.888),
+    ("cuda_graph=layer", 13.888),
+    ("cuda_graph=full_iteration", 13.889),
+    ("precision.grads=bfloat16", 13.217),
+    ("model=smallmoe", 38.899),
+    ("model=smallmoe recompute=full", 31.432),
+    ("model=smallmoe cuda_graph=partial", 39.149),
+    ("model=smallmoe cuda_graph=full_iteration", 38.9),
 )
 
 
-@pytest.mark.parametrize(("overrides", "planned", "measured"), MEASURED)
-def test_measured_peaks_are_within_three_percent(overrides: str, planned: float, measured: float):
+@pytest.mark.parametrize(("overrides", "measured"), MEASURED)
+def test_measured_peaks_are_within_three_percent(overrides: str, measured: float):
     run = load_overrides(["+experiment=small", *overrides.split()], 1)
-    found = Plan(run).memory[0].allocated / GIB
-    assert found == pytest.approx(planned, abs=2e-3)
-    assert found == pytest.approx(measured, rel=0.03)
+    assert Plan(run).memory[0].allocated / GIB == pytest.approx(measured, rel=0.03)
 
 
 # --- parts ---
@@ -156,12 +151,6 @@ def test_parts_add_up_and_are_named_once():
                 and sizes(memory)["library workspaces"] == WORKSPACES
             )
             assert all(part.note and part.bytes >= 0 for part in memory.parts)
-
-
-def test_a_stream_of_its_own_has_workspaces_of_its_own():
-    moe = dataclasses.replace(MOE.moe, shared_ffn_hidden_size=64, shared_overlap=True)
-    (memory, *_) = Plan(run_of(dataclasses.replace(MOE, moe=moe))).memory
-    assert sizes(memory)["library workspaces"] == 2 * WORKSPACES
 
 
 def test_every_group_of_several_ranks_has_a_communicator():
@@ -190,150 +179,50 @@ def test_inputs_of_all_microbatches():
 # --- peaks ---
 
 
-NO_GRAPH = GraphShare(0, 0, {}, context=0, scratch=0, kernels=0, cublas=False)
-
-
 def memory_of(kept: int, forward: int, backward: int, waiting: int = 0) -> MicrobatchMemory:
-    return MicrobatchMemory({"attn": kept}, forward, backward, waiting=waiting, graph=NO_GRAPH)
+    return MicrobatchMemory({"attn": kept}, forward, backward, waiting=waiting)
 
 
-def chunk_of(
-    usual: MicrobatchMemory,
-    takes: bool = True,
-    gives: bool = True,
-    spared: MicrobatchMemory | None = None,
-) -> ChunkActivations:
+def chunk_of(usual: MicrobatchMemory, spared: MicrobatchMemory | None = None) -> ChunkActivations:
     return ChunkActivations(
-        usual,
-        spared or usual,
-        border=10,
-        takes=takes,
-        gives=gives,
-        deferred=7,
-        grouped=0,
-        kernels=0,
-        cublas=True,
+        usual, spared or usual, border=10, deferred=7, grouped=0, kernels=0, captured=0
     )
 
 
 def peak_of(
     text: str, *chunks: ChunkActivations, spared: frozenset[MicrobatchChunk] = frozenset()
-) -> tuple[str, dict[str, int]]:
-    """(action, what is held) at the peak."""
-    actions = [parse_action(word) for word in text.split()]
-    peak = find_peak(moments_of(actions, spared, borders_of(chunks)), chunks)
-    held = {
-        "kept": sum(peak.kept.values()),
-        "waiting": peak.waiting,
-        "buffers": peak.buffers,
-        "working": peak.working,
-    }
-    assert peak.total == sum(held.values())
-    return peak.action, held
+) -> tuple[str, int, int, int]:
+    """The action at the peak, and what is kept, waits and is alive while it runs."""
+    peak = find_peak([parse_action(word) for word in text.split()], chunks, spared)
+    found = sum(peak.kept.values()), peak.waiting, peak.working
+    assert peak.total == sum(found)
+    return peak.action, *found
 
 
 def test_one_rank_holds_one_microbatch():
-    chunk = chunk_of(memory_of(100, 30, 50), takes=False, gives=False)
-    assert peak_of("F0.0 B0.0 F1.0 B1.0", chunk) == (
-        "B0.0",
-        {"kept": 100, "waiting": 0, "buffers": 0, "working": 50},
-    )
-    assert (
-        peak_of("F0.0 B0.0 F1.0 B1.0", chunk_of(memory_of(100, 60, 50), False, False))[0] == "F0.0"
-    )
-    assert peak_of("F0.0 F1.0 B0.0 B1.0", chunk)[1] == {
-        "kept": 200,
-        "waiting": 0,
-        "buffers": 0,
-        "working": 50,
-    }
-
-
-def test_outputs_stay_until_freed_and_gradients_until_sent():
-    first, last = (
-        chunk_of(memory_of(100, 30, 50), takes=False),
-        chunk_of(memory_of(100, 30, 50), gives=False),
-    )
-    sent = (
-        "F0.0 X[F0.0>1] F1.0 V[F0.0>1] D0.0 X[F1.0>1,B0.0<1] V[F1.0>1,B0.0<1] D1.0 B0.0 X[B1.0<1] "
-        "V[B1.0<1] B1.0"
-    )
-    assert peak_of(sent, first) == (
-        "B0.0",
-        {"kept": 200, "waiting": 0, "buffers": 10, "working": 50},
-    )
-    held = (
-        "F0.0 X[F0.0>1] F1.0 X[F1.0>1,B0.0<1] V[F0.0>1,F1.0>1,B0.0<1] B0.0 D0.0 D1.0 X[B1.0<1] "
-        "V[B1.0<1] B1.0"
-    )
-    assert peak_of(held, first) == (
-        "B0.0",
-        {"kept": 200, "waiting": 0, "buffers": 30, "working": 50},
-    )
-    late = "X[F0.0<0] V[F0.0<0] F0.0 B0.0 X[B0.0>0] X[F1.0<0] V[F1.0<0] F1.0 B1.0 V[B0.0>0]"
-    # B0's gradient
-    assert peak_of(late, last) == (
-        "B1.0",
-        {"kept": 100, "waiting": 0, "buffers": 10, "working": 50},
-    )
-    done = "X[F0.0<0] V[F0.0<0] F0.0 B0.0 X[B0.0>0] V[B0.0>0] X[F1.0<0] V[F1.0<0] F1.0 B1.0"
-    assert peak_of(done, last) == ("B0.0", {"kept": 100, "waiting": 0, "buffers": 0, "working": 50})
+    chunk = chunk_of(memory_of(100, 30, 50))
+    assert peak_of("G0 F0.0 B0.0 F1.0 B1.0 R0", chunk) == ("B0.0", 100, 0, 50)
+    assert peak_of("F0.0 B0.0 F1.0 B1.0", chunk_of(memory_of(100, 60, 50)))[0] == "F0.0"
+    assert peak_of("F0.0 F1.0 B0.0 B1.0", chunk) == ("B0.0", 200, 0, 50)
 
 
 def test_a_split_backward_keeps_what_weights_need():
-    chunk = chunk_of(memory_of(100, 30, 20, waiting=60), takes=False, gives=False)
-    assert peak_of("F0.0 I0.0 F1.0 I1.0 W0.0 W1.0", chunk) == (
-        "F1.0",
-        {"kept": 100, "waiting": 60, "buffers": 0, "working": 30},
-    )
-    small = chunk_of(memory_of(5, 0, 0, waiting=60), takes=False, gives=False)
-    assert peak_of("F0.0 I0.0 F1.0 I1.0 W0.0 W1.0", small) == (
-        "W0.0",
-        {"kept": 0, "waiting": 120, "buffers": 0, "working": 7},
-    )
+    chunk = chunk_of(memory_of(100, 30, 20, waiting=60))
+    assert peak_of("F0.0 I0.0 F1.0 I1.0 W0.0 W1.0", chunk) == ("F1.0", 100, 60, 30)
+    small = chunk_of(memory_of(5, 0, 0, waiting=60))
+    assert peak_of("F0.0 I0.0 F1.0 I1.0 W0.0 W1.0", small) == ("W0.0", 0, 120, 7)
 
 
-def test_adjacent_stages_on_one_rank_need_no_buffers():
-    """In a V the turn's stages share a rank: the output becomes the next stage's input, the
-    gradient likewise.
-    """
-    down, up = chunk_of(memory_of(100, 30, 50)), chunk_of(memory_of(100, 30, 50))
-    turn = (
-        "X[F0.0<0] V[F0.0<0] F0.0 F0.1 X[F0.1>0] V[F0.1>0] D0.1 X[B0.1<0] V[B0.1<0] B0.1 B0.0 "
-        "X[B0.0>0] V[B0.0>0]"
-    )
-    assert peak_of(turn, down, up) == (
-        "B0.1",
-        {"kept": 200, "waiting": 0, "buffers": 10, "working": 50},
-    )
-    only = "F0.0 F0.1 B0.1 B0.0"
-    first, last = (
-        chunk_of(memory_of(1, 0, 0), takes=False),
-        chunk_of(memory_of(1, 90, 0), gives=False),
-    )
-    assert peak_of(only, first, last) == (
-        "F0.1",
-        {"kept": 2, "waiting": 0, "buffers": 0, "working": 90},
-    )
-    assert peak_of(only, first, chunk_of(memory_of(1, 0, 0), gives=False)) == (
-        "B0.0",
-        {"kept": 1, "waiting": 0, "buffers": 10, "working": 0},
-    )
-
-
-def test_gradients_between_local_stages_are_freed_after_use():
-    first, last = (
-        chunk_of(memory_of(1, 0, 5), takes=False),
-        chunk_of(memory_of(1, 0, 50), gives=False),
-    )
-    assert peak_of("F0.0 F0.1 B0.1 B0.0 F1.0 F1.1 B1.1 B1.0", first, last)[1]["buffers"] == 0
+def test_chunks_of_a_rank_add_up():
+    first, last = chunk_of(memory_of(1, 0, 5)), chunk_of(memory_of(2, 90, 0))
+    assert peak_of("F0.0 F0.1 B0.1 B0.0", first, last) == ("F0.1", 3, 0, 90)
 
 
 def test_spared_microbatches_keep_more():
-    chunk = chunk_of(memory_of(10, 0, 90), False, False, spared=memory_of(100, 0, 5))
+    chunk = chunk_of(memory_of(10, 0, 90), spared=memory_of(100, 0, 5))
     first = frozenset({(0, 0)})
-    assert peak_of("F0.0 F1.0 B0.0 B1.0", chunk, spared=first)[1]["kept"] == 110
-    assert peak_of("F0.0 F1.0 B0.0 B1.0", chunk)[1]["kept"] == 20
+    assert peak_of("F0.0 F1.0 B0.0 B1.0", chunk, spared=first)[1] == 110
+    assert peak_of("F0.0 F1.0 B0.0 B1.0", chunk)[1] == 20
 
 
 @pytest.mark.parametrize(
@@ -387,40 +276,6 @@ def graphs(
 
 
 S = GraphScope
-ROUTED = (S.attn, S.moe_router)
-SCOPES = [
-    *(
-        (MOE, scope)
-        for scope in ((S.attn,), ROUTED, (*ROUTED, S.moe_preprocess), (S.moe,), (S.attn, S.moe), ())
-    ),
-    *((DENSE, scope) for scope in ((S.attn,), (S.mlp,), (S.attn, S.mlp), ())),
-]
-
-
-@pytest.mark.parametrize(
-    ("model", "scope"),
-    SCOPES,
-    ids=lambda value: "+".join(s.value for s in value) if isinstance(value, tuple) else "",
-)
-def test_nothing_is_counted_twice_or_lost(model: ModelConfig, scope: tuple[GraphScope, ...]):
-    """Kept outside, kept inside, cut, and the interval's input: together what autograd keeps,
-    and cut tensors it does not.
-    """
-    stage, stream = Stage((0, 1, 2), False, False), 2 * 1024 * 256
-    layout = ParallelLayout(1)
-    eager = chunk_activations(run_of(model), stage, layout).usual
-    split = chunk_activations(run_of(model, cuda_graph=graphs(*scope)), stage, layout).usual
-    # in a fixed place, where attention is captured
-    rotary = split.graph.context if GraphScope.attn in scope or not scope else 0
-    together = split.total + rotary + split.graph.kept + split.graph.cut + 3 * stream
-    # the layer's output or the shared expert's, which nobody saves
-    handed_on = 0 if scope == (S.attn,) else 3 * stream
-    assert together == eager.total + handed_on
-    assert split.graph.scratch > 0 and split.graph.kernels > 0
-    assert (
-        split.forward + split.total <= eager.forward + eager.total
-        and split.backward <= eager.backward + eager.total
-    )
 
 
 @pytest.mark.parametrize("key", list(GraphKey), ids=lambda key: key.value)
@@ -433,7 +288,7 @@ def test_graph_memory_is_independent_of_microbatches(key: GraphKey, scope: tuple
         run = run_of(MOE, parallel=ParallelConfig(pp=4), cuda_graph=graphs(*scope, key=key),
                      train=TrainConfig(seq_len=512, micro_batch=2, global_batch=batch))  # fmt: skip
         found.append([sizes(rank) for rank in Plan(run).memory])
-    for name in ("static inputs", "graph pool", "cut tensors"):
+    for name in ("static inputs", "activations", "working memory"):
         assert len({tuple(rank[name] for rank in ranks) for ranks in found}) == 1
     objects = [[rank["graph objects"] for rank in ranks] for ranks in found]
     if key is GraphKey.slot:
@@ -445,9 +300,7 @@ def test_graph_memory_is_independent_of_microbatches(key: GraphKey, scope: tuple
 
 
 def test_transformer_engine_copies_every_layers_input():
-    """Also that of a layer that begins where the one before has ended. The trial run of each pool's
-    graphs has workspaces; nothing else is larger.
-    """
+    """Also that of a layer that begins where the one before has ended; nothing else is larger."""
     for key in GraphKey:
         ours, theirs = (
             parts_of(run_of(parallel=ParallelConfig(pp=4), cuda_graph=graphs(key=key, impl=impl)))
@@ -455,11 +308,7 @@ def test_transformer_engine_copies_every_layers_input():
         )
         layers, stream, flying = 2, 2 * 1024 * 256, 4
         copied = (layers - 1) * flying * stream
-        pools = 1 if key is GraphKey.microbatch else flying
-        gradients = (pools - 1) * stream  # of each pool; ours have one place for all
-        trials = pools * WORKSPACES
-        assert theirs.pop("library workspaces") == ours.pop("library workspaces") + trials
-        assert theirs.pop("static inputs") == ours.pop("static inputs") + copied + gradients
+        assert theirs.pop("static inputs") == ours.pop("static inputs") + copied
         assert theirs.pop("fragmentation") > ours.pop("fragmentation")  # a share of the rest
         assert theirs == ours
 
@@ -467,18 +316,11 @@ def test_transformer_engine_copies_every_layers_input():
 def test_graphs_of_whole_layers_hold_what_layers_keep():
     run = run_of(parallel=ParallelConfig(pp=4))
     plain, captured = parts_of(run), parts_of(dataclasses.replace(run, cuda_graph=graphs()))
-    layers, stream, flying = 2, 2 * 1024 * 256, 4
-    rotary = flying * 2 * 4 * 1024 * 32
+    stream, flying = 2 * 1024 * 256, 4
     # the second layer reads what the first has put out
-    assert captured["static inputs"] == flying * stream + rotary + stream
-    assert captured["cut tensors"] == layers * flying * stream
-    assert captured["activations"] == 0
-    scratch = captured["graph pool"] - (plain["activations"] - rotary - layers * flying * stream)
-    assert 0 < scratch <= plain["working memory"]
-    assert (
-        parts_of(dataclasses.replace(run, cuda_graph=graphs(key=GraphKey.slot)))["graph pool"]
-        == captured["graph pool"] + 3 * scratch
-    )
+    assert captured["static inputs"] == flying * stream
+    for name in ("activations", "working memory"):
+        assert captured[name] == plain[name]
 
 
 def test_full_iteration_graph_has_all_in_its_pool():
@@ -494,10 +336,6 @@ def test_full_iteration_graph_has_all_in_its_pool():
     # lookup, layers; norm, logits, loss
     kernels = 32 * (1 + 8 * (attention + feed_forward) + 2 + 9)
     assert whole["graph objects"] == GRAPH + 4 * kernels * GRAPH_KERNEL
-    graph = CudaGraphConfig(GraphImpl.full_iteration, optimizer=True)
-    updating = parts_of(dataclasses.replace(run, cuda_graph=graph))
-    more = {"graph objects": (30 + 3) * GRAPH_KERNEL}  # of a step, and of its one bucket
-    assert updating == {name: size + more.get(name, 0) for name, size in whole.items()}
     assert Plan(run).memory[0].allocated == sum(whole.values()) - sum(
         size for name, size in whole.items() if name in OUTSIDE
     )
@@ -543,7 +381,7 @@ def test_pipelines_and_expert_parallelism_divide_the_state():
         kept(with_parallel(run_of(MOE), ep=ep, dp=8), Stage((0,), False, False))["experts"]
         for ep in (2, 4, 8)
     ]
-    assert rows[0] > rows[1] > rows[2] > 0.99 * rows[0]  # the same rows, fewer offsets
+    assert rows[0] == rows[1] == rows[2]  # the same rows
 
 
 def test_recomputing_more_never_keeps_more():
@@ -570,7 +408,12 @@ def test_a_long_list_on_many_ranks_is_planned_in_a_second():
     assert (
         len(
             plan_memory(
-                run, plan.layout, plan.stages, walks=Walks(plan.actions), graphs=plan.graphs
+                run,
+                plan.layout,
+                plan.stages,
+                buffers=plan.buffers,
+                actions=plan.actions,
+                graphs=plan.graphs,
             )
         )
         == 16
@@ -578,9 +421,15 @@ def test_a_long_list_on_many_ranks_is_planned_in_a_second():
     assert time.process_time() - before < 2
 
 
-def test_the_compute_list_alone_needs_no_buffers():
+def test_the_compute_list_alone_holds_as_much():
     run = run_of(parallel=ParallelConfig(pp=4))
     plan, computes = Plan(run), build_schedule("1f1b", 4, 32)
-    alone = plan_memory(run, plan.layout, plan.stages, walks=Walks(computes), graphs=plan.graphs)
-    for lowered, bare in zip(plan.memory, alone, strict=True):
-        assert sizes(bare)["activations"] == sizes(lowered)["activations"]
+    alone = plan_memory(
+        run,
+        plan.layout,
+        plan.stages,
+        buffers=plan.buffers,
+        actions=computes,
+        graphs=plan.graphs,
+    )
+    assert alone == plan.memory

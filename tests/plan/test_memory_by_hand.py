@@ -48,14 +48,14 @@ def test_dense_layer_by_hand_with_tp_and_cp():
     one = kept(run_of(), layer)
     assert one == {
         "rotary": 2 * 4 * tokens * 32,
-        "attn": 2 * tokens * (256 + 256 + 768 + 256) + 4 * tokens * (1 + 8),
-        "mlp": 2 * tokens * (256 + 256 + 1024 + 512) + 4 * tokens,
+        "attn": 2 * tokens * (256 + 256 + 768 + 256) + 4 * tokens * 8,
+        "mlp": 2 * tokens * (256 + 256 + 1024 + 512),
     }
     four = kept(run_of(parallel=ParallelConfig(tp=4)), layer)
     assert four == {
         "rotary": one["rotary"],  # positions are those of all tokens
-        "attn": 2 * tokens * (64 + 64 + 192 + 64) + 4 * (tokens // 4 + tokens * 2),
-        "mlp": 2 * tokens * (64 + 64 + 256 + 128) + 4 * tokens // 4,
+        "attn": 2 * tokens * (64 + 64 + 192 + 64) + 4 * tokens * 2,
+        "mlp": 2 * tokens * (64 + 64 + 256 + 128),
     }
     for comm in CpComm:
         found = kept(run_of(parallel=ParallelConfig(cp=4, cp_comm_type=comm)), layer)
@@ -67,9 +67,10 @@ def test_dense_layer_by_hand_with_tp_and_cp():
         copies = keys * 4 if comm is CpComm.all_gather else keys
         # the kernels' results, of both pieces or of whole sequences, are brought together or home
         # once more
-        expected = 2 * (tokens // 4) * (input_and_norm + queries + copies + 2 * result) + 4 * (
-            tokens // 4
-        ) * (1 + 8)
+        expected = (
+            2 * (tokens // 4) * (input_and_norm + queries + copies + 2 * result)
+            + 4 * (tokens // 4) * 8
+        )
         assert found == {"attn": expected}
 
 
@@ -98,22 +99,22 @@ def test_a_layer_of_experts_by_hand():
     for parallel in (ParallelConfig(dp=4, ep=4), ParallelConfig(dp=8, ep=4, etp=2)):
         etp = parallel.etp or 1
         found = kept(run_of(MOE, parallel=parallel), layer)
-        assert found["experts"] == 2 * etp * rows * (256 + 3 * 128 // etp) + 4 * 4
+        assert found["norm"] == 2 * tokens * 256
+        assert found["experts"] == 2 * etp * rows * (256 + 3 * 128 // etp)
         assert found["dispatch"] == 8 * etp * (4 * tokens + rows)
-        repeated = 4 * etp * 4 * tokens if etp > 1 else 0  # probabilities, one for each row
-        assert (
-            found["combine"]
-            == 2 * etp * 4 * tokens * 256 + 8 * etp * (4 * tokens + rows) + repeated
-        )
-        assert found["shared"] == 2 * tokens * (256 + 3 * 256)
-        assert found["route"] == 4 * tokens * (2 * 16 + 4) + 8 * tokens * 4 + 8 * 16
+        # rows that came back, a probability and a place for each; places of those that went out
+        came = etp * 4 * tokens
+        assert found["combine"] == (2 * 256 + 4 + 8) * came + 8 * etp * rows
+        assert found["shared"] == 2 * tokens * 3 * 256
+        # the norm's output, two maps of scores; probabilities and ids of the chosen experts
+        assert found["route"] == 2 * tokens * 256 + 4 * tokens * (2 * 16 + 3 * 4)
     local = kept(run_of(MOE), layer)
-    assert local["experts"] == 2 * 4096 * (256 + 3 * 128) + 4 * 16 and local["dispatch"] == 8 * 4096
+    assert local["experts"] == 2 * 4096 * (256 + 3 * 128) and local["dispatch"] == 8 * 4096
     two = kept(run_of(MOE, parallel=ParallelConfig(dp=2, ep=2)), layer)
     most = dataclasses.replace(MOE, moe=dataclasses.replace(EXPERTS, planned_imbalance=9.0))
     worst = kept(run_of(most, parallel=ParallelConfig(dp=2, ep=2)), layer)
     # all rows of both ranks, no more
-    assert worst["experts"] - 4 * 8 == (two["experts"] - 4 * 8) * 2 / 1.5
+    assert worst["experts"] == two["experts"] * 2 / 1.5
     tensor = kept(run_of(MOE, parallel=ParallelConfig(tp=2, etp=1)), layer)
     assert tensor["combine"] * 2 == local["combine"] and tensor["norm"] * 2 == local["norm"]
 
@@ -121,74 +122,48 @@ def test_a_layer_of_experts_by_hand():
 HEAD, SPLIT = Stage((), False, True), ScheduleConfig(ScheduleName.zero_bubble_h1)
 
 
-def rotary(tokens: int) -> int:
-    """Sines and cosines of heads of 32, fp32: without a layer nothing keeps them longer than the
-    forward lasts.
-    """
-    return 2 * 4 * tokens * 32
-
-
 def test_the_head_by_hand():
-    """Logits in the parameters' type, which backward turns into their gradient; of each token
-    three numbers in fp32, twice.
-    """
-    for micro_batch in (2, 8):
-        tokens, train = (
-            512 * micro_batch,
-            TrainConfig(seq_len=512, micro_batch=micro_batch, global_batch=64),
-        )
-        for tp in (1, 4):
-            run = run_of(parallel=ParallelConfig(tp=tp), train=train)
-            memory = chunk_activations(run, HEAD, ParallelLayout(tp, tp=tp)).usual
-            gathered = 2 * tokens * 256 if tp > 1 else 0
-            # what the norm reads and makes, a number per row
-            ends = 2 * 2 * tokens * 256 // tp + 4 * tokens // tp
-            assert memory.kept["head"] == ends + 2 * tokens * 1024 // tp + 13 * tokens
-            assert memory.forward == rotary(tokens) + gathered + 24 * tokens + 4  # and the loss
-            # what is gathered again, and the gradient of the hidden states: whole, in the order of
-            # ranks and cut
-            assert memory.backward == 3 * gathered + 2 * tokens * 256 // tp - 13 * tokens
-            split = chunk_activations(
-                dataclasses.replace(run, schedule=SPLIT), HEAD, ParallelLayout(tp, tp=tp)
-            ).usual
-            # for the weight's gradient
-            assert split.waiting == (gathered or 2 * tokens * 256) + 2 * tokens * 1024 // tp
-        single = run_of(precision=PrecisionConfig(), train=train)
-        memory = chunk_activations(single, HEAD, ParallelLayout(1)).usual
-        assert (
-            memory.kept["head"]
-            == 2 * 4 * tokens * 256 + 4 * tokens + 4 * tokens * 1024 + 13 * tokens
-        )
-        assert memory.forward == rotary(tokens) + 24 * tokens + 4
-        # here the weight's gradient is stored as well
-        assert memory.backward == 4 * (tokens + 1024) * 256 - 13 * tokens
+    """Logits in the parameters' type, which backward turns into their gradient."""
+    for micro_batch, tp in ((2, 1), (2, 4), (8, 1), (8, 4)):
+        tokens = 512 * micro_batch
+        train = TrainConfig(seq_len=512, micro_batch=micro_batch, global_batch=64)
+        run = run_of(parallel=ParallelConfig(tp=tp), train=train)
+        memory = chunk_activations(run, HEAD, ParallelLayout(tp, tp=tp)).usual
+        gathered = 2 * tokens * 256 if tp > 1 else 0
+        own, logits = 2 * tokens * 256 // tp, 2 * tokens * 1024 // tp
+        # what the norm reads and makes, logits, three numbers per token
+        assert memory.kept["head"] == 2 * own + logits + 13 * tokens
+        # what is gathered again, in the order of ranks and of tokens, and the gradient of hidden
+        # states before it is cut; the rank's own, and as much for the residual stream
+        assert memory.backward == 3 * gathered + 2 * own - 13 * tokens
+        split = dataclasses.replace(run, schedule=SPLIT)
+        waiting = chunk_activations(split, HEAD, ParallelLayout(tp, tp=tp)).usual.waiting
+        assert waiting == own + logits  # for the weight's gradient
+    single = run_of(precision=PrecisionConfig())
+    memory = chunk_activations(single, HEAD, ParallelLayout(1)).usual
+    # here the weight's gradient is stored as well
+    assert memory.backward == 4 * (2 * 1024 + 1024) * 256 - 13 * 1024
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("chunk", [512, 1024, 4096, 8192])
+@pytest.mark.parametrize("chunk", [512, 4096, 8192])
 def test_the_head_by_chunks_by_hand(chunk: int, tp: int):
-    """No logits are kept. Backward has those of a chunk, and sums the gradient of 4096 / tp rows
-    of the weight in fp32.
+    """No logits are kept. Backward has those of a chunk beside the next one's or the weight's
+    gradient, and sums that of 4096 / tp rows of the weight in fp32.
     """
     tokens, vocab = 4096, dataclasses.replace(DENSE, vocab_size=4096)
     train = TrainConfig(seq_len=512, micro_batch=8, global_batch=64)
-    run = run_of(
-        vocab, parallel=ParallelConfig(tp=tp), train=train, loss=LossConfig(chunk_tokens=chunk)
-    )
+    loss = LossConfig(chunk_tokens=chunk)
+    run = run_of(vocab, parallel=ParallelConfig(tp=tp), train=train, loss=loss)
     memory = chunk_activations(run, HEAD, ParallelLayout(tp, tp=tp)).usual
-    count = min(chunk, tokens) * 4096 // tp
-    assert memory.kept["head"] == 2 * 2 * tokens * 256 // tp + 4 * tokens // tp + 13 * tokens
-    gathered, gradient, weights = (
-        (2 * tokens * 256 if tp > 1 else 0),
-        2 * tokens * 256,
-        4096 // tp * 256,
-    )
-    following = 2 * count if chunk < tokens else 0
-    assert memory.forward == rotary(tokens) + gathered + 2 * count + following + 4
-    assert memory.backward == gathered + gradient + 4 * weights + 2 * count + max(
-        following, 2 * weights
-    )
-    assert memory.waiting == 4 * weights
+    own, table = 2 * tokens * 256 // tp, 2 * 4096 // tp * 256
+    logits = 2 * min(chunk, tokens) * 4096 // tp
+    assert memory.kept["head"] == 2 * own + 13 * tokens
+    loop = logits + max(table, logits if chunk < tokens else 0)
+    assert memory.backward == pytest.approx(2 * tp * own + 2 * table + loop, rel=0.05)
+    split = dataclasses.replace(run, schedule=SPLIT)
+    waiting = chunk_activations(split, HEAD, ParallelLayout(tp, tp=tp)).usual.waiting
+    assert waiting == 2 * table
 
 
 def test_experts_with_a_capacity_by_hand():
@@ -202,24 +177,20 @@ def test_experts_with_a_capacity_by_hand():
         model = dataclasses.replace(MOE, moe=dataclasses.replace(EXPERTS, **choices))
         return kept(run_of(model, parallel=ParallelConfig(dp=dp, ep=ep)), layer)
 
-    def experts(rows: int, count: int) -> int:
-        return 2 * rows * (256 + 3 * 128) + 4 * count
+    def experts(rows: int) -> int:
+        return 2 * rows * (256 + 3 * 128)
 
-    assert found(4, 4)["experts"] == experts(4 * tokens * 3 // 2, 4)
-    assert found(4, 4, **bounded)["experts"] == experts(most, 4)
+    assert found(4, 4)["experts"] == experts(4 * tokens * 3 // 2)
+    assert found(4, 4, **bounded)["experts"] == experts(most)
     assert found(4, 4, **bounded | {"planned_imbalance": 1.1})["experts"] == experts(
-        round(1.1 * 4 * tokens), 4
+        round(1.1 * 4 * tokens)
     )
     for dp, ep in ((1, 1), (4, 4)):
-        assert found(dp, ep, capacity_factor=1.2, pad_to_capacity=True)["experts"] == experts(
-            most, 16 // ep
-        )
+        assert found(dp, ep, capacity_factor=1.2, pad_to_capacity=True)["experts"] == experts(most)
     # nobody waits to learn how many are left
-    assert found(1, 1, **bounded)["experts"] == experts(4 * tokens, 16)
+    assert found(1, 1, **bounded)["experts"] == experts(4 * tokens)
     small = found(4, 4, **bounded | {"capacity_factor": 0.5})
-    assert (
-        small["experts"] == experts(16 * 128, 4) and small["combine"] - found(4, 4)["combine"] < 0
-    )
+    assert small["experts"] == experts(16 * 128) and small["combine"] - found(4, 4)["combine"] < 0
 
 
 def test_experts_that_gather_all_tokens_by_hand():
@@ -233,9 +204,9 @@ def test_experts_that_gather_all_tokens_by_hand():
     for etp in (1, 2):
         found = kept(run_of(gathers, parallel=ParallelConfig(dp=4 * etp, ep=4, etp=etp)), layer)
         choices = 4 * etp * 4 * tokens
-        assert found["dispatch"] == (8 + 1) * choices
-        assert found["experts"] == 2 * etp * rows * (256 + 3 * 128 // etp) + 4 * 4
-        assert found["combine"] == 2 * etp * rows * 256 + (8 + 4) * choices
+        assert found["dispatch"] == 8 * choices
+        assert found["experts"] == 2 * etp * rows * (256 + 3 * 128 // etp)
+        assert found["combine"] == 2 * etp * rows * 256 + 4 * choices
 
 
 def test_the_second_part_of_a_split_backward_by_hand():
@@ -274,23 +245,6 @@ def test_the_second_part_of_a_split_backward_by_hand():
             assert chunk_activations(run_of(model, parallel=parallel), stage, layout).deferred == 0
 
 
-def test_working_memory_of_attention():
-    """Backward sums the gradient of queries in fp32, once or, in fixed order, for 132 / (2 · 32)
-    parts.
-    """
-    # attention has the layer's peak
-    tokens, wide = 1024, dataclasses.replace(DENSE, num_heads=32, num_kv_heads=32, head_dim=32)
-
-    def working(ordered: bool) -> int:
-        run = run_of(
-            wide,
-            train=TrainConfig(seq_len=512, micro_batch=2, global_batch=64, deterministic=ordered),
-        )
-        return chunk_activations(run, Stage((0,), False, False), ParallelLayout(1)).usual.backward
-
-    assert working(True) - working(False) == (-(-132 // 64) - 1) * 4 * tokens * 32 * 32
-
-
 BY_LIBRARY = TrainConfig(
     seq_len=512,
     micro_batch=2,
@@ -313,26 +267,10 @@ def test_working_memory_of_attention_by_transformer_engine():
     tokens, wide = 1024, dataclasses.replace(DENSE, num_heads=32, num_kv_heads=32, head_dim=32)
     any_order = dataclasses.replace(BY_LIBRARY, deterministic=False)
     found = attention_backward(wide, BY_LIBRARY) - attention_backward(wide, any_order)
-    assert found == 2 * tokens * 32 * 512 - 4 * tokens * 32 * 32
+    assert found == 2 * tokens * 32 * 512
     by_torch = dataclasses.replace(any_order, attention_backend=AttentionBackendKind.torch)
     for model in (wide, dataclasses.replace(wide, num_kv_heads=4)):
         assert attention_backward(model, any_order) == attention_backward(model, by_torch)
-
-
-def test_cp_chunks_are_copied_for_transformer_engine():
-    """Backward of two sequences copies queries and the gradient of the result too, of a piece of
-    64 tokens each.
-    """
-    wide = dataclasses.replace(DENSE, num_heads=32, num_kv_heads=32, head_dim=32)
-    one = dataclasses.replace(BY_LIBRARY, micro_batch=1, global_batch=64, seq_len=256)
-    with_one, with_two = (
-        attention_backward(
-            wide, dataclasses.replace(one, micro_batch=count), parallel=ParallelConfig(cp=2)
-        )
-        for count in (1, 2)
-    )
-    piece = 2 * 2 * 64 * 32 * 32
-    assert with_two - 2 * with_one == 2 * piece
 
 
 def test_unfused_attention_stores_its_probabilities():

@@ -1,4 +1,4 @@
-"""Cost of each operation of the traces, against counts by hand."""
+"""Cost of the operations of parts, against counts by hand."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ from app.config import (
     Run,
     TrainConfig,
 )
-from app.kernels import tiling
 from app.plan.cost.flops import stage_flops
 from app.plan.groups import CP, GROUPS, TP, Group, Way
 from app.plan.layout import select_layout
 from app.plan.model.layer import LayerWeights
-from app.plan.model.norm import NormWeights
 from app.plan.model.vocabulary import table
-from app.plan.parts.layers import embedding_trace, head_trace, layer_trace
-from app.plan.parts.parts import sizes_of
-from app.plan.parts.stage import StagePart, part_trace, stage_parts
-from app.plan.parts.trace import ForwardTrace
+from app.plan.parts.stage import (
+    StagePart,
+    embedding,
+    head,
+    layer,
+    part_operations,
+    sizes_of,
+    stage_parts,
+)
+from app.plan.parts.trace import Operation
 from app.plan.recompute import NOTHING
 from app.plan.sharding.parameters import chunk_parameters
 from app.plan.stages import Stage
@@ -58,16 +62,16 @@ def planned(model: ModelConfig = MODEL, batch: int = 2, **parallel: object) -> R
     return check(Run(model, ParallelConfig(world_size=world, **parallel), train=train))
 
 
-def trace_of(run: Run, part: StagePart) -> ForwardTrace:
+def operations(run: Run, part: StagePart) -> list[Operation]:
     s = sizes_of(run, select_layout(run))
-    return part_trace(s, part, s.recompute.usual)
+    return part_operations(s, part, s.recompute.usual)
 
 
 def flops_by_phase(run: Run) -> dict[str, int]:
     """Return FLOPs by phase, every part counted once."""
     found: dict[str, int] = {}
     for part in stage_parts(run.model, WHOLE):
-        for op in trace_of(run, part).trace.ops:
+        for op in operations(run, part):
             found[op.phase] = found.get(op.phase, 0) + op.flops
     return found
 
@@ -77,7 +81,7 @@ def test_a_stage_is_a_row_of_parts():
         StagePart.embedding,
         StagePart.dense_layer,
         StagePart.moe_layer,
-        StagePart.tied_head,
+        StagePart.head,
     ]
     assert stage_parts(MODEL, Stage((1,), False, True)) == [StagePart.moe_layer, StagePart.head]
     assert stage_parts(MODEL, Stage((), False, False)) == []
@@ -122,7 +126,7 @@ def test_both_cp_chunks_cost_their_query_key_pairs(cp: int):
         sum(position + 0.5 for position in queries)
         for queries in (range(piece), range(32 - piece, 32))
     ]
-    ops = trace_of(run, StagePart.dense_layer).trace.ops
+    ops = operations(run, StagePart.dense_layer)
     attends = [op.flops for op in ops if op.phase == "attn" and op.flops and not op.weight]
     # two sequences, two GEMMs, 8 heads of width 8
     assert attends == [2 * 2 * 2 * 8 * 8 * count for count in pairs]
@@ -132,7 +136,7 @@ def test_only_what_has_a_weight_has_a_gradient_of_it():
     ops = [
         op
         for part in stage_parts(MODEL, WHOLE)
-        for op in trace_of(planned(tp=2), part).trace.ops
+        for op in operations(planned(tp=2), part)
         if op.flops and not op.weight
     ]
     assert len(ops) == 2 and {op.phase for op in ops} == {"attn"}  # scores of both layers
@@ -152,7 +156,7 @@ def test_weights_of_the_traces_are_those_of_the_descriptions(parallel: dict):
     traced = [
         op.weight // 4  # fp32
         for part in stage_parts(MODEL, WHOLE)
-        for op in trace_of(run, part).trace.ops
+        for op in operations(run, part)
         if op.weight
     ]
     # the tied table is the embedding's and the head's
@@ -187,20 +191,20 @@ LONGER = dataclasses.replace(LATENT, mla=dataclasses.replace(LATENT.mla, q_lora_
 def test_gemms_have_the_shapes_of_the_weights_given(
     model: ModelConfig, wider: ModelConfig, routed: bool, parallel: dict
 ):
-    """Traces compute no shape from the run's model: with weights of a wider one, all GEMMs are
+    """Parts compute no shape from the run's model: with weights of a wider one, all GEMMs are
     that one's.
     """
 
     def gemms(of: ModelConfig, weights: ModelConfig) -> list[tuple[int, ...]]:
         run = planned(of, **parallel)
         s = sizes_of(run, select_layout(run))
-        traces = (
-            layer_trace(s, LayerWeights.of(weights, routed), NOTHING),
-            embedding_trace(s, table(weights)),
-            head_trace(s, NormWeights.of_hidden(weights), table(weights), tied=False),
+        parts = (
+            layer(s, LayerWeights.of(weights, routed), NOTHING),
+            embedding(s, table(weights)),
+            head(s, table(weights)),
         )
-        ops = [op for traced in traces for op in traced.trace.ops if op.weight]
-        return [(op.weight, op.flops, *(value.bytes for value in op.makes)) for op in ops]
+        ops = [op for part in parts for op in part if op.weight]
+        return [(op.weight, op.flops, op.makes) for op in ops]
 
     assert gemms(model, wider) == gemms(wider, wider) != gemms(model, model)
 
@@ -225,7 +229,7 @@ def sent_by_phase(run: Run, group: Group) -> dict[str, tuple[int, int]]:
     """Bytes forward and backward, of every part once."""
     found: dict[str, tuple[int, int]] = {}
     for part in stage_parts(run.model, WHOLE):
-        for op in trace_of(run, part).trace.ops:
+        for op in operations(run, part):
             if op.sends and op.sends.group is group and op.sends.forward:
                 forward, backward = found.get(op.phase, (0, 0))
                 found[op.phase] = forward + op.sends.forward, backward + op.sends.backward
@@ -262,31 +266,14 @@ def test_context_parallel_ranks_exchange_heads(way: Way, comm: CpComm, sent: int
     run = planned(cp=4, world=4, cp_comm_type=comm, batch=4)
     both_layers = 2 * sent * 32 * 8 * 4
     assert sent_by_phase(run, CP) == {"attn": (both_layers, both_layers)}
-    ops = trace_of(run, StagePart.dense_layer).trace.ops
+    ops = operations(run, StagePart.dense_layer)
     assert {op.sends.way for op in ops if op.sends} == {way}
     # what backward runs again is sent again
     again = dataclasses.replace(run, recompute=RecomputeConfig(phases=(Recompute.attn_core,)))
-    ops = trace_of(again, StagePart.dense_layer).trace.ops
-    assert {op.segment is not None for op in ops if op.sends} == {True}
+    ops = operations(again, StagePart.dense_layer)
+    assert {op.rerun for op in ops if op.sends} == {True}
 
 
 def test_a_rank_alone_sends_nothing():
     run = planned(world=1)
     assert all(sent_by_phase(run, group) == {} for group in GROUPS.values())
-
-
-def test_sums_of_norms_are_those_of_their_kernels(monkeypatch: pytest.MonkeyPatch):
-    """fp32 sums of a program each, as many programs as the kernels' own tiling says."""
-    norms = dataclasses.replace(MODEL, qk_norm=True, hidden_size=2048)
-    run = planned(norms, world=1, batch=512)
-
-    def sums() -> list[int]:
-        ops = trace_of(run, StagePart.dense_layer).trace.ops
-        return [op.scratch[1] for op in ops[:3]]  # norm, projection, norms of heads
-
-    # a row of 2048 is a tile of 4 warps, and a multiprocessor has 4 of these
-    assert sums()[0] == 4 * 2048 * 132 * 4
-    # two norms of width 256; a program takes 8 tokens and two of four key/value heads
-    assert sums()[2] == 4 * 2 * 256 * (512 * 32 // 8) * 2
-    monkeypatch.setattr(tiling, "MULTIPROCESSORS", 66)
-    assert sums()[0] == 4 * 2048 * 66 * 4

@@ -8,8 +8,8 @@ from app.config import Run
 from app.plan.cost.flops import PLANNED_PEAK
 from app.plan.model.experts import ExpertWeights
 from app.plan.parts.dispatcher import run_dispatcher, tokens_per_rank
-from app.plan.parts.parts import BYTES
 from app.plan.parts.static import GRADIENT, PlannedStatic
+from app.plan.parts.trace import BYTES
 
 # seconds per layer and microbatch of planning, barriers and launches, forward and backward, without
 # any clone: measured on two H200s (docs/moe.md)

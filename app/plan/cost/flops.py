@@ -1,6 +1,6 @@
 """Parameters of a model, and floating-point operations per token and per rank (docs/planning.md).
 
-Operations are sums over the traces of `app.plan.parts`. A GEMM of [m, k] and [k, n] has 2·m·n·k, so
+They are sums over the operations of `app.plan.parts`. A GEMM of [m, k] and [k, n] has 2·m·n·k, so
 that each weight of a matrix costs 2 per token in forward, and twice that in backward. Norms,
 activations, rotary positions and the embedding lookup are not counted.
 """
@@ -18,9 +18,8 @@ from app.plan.model.stage import model_weights
 from app.plan.model.vocabulary import table
 from app.plan.model.weight import Weight
 from app.plan.parts.dispatcher import busiest_load
-from app.plan.parts.parts import sizes_of
-from app.plan.parts.stage import fold_stages
-from app.plan.parts.trace import ForwardTrace
+from app.plan.parts.stage import fold_stages, sizes_of
+from app.plan.parts.trace import Operation
 from app.plan.stages import Stage
 
 # Dense bf16 tensor-core peaks without sparsity, TFLOP/s per GPU, from the vendors' data sheets:
@@ -135,15 +134,15 @@ def stage_flops(
     microbatch is not a spared one.
     """
     s = sizes_of(run, layout, load=load)
-    rows = fold_stages(s, stages, _trace_flops)
+    rows = fold_stages(s, stages, _part_flops)
     return [_total(row) for row in rows]
 
 
-def _trace_flops(traced: ForwardTrace, timed: bool = False) -> Flops:
-    """Sum up the FLOPs of a trace; `timed` divides FP8 GEMMs by their speedup."""
+def _part_flops(ops: Sequence[Operation], timed: bool = False) -> Flops:
+    """Sum up the FLOPs of a part; `timed` divides FP8 GEMMs by their speedup."""
     forward = inputs = weight = recompute = 0
-    for op in (op for op in traced.trace.ops if op.flops):
-        again = op.flops if op.segment else op.flops_recomputed
+    for op in (op for op in ops if op.flops):
+        again = op.flops if op.rerun else op.flops_recomputed
         own, of_weight = op.fp8.speedups if timed and op.fp8 else (1.0, 1.0)
         once = op.flops if own == 1 else round(op.flops / own)
         forward += once
@@ -185,7 +184,7 @@ def stage_seconds(
     FP8 GEMMs count divided by their speedup.
     """
     s = sizes_of(run, layout, load=busiest_load(run))
-    rows = fold_stages(s, stages, partial(_trace_flops, timed=True))
+    rows = fold_stages(s, stages, partial(_part_flops, timed=True))
     rate = (run.hardware.peak_tflops or PLANNED_PEAK) * 1e12 * run.hardware.efficiency
     return tuple(
         StageSeconds(

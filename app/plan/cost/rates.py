@@ -16,9 +16,8 @@ from app.plan.layout import ParallelLayout
 from app.plan.nodes import NodeSpan, node_span
 from app.plan.parts.dispatcher import run_dispatcher
 from app.plan.parts.fp8 import MOVED, MOVED_ROWS
-from app.plan.parts.parts import BYTES
 from app.plan.parts.static import PlannedStatic
-from app.plan.parts.trace import Operation, Work
+from app.plan.parts.trace import BYTES, Operation, Work
 
 TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
 MIXED_BYTES = 2  # bytes of an element in profiles
@@ -78,7 +77,7 @@ class Kernels:
         elif op.work is Work.router_matmul:
             rate = profile.router_tflops
         rate *= self.speedup(op, gradient)
-        moved = op.used * (_read(op) + _made(op)) + (0 if gradient else op.weight)
+        moved = op.used * (op.reads + op.makes) + (0 if gradient else op.weight)
         return flops / (rate * TERA) + profile.gemm_memory * self.moved(moved, Work.other)
 
     def speedup(self, op: Operation, gradient: bool = False) -> float:
@@ -147,14 +146,6 @@ def fp8_tflops(profile: HardwareProfile, recipe: Fp8Recipe | None) -> float | No
             return profile.fp8_block_tflops
         case None:
             return None
-
-
-def _read(op: Operation) -> int:
-    return sum(value.bytes for value in op.reads)
-
-
-def _made(op: Operation) -> int:
-    return sum(value.bytes for value in op.makes)
 
 
 def _between(points: Sequence[tuple[float, float]], at: float) -> float:

@@ -14,7 +14,7 @@ from app.plan.cost.rates import GIGA, MICRO, Kernels, Links
 from app.plan.groups import DP_CP, EDP, PP, Group, Way
 from app.plan.layout import ParallelLayout
 from app.plan.memory.rank_memory import fp8_shapes
-from app.plan.parts.parts import BYTES
+from app.plan.parts.trace import BYTES
 from app.plan.pipeline.timeline import Times
 from app.plan.sharding.parameters import ChunkBuffers
 from app.plan.shards import BufferLayout

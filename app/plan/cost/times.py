@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, log, sqrt
@@ -27,9 +27,8 @@ from app.plan.dependencies import Pipeline
 from app.plan.layout import ParallelLayout
 from app.plan.memory.overheads import BACKWARD_KERNELS
 from app.plan.parts.dispatcher import busiest_load, run_dispatcher
-from app.plan.parts.parts import sizes_of
-from app.plan.parts.stage import fold_stages
-from app.plan.parts.trace import ForwardTrace, Operation, Work
+from app.plan.parts.stage import fold_stages, sizes_of
+from app.plan.parts.trace import Operation, Work
 from app.plan.phases import PhaseName
 from app.plan.select import captured_phases
 from app.plan.stages import Stage
@@ -107,23 +106,22 @@ class _Clock:
             waits=dispatcher is not None and dispatcher.waits_for_host,
         )
 
-    def part(self, traced: ForwardTrace) -> PartTimes:
+    def part(self, ops: Sequence[Operation]) -> PartTimes:
         """Sum up the operations of a part."""
         forward: Seconds = defaultdict(float)
         inputs: Seconds = defaultdict(float)
         weights: Seconds = defaultdict(float)
-        for op in traced.trace.ops:
+        for op in ops:
             self._forward(op, forward)
-            if op.segment:
+            if op.rerun:
                 again: Seconds = defaultdict(float)
                 self._forward(op, again)
                 for kind, seconds in again.items():
                     inputs[RECOMPUTED_MATMULS if kind in ARITHMETIC else RECOMPUTED] += seconds
             self._backward(op, inputs, weights)
-        inputs[Work.other.value] += self._additions(traced)
-        launched = self._launched(traced.trace.ops)
-        forward[LAUNCHES] += self._waited(traced.trace.ops)
-        again_launched = self._launched([op for op in traced.trace.ops if op.segment])
+        launched = self._launched(ops)
+        forward[LAUNCHES] += self._waited(ops)
+        again_launched = self._launched([op for op in ops if op.rerun])
         back = BACKWARD_KERNELS * launched + again_launched
         return PartTimes(
             forward,
@@ -131,12 +129,12 @@ class _Clock:
             weights,
             forward_host=launched,
             backward_host=back,
-            operations=sum(map(self._operations, traced.trace.ops)),
+            operations=sum(map(self._operations, ops)),
         )
 
     def _operations(self, op: Operation) -> float:
         """Return FLOPs of all passes, weighed by the energy that they take."""
-        again = op.flops if op.segment else op.flops_recomputed
+        again = op.flops if op.rerun else op.flops_recomputed
         gradient = op.flops / self.kernels.speedup(op, gradient=True)
         return (2 * op.flops + again) / self.kernels.speedup(op) + gradient
 
@@ -226,29 +224,15 @@ class _Clock:
     def _touched(self, op: Operation) -> float:
         """Return bytes that a forward reads and writes; sends are timed apart."""
         if op.work is Work.loss:
-            return op.reads[0].bytes
+            return op.reads
         if op.kernels == 0 or (op.sends and op.work is not Work.rows):
             return 0.0
-        read = sum(value.bytes for value in op.reads)
-        # a view is not written
-        made = (value for value in op.makes if value.storage in op.new or value in op.reads)
-        return _used(op, read + sum(value.bytes for value in made))
+        return op.used * (op.reads + op.makes)
 
     def _touched_back(self, op: Operation) -> float:
+        """Return bytes that a backward reads and writes."""
         if op.work is Work.loss:
-            return 2.0 * op.reads[0].bytes
+            return 2.0 * op.reads
         if op.sends and op.work is not Work.rows:
             return 0.0
-        read = sum(value.bytes for value in op.reads)
-        saved = sum(value.bytes for value in op.saves if value in op.reads or value in op.makes)
-        return _used(op, read + saved + sum(value.bytes for value in op.makes))
-
-    def _additions(self, traced: ForwardTrace) -> float:
-        """Return seconds of adding up the gradients of tensors with several readers."""
-        readers = Counter(value for op in traced.trace.ops for value in set(op.reads))
-        added = sum((count - 1) * 3 * value.bytes for value, count in readers.items())
-        return self.kernels.moved(added, Work.other, backward=True)
-
-
-def _used(op: Operation, size: int) -> float:
-    return op.used * size
+        return op.used * (op.reads + op.makes + max(op.saves, op.restores))

@@ -9,7 +9,7 @@ recomputed forward.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from app.config import Run
@@ -19,9 +19,8 @@ from app.plan.layout import ParallelLayout
 from app.plan.model.stage import stage_weights
 from app.plan.model.vocabulary import table
 from app.plan.parts.dispatcher import run_dispatcher
-from app.plan.parts.parts import BYTES, sizes_of
-from app.plan.parts.stage import fold_stages
-from app.plan.parts.trace import ForwardTrace
+from app.plan.parts.stage import fold_stages, sizes_of
+from app.plan.parts.trace import BYTES, Operation
 from app.plan.sharding.parameters import ChunkBuffers, chunk_buffers, chunk_parameters
 from app.plan.shards import BufferLayout
 from app.plan.stages import Stage, StagePlan
@@ -184,13 +183,12 @@ def _sent(run: Run, layout: ParallelLayout, stages: StagePlan) -> dict[Stage, Co
     return found
 
 
-def _sent_by_operations(traced: ForwardTrace) -> Counter[Kind]:
-    """Sum up the sends of a trace; what backward reruns is sent again."""
+def _sent_by_operations(ops: Sequence[Operation]) -> Counter[Kind]:
+    """Sum up the sends of a part; what backward reruns is sent again."""
     found: Counter[Kind] = Counter()
-    for op in traced.trace.ops:
+    for op in ops:
         if op.sends:
-            passes = 2 if op.segment else 1
-            size = passes * op.sends.forward + op.sends.backward
+            size = (1 + op.rerun) * op.sends.forward + op.sends.backward
             found[op.sends.group, op.sends.way] += size
     return found
 

@@ -5,13 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import MappingProxyType
 
-from app.config import Run
-from app.plan.graphs import GraphPlan
 from app.plan.groups import GroupKind
-from app.plan.memory.activations import ChunkActivations
 
 MIB = 2**20
 
@@ -29,27 +25,3 @@ FP8_WORKSPACE = 32 * MIB  # bytes of the workspace that Transformer Engine's GEM
 GRAPH = 96 * 1024  # bytes of an instantiated CUDA graph
 GRAPH_KERNEL = 1500  # bytes per kernel in a graph; up to CUDA 12.3 it was 64 KiB
 BACKWARD_KERNELS = 3  # kernels of a backward per kernel of its forward
-UPDATE_KERNELS = 30  # kernels of an update: sums over ranks, norm, divisor
-BUCKET_KERNELS = 3  # kernels of an update per bucket
-
-
-def needs_cublas(chunks: Sequence[ChunkActivations]) -> bool:
-    """Return whether a rank with these chunks has any GEMM by cuBLAS."""
-    return any(chunk.cublas for chunk in chunks)
-
-
-def library_workspaces(
-    run: Run, graphs: GraphPlan | None, chunks: Sequence[ChunkActivations]
-) -> int:
-    """Return bytes of GEMM workspaces on a rank with these chunks and partial graphs.
-
-    Shared experts may have a stream of their own, and so does the trial run in which Transformer
-    Engine prepares the graphs of a pool. If all GEMMs are in FP8, cuBLAS needs none.
-    """
-    moe = run.model.moe
-    streams = 2 if moe is not None and moe.shared_overlap else 1
-    streams = streams if needs_cublas(chunks) else 0
-    captured = any(chunk.usual.graph.cublas for chunk in chunks)
-    trials = len(graphs.orders) if graphs is not None and captured else 0
-    fp8 = FP8_WORKSPACE if run.precision.fp8.by_library else 0
-    return (streams + trials) * WORKSPACES + fp8

@@ -8,16 +8,16 @@ from typing import ClassVar
 from app.choices import DispatcherKind
 from app.plan.groups import Way
 from app.plan.parts.dispatch_record import (
+    PLACE,
+    PROBABILITY,
     PlannedDispatcher,
     RowCounts,
     TokenExchange,
     Tokens,
-    TracedRows,
 )
-from app.plan.parts.trace import Sends, Trace, TracedTensor, Work
+from app.plan.parts.trace import Sends, Trace, Work
 
 SUMS = 4  # bytes of an element of a token's sum over its experts, reduce-scattered in fp32
-EXPERT, PROBABILITY = 8, 4  # bytes per choice of a token: expert id, probability
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,45 +38,34 @@ class PlannedAllGather(PlannedDispatcher):
         rows = round(self.mean_rows(tokens) * self.busiest_load(tokens))
         return RowCounts(self.ranks * tokens * self.moe.top_k, True, sent=rows, computed=rows)
 
-    def trace_dispatch(
-        self, trace: Trace, tokens: Tokens, h: TracedTensor, rows: TracedRows
-    ) -> TracedTensor:
-        """T × D -> R × D: all-gather, then permute."""
-        made = self.rows(tokens.count).computed * tokens.row
-        scratch = self._gathered(tokens), self._summed(tokens)
-        # tokens and their choices; backward scatters sums
-        # tokens and their choices; backward reduce-scatters gradients
-        here = tokens.bytes + tokens.count * self.moe.top_k * EXPERT
-        return trace.op(
-            [h],
-            [made],
-            [rows.row_of, rows.kept],
-            scratch=scratch,
+    def dispatch(self, t: Trace, tokens: Tokens) -> int:
+        """T × D -> R × D: all-gather of tokens and choices, then permute."""
+        rows = self.rows(tokens.count)
+        here = tokens.bytes + tokens.count * self.moe.top_k * PLACE
+        return t.op(
+            Work.rows,
+            tokens.bytes,
+            rows.computed * tokens.row,
+            PLACE * rows.asked,
+            scratch=(self._gathered(tokens), self._summed(tokens)),
             kernels=2,
-            sends=self._ring(forward=here, backward=self._sums(tokens)),
-            work=Work.rows,
-        )[0]
+            sends=self._ring(here, self._sums(tokens)),
+        )
 
-    def trace_combine(
-        self,
-        trace: Trace,
-        tokens: Tokens,
-        expert_out: TracedTensor,
-        probs: TracedTensor,
-        rows: TracedRows,
-    ) -> TracedTensor:
+    def combine(self, t: Trace, tokens: Tokens, saved: bool) -> None:
         """R × D -> T × D: sum per token over this rank's experts, then reduce-scatter."""
+        rows = self.rows(tokens.count)
+        out = rows.computed * tokens.row
         shares = tokens.count * self.moe.top_k * PROBABILITY
-        return trace.op(
-            [expert_out, probs],
-            [tokens.bytes],
-            [expert_out, *rows.places],
-            keeps=PROBABILITY * self.rows(tokens.count).asked,
+        t.op(
+            Work.rows,
+            out + shares,
+            tokens.bytes,
+            out + PROBABILITY * rows.asked,
             scratch=(self._summed(tokens), self._gathered(tokens)),
             kernels=4,
-            sends=self._ring(forward=self._sums(tokens) + shares, backward=tokens.bytes + shares),
-            work=Work.rows,
-        )[0]
+            sends=self._ring(self._sums(tokens) + shares, tokens.bytes + shares),
+        )
 
     def _ring(self, forward: int, backward: int) -> Sends:
         """Return sends of a ring: each rank's share passes all others."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from app.choices import DispatcherKind
 from app.plan.groups import Way
 from app.plan.parts.dispatch_record import (
+    PLACE,
+    PROBABILITY,
     PlannedDispatcher,
     RowCounts,
     TokenExchange,
     Tokens,
-    TracedRows,
 )
-from app.plan.parts.trace import Sends, Trace, TracedTensor, Work
+from app.plan.parts.trace import Sends, Trace, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,41 +34,22 @@ class PlannedAllToAll(PlannedDispatcher):
         computed = round(asked * self.busiest_load(tokens))
         return RowCounts(asked, most is not None, sent=sent, computed=computed)
 
-    def trace_preprocess(self, trace: Trace, tokens: Tokens, chosen: TracedTensor) -> TracedRows:
-        """Sort choices by expert, and compute the permutation of the rows that arrive."""
-        found = self._sorted(trace, tokens, chosen)
-        order = 8 * self.rows(tokens.count).computed
-        return replace(found, orders=trace.op([], [order, order]))
-
-    def trace_dispatch(
-        self, trace: Trace, tokens: Tokens, h: TracedTensor, rows: TracedRows
-    ) -> TracedTensor:
+    def dispatch(self, t: Trace, tokens: Tokens) -> int:
         """T × D -> R × D: permute, all-to-all, sort by local expert."""
-        count = self.rows(tokens.count)
-        _, back = rows.orders
-        saved = [rows.row_of, rows.kept]
-        (x,) = trace.op([h], [count.sent * tokens.row], saved, work=Work.rows)
-        (x,) = trace.op([x], [count.computed * tokens.row], sends=self._exchange(tokens))
-        return trace.op([x], [count.computed * tokens.row], [back])[0]
+        rows = self.rows(tokens.count)
+        sent, arrived = rows.sent * tokens.row, rows.computed * tokens.row
+        t.op(Work.rows, tokens.bytes, sent, PLACE * rows.asked)
+        t.op(Work.other, sent, arrived, sends=self._exchange(tokens))
+        return t.op(Work.other, arrived, arrived, PLACE * rows.computed)
 
-    def trace_combine(
-        self,
-        trace: Trace,
-        tokens: Tokens,
-        expert_out: TracedTensor,
-        probs: TracedTensor,
-        rows: TracedRows,
-    ) -> TracedTensor:
+    def combine(self, t: Trace, tokens: Tokens, saved: bool) -> None:
         """R × D -> T × D: unsort, all-to-all, weighted sum per token."""
-        count = self.rows(tokens.count)
-        there, _ = rows.orders
-        (y,) = trace.op([expert_out], [count.computed * tokens.row], [there])
-        (y,) = trace.op([y], [count.sent * tokens.row], sends=self._exchange(tokens))
-        if self.etp > 1:
-            (probs,) = trace.op([probs], [self.etp * probs.bytes])
-        saved = [y, probs, *rows.places]
-        (out,) = trace.op([y, probs], [tokens.bytes], saved, holds=[expert_out], work=Work.rows)
-        return out
+        rows = self.rows(tokens.count)
+        sent, arrived = rows.sent * tokens.row, rows.computed * tokens.row
+        t.op(Work.other, arrived, arrived, PLACE * rows.computed)
+        t.op(Work.other, arrived, sent, sends=self._exchange(tokens))
+        reads = sent + PROBABILITY * rows.asked
+        t.op(Work.rows, reads, tokens.bytes, reads + PLACE * rows.asked)
 
     def _exchange(self, tokens: Tokens) -> Sends:
         """Return sends of one all-to-all at the busiest rank's load, and of its backward."""

@@ -22,7 +22,9 @@ from typing import ClassVar
 from app.choices import DispatcherKind
 from app.config import MoEConfig
 from app.plan.groups import ETP_EP, Way
-from app.plan.parts.trace import Sends, Trace, TracedTensor
+from app.plan.parts.trace import Sends, Trace, Work
+
+PLACE, PROBABILITY = 8, 4  # bytes per choice of a token: its row, its probability
 
 
 def capacity(choices: int, num_experts: int, factor: float) -> int:
@@ -94,28 +96,11 @@ class SmallerOption:
 
 
 @dataclass(frozen=True, slots=True)
-class TracedRows:
-    """Permutation of a microbatch's choices, as traced tensors."""
-
-    token_of_row: TracedTensor
-    row_of: TracedTensor
-    kept: TracedTensor
-    ends: TracedTensor
-    # permutations from the order of arrival to the experts' order, and back
-    orders: tuple[TracedTensor, ...] = ()
-
-    @property
-    def places(self) -> tuple[TracedTensor, ...]:
-        """Tensors that the backward of the weighted sum per token needs."""
-        return self.token_of_row, self.row_of, self.kept
-
-
-@dataclass(frozen=True, slots=True)
 class PlannedDispatcher(ABC):
     """Memory, communication and limits of one dispatcher for these experts on these ranks.
 
-    Its `trace_…` methods follow those of the class of the same kind in `app.moe.dispatch`, with
-    sizes in place of tensors.
+    `preprocess`, `dispatch` and `combine` list the operations of the class of the same kind in
+    `app.moe.dispatch`.
     """
 
     kind: ClassVar[DispatcherKind]
@@ -247,33 +232,17 @@ class PlannedDispatcher(ABC):
     def rows(self, tokens: int) -> RowCounts:
         """Count the rows of a microbatch that has so many tokens on each rank."""
 
-    def trace_preprocess(self, trace: Trace, tokens: Tokens, chosen: TracedTensor) -> TracedRows:
-        """Trace the computation of the permutation."""
-        return self._sorted(trace, tokens, chosen)
-
-    def _sorted(self, trace: Trace, tokens: Tokens, chosen: TracedTensor) -> TracedRows:
-        """Trace the sort of choices by expert."""
-        rows = self.rows(tokens.count)
-        # padded to capacity, one extra row receives the dropped tokens
-        of_rows = 8 * (rows.sent + 1 if self.moe.pad_to_capacity else rows.asked)
-        sizes = of_rows, 8 * rows.asked, rows.asked if rows.drops else 0, 4 * self.experts
-        made = trace.op([], sizes, holds=[chosen], kernels=8)
-        token_of_row, row_of, kept, ends = made
-        return TracedRows(token_of_row, row_of, kept, ends=ends)
+    def preprocess(self, t: Trace, tokens: Tokens) -> None:
+        """List the computation of the permutation: a sort of choices by expert."""
+        t.op(Work.other, 0, 2 * PLACE * self.rows(tokens.count).asked, kernels=8)
 
     @abstractmethod
-    def trace_dispatch(
-        self, trace: Trace, tokens: Tokens, h: TracedTensor, rows: TracedRows
-    ) -> TracedTensor:
-        """Trace the dispatch: rows of this rank's experts, expert-major."""
+    def dispatch(self, t: Trace, tokens: Tokens) -> int:
+        """List the dispatch; return bytes of the rows of this rank's experts, expert-major."""
 
     @abstractmethod
-    def trace_combine(
-        self,
-        trace: Trace,
-        tokens: Tokens,
-        expert_out: TracedTensor,
-        probs: TracedTensor,
-        rows: TracedRows,
-    ) -> TracedTensor:
-        """Trace the combine: each token's weighted sum over its experts."""
+    def combine(self, t: Trace, tokens: Tokens, saved: bool) -> None:
+        """List the combine, each token's weighted sum over its experts.
+
+        saved: the experts' output stays for backward, if it is what the sums read.
+        """

@@ -7,13 +7,14 @@ from typing import ClassVar
 
 from app.choices import DispatcherKind
 from app.plan.parts.dispatch_record import (
+    PLACE,
+    PROBABILITY,
     PlannedDispatcher,
     RowCounts,
     TokenExchange,
     Tokens,
-    TracedRows,
 )
-from app.plan.parts.trace import Trace, TracedTensor, Work
+from app.plan.parts.trace import Trace, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,26 +40,16 @@ class PlannedLocal(PlannedDispatcher):
         """True if no row is a dropped token's."""
         return self.moe.capacity_factor is None
 
-    def trace_dispatch(
-        self, trace: Trace, tokens: Tokens, h: TracedTensor, rows: TracedRows
-    ) -> TracedTensor:
+    def dispatch(self, t: Trace, tokens: Tokens) -> int:
         """T × D -> R × D: permute."""
-        sent = self.rows(tokens.count).sent
-        saved = [rows.row_of, rows.kept]
-        in_fp8 = (sent * tokens.in_fp8, 0)
-        return trace.op([h], [sent * tokens.row], saved, scratch=in_fp8, work=Work.rows)[0]
+        rows = self.rows(tokens.count)
+        scratch = (rows.sent * tokens.in_fp8, 0)
+        made = rows.sent * tokens.row
+        return t.op(Work.rows, tokens.bytes, made, PLACE * rows.asked, scratch=scratch)
 
-    def trace_combine(
-        self,
-        trace: Trace,
-        tokens: Tokens,
-        expert_out: TracedTensor,
-        probs: TracedTensor,
-        rows: TracedRows,
-    ) -> TracedTensor:
+    def combine(self, t: Trace, tokens: Tokens, saved: bool) -> None:
         """R × D -> T × D: weighted sum per token."""
-        saved = [expert_out, probs, *rows.places]
-        in_fp8 = (0, expert_out.bytes // tokens.row * tokens.in_fp8)
-        return trace.op([expert_out, probs], [tokens.bytes], saved, scratch=in_fp8, work=Work.rows)[
-            0
-        ]
+        rows = self.rows(tokens.count)
+        reads = rows.sent * tokens.row + PROBABILITY * rows.asked
+        scratch = (0, rows.sent * tokens.in_fp8)
+        t.op(Work.rows, reads, tokens.bytes, reads + PLACE * rows.asked, scratch=scratch)

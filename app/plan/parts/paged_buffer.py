@@ -18,8 +18,8 @@ from app.plan.actions import (
 )
 from app.plan.parts.dispatch_record import PlannedDispatcher
 from app.plan.parts.dispatcher import run_dispatcher, tokens_per_rank
-from app.plan.parts.parts import BYTES
 from app.plan.parts.static import PlannedStatic
+from app.plan.parts.trace import BYTES
 from app.plan.recompute import RecomputeChoice, recompute_policy
 from app.plan.stages import Stage
 
@@ -78,16 +78,6 @@ def planned_paged_buffer(
             del live[action.mb, action.chunk]
         most = max(most, sum(live.values()))
     return PlannedPagedBuffer(page, max(1, most))
-
-
-def page_numbers(run: Run, dispatcher: PlannedDispatcher, recompute: RecomputeChoice) -> int:
-    """Return bytes of the page tables of one layer and microbatch, from forward to backward."""
-    tokens = tokens_per_rank(run)
-    outer, inner = _widths(run, dispatcher)
-    page = _page(dispatcher.mean_rows(tokens) * min(outer, inner))
-    rows = dispatcher.rows(tokens).computed
-    kept = _kept(recompute, outer, inner)
-    return sum(NUMBER * (2 + ceil(rows * each / page)) for each in kept)
 
 
 def _widths(run: Run, dispatcher: PlannedDispatcher) -> tuple[int, int]:

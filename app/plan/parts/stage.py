@@ -1,4 +1,4 @@
-"""Parts of a pipeline stage, and the trace of each."""
+"""Parts of a pipeline stage: embedding, layers, final norm and loss; the operations of each."""
 
 from __future__ import annotations
 
@@ -9,23 +9,33 @@ from enum import Enum, auto
 from itertools import chain
 from typing import TypeVar
 
-from app.choices import Fp8Part
-from app.config import Fp8Config, ModelConfig
+from app.choices import Fp8Part, Recompute
+from app.config import Fp8Config, ModelConfig, Run
+from app.plan.layout import ParallelLayout
+from app.plan.model.experts import MoEBodyWeights
 from app.plan.model.fp8 import parts_in_fp8
 from app.plan.model.layer import LayerWeights
-from app.plan.model.norm import NormWeights
 from app.plan.model.vocabulary import table
-from app.plan.parts.layers import embedding_trace, head_trace, layer_trace
-from app.plan.parts.parts import Sizes
-from app.plan.parts.trace import ForwardTrace
-from app.plan.recompute import RecomputeChoice
+from app.plan.model.weight import Weight
+from app.plan.parts.attention import attention
+from app.plan.parts.dispatcher import busiest_load
+from app.plan.parts.experts import moe_body
+from app.plan.parts.linear import column_parallel, norm, scattered, swiglu
+from app.plan.parts.trace import Operation, Sizes, Trace, Work
+from app.plan.phases import PhaseName
+from app.plan.recompute import RecomputeChoice, recompute_policy
+from app.plan.sharding.blocks import ShardCoords
 from app.plan.stages import Stage
+
+# bytes that the loss saves per token: index of its label, log-sum-exp, validity
+PER_LABEL = 8 + 4 + 1
+LOSS_KERNELS = 9  # kernel launches after the logits
 
 T = TypeVar("T")
 
 
 class StagePart(Enum):
-    """Kind of part; parts of one kind have equal traces."""
+    """Kind of part; parts of one kind have equal operations."""
 
     embedding = auto()
     dense_layer = auto()
@@ -33,7 +43,6 @@ class StagePart(Enum):
     fp8_dense_layer = auto()  # with FP8 GEMMs
     fp8_moe_layer = auto()
     head = auto()
-    tied_head = auto()  # with the embedding on the same rank
 
     @property
     def is_layer(self) -> bool:
@@ -49,6 +58,17 @@ LAYERS = {  # (routed to experts, FP8 GEMMs) -> kind of part
 }
 
 
+def sizes_of(run: Run, layout: ParallelLayout, load: float | None = None) -> Sizes:
+    """Return the sizes of one microbatch on one rank; `load` None is that of the busiest rank."""
+    return Sizes(
+        run,
+        layout,
+        ShardCoords.of(layout, 0),
+        recompute=recompute_policy(run),
+        load=busiest_load(run) if load is None else load,
+    )
+
+
 def stage_parts(model: ModelConfig, stage: Stage, fp8: Fp8Config | None = None) -> list[StagePart]:
     """Return the parts of a stage, in the order of its forward."""
     narrow = [bool(parts_in_fp8(model, fp8 or Fp8Config(), layer)) for layer in stage.layers]
@@ -57,43 +77,104 @@ def stage_parts(model: ModelConfig, stage: Stage, fp8: Fp8Config | None = None) 
         for layer, in_fp8 in zip(stage.layers, narrow, strict=True)
     ]
     first = [StagePart.embedding] if stage.embedding else []
-    tied = stage.embedding and model.tie_embeddings
-    last = [StagePart.tied_head if tied else StagePart.head] if stage.head else []
-    return [*first, *layers, *last]
+    return [*first, *layers, *([StagePart.head] if stage.head else [])]
 
 
-def part_trace(s: Sizes, part: StagePart, recompute: RecomputeChoice) -> ForwardTrace:
-    """Return the trace of one part; layers are recomputed in part or whole."""
+def part_operations(s: Sizes, part: StagePart, recompute: RecomputeChoice) -> list[Operation]:
+    """Return the operations of one part; layers are recomputed in part or whole."""
     fp8 = s.run.precision.fp8
     match part:
         case StagePart.embedding:
-            return embedding_trace(s, table(s.model))
-        case StagePart.dense_layer | StagePart.moe_layer:
-            weights = LayerWeights.of(s.model, part is StagePart.moe_layer)
-            return layer_trace(s, weights, recompute)
+            return embedding(s, table(s.model))
+        case StagePart.head:
+            in_fp8 = fp8.recipe if Fp8Part.head in fp8.include else None
+            return head(replace(s, in_fp8=in_fp8), table(s.model))
         case StagePart.fp8_dense_layer | StagePart.fp8_moe_layer:
-            weights = LayerWeights.of(s.model, part is StagePart.fp8_moe_layer)
-            own = replace(
+            s = replace(
                 s,
                 in_fp8=fp8.recipe if Fp8Part.linear in fp8.include else None,
                 experts_in_fp8=Fp8Part.experts in fp8.include,
             )
-            return layer_trace(own, weights, recompute)
-        case StagePart.head | StagePart.tied_head:
-            tied = part is StagePart.tied_head
-            own = replace(s, in_fp8=fp8.recipe) if Fp8Part.head in fp8.include else s
-            return head_trace(own, NormWeights.of_hidden(s.model), table(s.model), tied=tied)
+    routed = part in (StagePart.moe_layer, StagePart.fp8_moe_layer)
+    return layer(s, LayerWeights.of(s.model, routed), recompute)
+
+
+def layer(s: Sizes, weights: LayerWeights, recompute: RecomputeChoice) -> list[Operation]:
+    """Dense or MoE layer under a choice of recomputation."""
+    t, x = Trace(s, recompute), s.stream
+    again = t.reruns(Recompute.norm)
+    with t.rerun(recompute.whole_layers, keeps=x):
+        t.phase = PhaseName.attn
+        attention(t, norm(t, x, rerun=again), weights.attn)
+        t.add(x)
+        if isinstance(weights.body, MoEBodyWeights):
+            moe_body(t, x, weights.body)
+        else:
+            t.phase = PhaseName.mlp
+            h = norm(t, x, rerun=again)
+            swiglu(t, h, weights.body.mlp, saved=not again, part=Recompute.mlp_act)
+            t.add(x)
+    return t.ops
+
+
+def embedding(s: Sizes, weight: Weight) -> list[Operation]:
+    """Lookup; with tp > 1 each rank has a part of the vocabulary."""
+    t = Trace(s, phase="embedding")
+    cut = s.layout.tp > 1
+    whole = s.tokens * weight.shape[1] * s.size
+    saves, kernels = (9 * s.tokens, 5) if cut else (0, 1)
+    t.op(Work.other, 0, whole, saves, weight=s.weight(weight), stored=True, kernels=kernels)
+    scattered(t, whole)
+    return t.ops
+
+
+def head(s: Sizes, weight: Weight) -> list[Operation]:
+    """Final norm and loss (`app.model.layers.loss`)."""
+    t = Trace(s, phase="head")
+    h = norm(t, s.stream)
+    if s.run.loss.chunk_tokens is None:
+        # backward overwrites the logits with their gradient
+        logits = column_parallel(t, h, weight, stored=s.model.tie_embeddings)
+        saves = logits + PER_LABEL * s.tokens
+        t.op(Work.loss, logits, 4, saves, passes=True, kernels=LOSS_KERNELS)
+        return t.ops
+    # logits of a chunk of tokens at a time, recomputed in backward; the weight gradient is fp32
+    chunk = min(s.run.loss.chunk_tokens, s.tokens)
+    whole = s.layout.tp * h
+    table_sum = 4 * s.weight(weight) // s.size
+    logits = chunk * s.shape(weight)[0] * s.size
+    following = logits if chunk < s.tokens else 0  # made before these are freed
+    least = logits + max(following, s.weight(weight))  # beside the chunk's weight gradient
+    column = Trace(s)
+    column_parallel(column, h, weight)
+    (gemm,) = column.ops
+    t.op(
+        Work.gemm,
+        h,
+        4,
+        h + PER_LABEL * s.tokens,
+        weight=gemm.weight,
+        stored=gemm.stored,
+        waits=table_sum,
+        scratch=(whole - h + logits + following, 2 * whole - 2 * h + table_sum + least),
+        kernels=LOSS_KERNELS + 2 * -(-s.tokens // chunk),
+        flops=gemm.flops,
+        flops_recomputed=gemm.flops,
+        fp8=gemm.fp8,
+        sends=gemm.sends,
+    )
+    return t.ops
 
 
 def fold_stages(
-    s: Sizes, stages: Sequence[Stage], fold: Callable[[ForwardTrace], T]
+    s: Sizes, stages: Sequence[Stage], fold: Callable[[Sequence[Operation]], T]
 ) -> list[list[tuple[T, int]]]:
-    """Return, per stage, `fold` of the trace of each kind of part and the number of such parts.
+    """Return, per stage, `fold` of the operations of each kind of part and the number of parts.
 
-    Traces are of microbatches that are not spared, and recorded once for all stages.
+    The operations are those of microbatches that are not spared.
     """
     fp8 = s.run.precision.fp8
     counts = [Counter(stage_parts(s.model, stage, fp8)) for stage in stages]
     kinds = set(chain.from_iterable(counts))
-    folded = {part: fold(part_trace(s, part, s.recompute.usual)) for part in kinds}
+    folded = {part: fold(part_operations(s, part, s.recompute.usual)) for part in kinds}
     return [[(folded[part], times) for part, times in count.items()] for count in counts]

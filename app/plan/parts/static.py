@@ -13,17 +13,18 @@ from app.choices import DispatcherKind, StaticCapacity, StaticTransport
 from app.config.model import ROUNDED_ROWS
 from app.plan.groups import Way
 from app.plan.parts.dispatch_record import (
+    PLACE,
+    PROBABILITY,
     CloneTransfer,
     PlannedDispatcher,
     RowCounts,
     SmallerOption,
     TokenExchange,
     Tokens,
-    TracedRows,
 )
-from app.plan.parts.trace import Sends, Trace, TracedTensor, Work
+from app.plan.parts.trace import Sends, Trace, Work
 
-EXPERT_ID, PLACE, PROBABILITY = 2, 4, 4  # bytes per choice of a token: expert id, row, probability
+EXPERT_ID, ROW = 2, 4  # bytes per choice of a token: expert id, row
 MOST_IDS = 2**15 - 1  # of experts, for EXPERT_ID bytes
 COUNT = 8  # bytes of a count of tokens, in plans of clones
 GRADIENT = 4  # bytes of an element of a clone's gradients
@@ -165,77 +166,54 @@ class PlannedStatic(PlannedDispatcher):
         filled = asked + min(self.experts, asked) * (multiple - 1)
         return ceil(filled / multiple) * multiple
 
-    def trace_preprocess(self, trace: Trace, tokens: Tokens, chosen: TracedTensor) -> TracedRows:
-        """Trace the all-gather of choices, and the permutation for this rank's experts."""
+    def preprocess(self, t: Trace, tokens: Tokens) -> None:
+        """All-gather of choices, and the permutation for this rank's experts."""
         choices = tokens.count * self.moe.top_k
-        everywhere = self.ranks * choices
-        if self.moe.echo.spares:
-            chosen = self._trace_clones(trace, chosen)
-        sends = self._to_all(EXPERT_ID * choices, 0)
-        made = 0 if self.peer else EXPERT_ID * everywhere
-        (gathered,) = trace.op([], [made], holds=[chosen], kernels=2, sends=sends)
-        sizes = PLACE * everywhere, 4 * self.experts, 4
-        row_of, ends, _ = trace.op([], sizes, holds=[gathered], kernels=2)
-        return TracedRows(chosen, row_of, trace.value(0), ends=ends)
+        if self.moe.echo.spares:  # the plan of clones, and rerouted choices
+            sends = self._to_all(COUNT * self.moe.num_experts, 0)
+            t.op(Work.other, 0, PLACE * choices, kernels=PLAN_KERNELS, sends=sends)
+        gathered = 0 if self.peer else EXPERT_ID * self.ranks * choices
+        t.op(Work.other, 0, gathered, kernels=2, sends=self._to_all(EXPERT_ID * choices, 0))
+        t.op(Work.other, 0, ROW * self.ranks * choices, kernels=2)
 
-    def _trace_clones(self, trace: Trace, chosen: TracedTensor) -> TracedTensor:
-        """Trace the plan of clones and the rerouted choices."""
-        slots = self.ranks * self.moe.echo.spares
-        counts = COUNT * self.ranks * self.moe.num_experts
-        plan = COUNT * slots * self.ranks
-        return trace.op(
-            [],
-            [chosen.bytes],
-            holds=[chosen],
-            scratch=(counts + plan, 0),
-            kernels=PLAN_KERNELS,
-            sends=self._to_all(COUNT * self.moe.num_experts, 0),
-        )[0]
-
-    def trace_dispatch(
-        self, trace: Trace, tokens: Tokens, h: TracedTensor, rows: TracedRows
-    ) -> TracedTensor:
+    def dispatch(self, t: Trace, tokens: Tokens) -> int:
         """T × D -> R × D: permute out of all ranks' tokens.
 
         Backward returns partial sums of gradients.
         """
-        count = self.rows(tokens.count).computed
-        forward = self._gathered(tokens) + count * tokens.in_fp8
-        return trace.op(
-            [h],
-            [count * tokens.row],
-            [rows.row_of, rows.token_of_row],
-            scratch=(forward, 2 * self._gathered(tokens)),
+        rows = self.rows(tokens.count)
+        gathered = self._gathered(tokens)
+        return t.op(
+            Work.rows,
+            tokens.bytes,
+            rows.computed * tokens.row,
+            ROW * rows.asked + PLACE * tokens.count * self.moe.top_k,
+            scratch=(gathered + rows.computed * tokens.in_fp8, 2 * gathered),
             kernels=2,
             sends=self._to_all(tokens.bytes, tokens.bytes),
-            work=Work.rows,
             used=self._used(tokens),
-        )[0]
+        )
 
-    def trace_combine(
-        self,
-        trace: Trace,
-        tokens: Tokens,
-        expert_out: TracedTensor,
-        probs: TracedTensor,
-        rows: TracedRows,
-    ) -> TracedTensor:
+    def combine(self, t: Trace, tokens: Tokens, saved: bool) -> None:
         """R × D -> T × D: return each rank's partial sums and add them up.
 
         Backward needs all tokens' probabilities again, and returns their gradients.
         """
+        count = self.rows(tokens.count).computed
         shares = tokens.count * self.moe.top_k * PROBABILITY
-        in_fp8 = self.rows(tokens.count).computed * tokens.in_fp8
-        return trace.op(
-            [expert_out, probs],
-            [tokens.bytes],
-            [expert_out, probs, rows.row_of, rows.token_of_row],
-            scratch=(2 * self._gathered(tokens), self._gathered(tokens) + in_fp8),
+        gathered = self._gathered(tokens)
+        reads = count * tokens.row + shares
+        t.op(
+            Work.rows,
+            reads,
+            tokens.bytes,
+            reads if saved else shares,
+            restores=0 if saved else reads - shares,
+            scratch=(2 * gathered, gathered + count * tokens.in_fp8),
             kernels=4,
             sends=self._to_all(tokens.bytes + shares, tokens.bytes + 2 * shares),
-            work=Work.rows,
             used=self._used(tokens),
-        )[0]
+        )
 
     def _to_all(self, forward: int, backward: int) -> Sends:
         """Return sends of these bytes to each of the other ranks."""

@@ -1,36 +1,28 @@
-"""Trace of a forward: a list of operations on sizes: reads, outputs, saved tensors, FLOPs.
+"""Operation lists: what each part of the model reads, saves, computes and sends, in numbers.
 
-`app.plan.parts.lifetimes` derives what autograd saves and what is alive. Floating-point operations
-(`app.plan.cost.flops`), bytes sent to other ranks (`app.plan.cost.volumes`) and launches are sums
-over it. All sizes are bytes.
+A part is described once, as the list of operations of its forward on one rank for one microbatch.
+Saved activations, peaks, floating-point operations, bytes sent, launches and seconds are sums over
+that list. All sizes are bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from math import prod
 
-from app.choices import Recompute
-from app.plan.groups import Group, Way
+from app.choices import CpComm, Dtype, Fp8Recipe, Recompute, ScheduleName
+from app.config import ModelConfig, Run
+from app.plan.groups import TP, Group, Way
+from app.plan.layout import ParallelLayout
+from app.plan.model.weight import Weight
 from app.plan.parts.fp8 import Fp8Work
-from app.plan.recompute import NOTHING, RecomputeChoice
+from app.plan.recompute import NOTHING, RecomputeChoice, RecomputePolicy
+from app.plan.sharding.blocks import ShardCoords
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TracedTensor:
-    """A tensor, equal only to itself."""
-
-    bytes: int  # of its elements
-    storage: int  # number of its storage, which views share
-
-
-class GradAddition(Enum):
-    """Accumulation of a weight gradient into the main gradient."""
-
-    after = "after"  # in a kernel of its own: the gradient coexists with those of the inputs
-    inside = "inside"  # inside the GEMM: the gradient is never stored
+BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 
 
 class Work(Enum):
@@ -52,14 +44,6 @@ class Work(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Operations that backward reruns, so that their outputs need not be saved."""
-
-    number: int
-    discards: bool  # also outputs that operations after the segment have saved
-
-
-@dataclass(frozen=True, slots=True)
 class Sends:
     """Bytes that an operation sends from this rank to others of its group."""
 
@@ -74,21 +58,17 @@ class Operation:
     """One operation of a forward, and what its backward needs; sizes in bytes."""
 
     phase: str
-    segment: Segment | None
-    reads: tuple[TracedTensor, ...]  # inputs that have a gradient
-    makes: tuple[TracedTensor, ...]  # outputs
-    new: tuple[int, ...]  # storages that it allocates: those of its outputs that are no views
-    saves: tuple[TracedTensor, ...]  # for its backward
-    holds: tuple[TracedTensor, ...]  # kept alive until here for other reasons
-    keeps: int  # bytes of statistics saved for its backward alone
-    weight: int  # bytes of its parameter's gradient
-    added: GradAddition  # how that gradient is accumulated
-    # memory of that gradient in the second part of a split backward; None: it is not deferred
-    deferred: int | None
-    waits: bool  # the inputs of a deferred gradient are alive until then, and not kept elsewhere
-    # bytes of an FP8 copy of the output gradient that waits in its place; None: no copy
-    waiting: int | None
-    carries: int  # bytes that a split backward holds besides until its second part
+    work: Work
+    reads: int  # inputs that have a gradient
+    makes: int  # outputs
+    saves: int  # kept from forward to backward; a tensor of several readers counts at the first
+    restores: int  # kept from its rerun to its backward
+    part: int | None  # number of the rerun part that it belongs to; None: none
+    rerun: bool  # backward runs its forward again
+    weight: int  # its parameter's gradient
+    stored: bool  # that gradient is stored before it is added to the main gradient
+    waits: int  # what a split backward keeps for the weight gradient
+    deferred: int  # memory of that gradient in the second part of a split backward
     scratch: tuple[int, int]  # alive only while it runs, forward and backward
     passes: bool  # the input's gradient is the output's gradient, not a new tensor
     kernels: int  # kernel launches of its forward
@@ -98,42 +78,129 @@ class Operation:
     flops_recomputed: int  # FLOPs that its own backward recomputes
     fp8: Fp8Work | None  # None: its GEMMs are in the type of parameters
     sends: Sends | None  # None: nothing
-    work: Work
     used: float  # share of its rows that hold a token; kernels skip the others
+    summed: bool = False  # added to the residual stream, whose gradient is its output's
+
+    @property
+    def working(self) -> int:
+        """Gradients and buffers that are alive while its backward runs."""
+        gradients = 0 if self.passes else self.reads + (0 if self.summed else self.makes)
+        return gradients + self.stored * self.weight + self.scratch[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes that the descriptions of a run's parts share, of one microbatch on one rank."""
+
+    run: Run
+    layout: ParallelLayout
+    coords: ShardCoords  # of any rank: weights have equal shapes on all
+    recompute: RecomputePolicy
+    load: float  # rows of this rank's experts over the mean of their expert-parallel group
+    # FP8 recipe of linear layers in the described part; None: 16 bits
+    in_fp8: Fp8Recipe | None = None
+    experts_in_fp8: bool = False
+
+    @property
+    def model(self) -> ModelConfig:
+        """The run's model."""
+        return self.run.model
+
+    @property
+    def size(self) -> int:
+        """Bytes of an element of parameters and activations."""
+        return BYTES[self.run.precision.params]
+
+    @property
+    def tokens(self) -> int:
+        """T: tokens of a microbatch on a context-parallel rank."""
+        return self.run.train.micro_batch * self.run.train.seq_len // self.layout.cp
+
+    @property
+    def local(self) -> int:
+        """T / tp: tokens outside of attention and feed-forward (sequence parallelism)."""
+        return self.tokens // self.layout.tp
+
+    @property
+    def heads(self) -> int:
+        """N: query heads of this rank."""
+        return self.model.num_heads // self.layout.tp
+
+    @property
+    def kv_heads(self) -> int:
+        """G: key and value heads of this rank."""
+        return self.model.num_kv_heads // self.layout.tp
+
+    @property
+    def stream(self) -> int:
+        """Residual stream: T/tp × D."""
+        return self.local * self.model.hidden_size * self.size
+
+    @property
+    def rotary(self) -> int:
+        """Cosines and sines that all layers of a microbatch share, fp32: 2 × T × rotated width."""
+        return 2 * 4 * self.tokens * self.model.rope.width
+
+    @property
+    def mask(self) -> int:
+        """Document mask, if there is one: a byte per query and token of its sequence."""
+        cut = self.layout.cp if self.run.parallel.cp_comm_type is CpComm.all_gather else 1
+        if not self.run.data.document_mask:
+            return 0
+        return self.tokens * self.layout.cp // cut * self.run.train.seq_len
+
+    @property
+    def splits(self) -> bool:
+        """True if the schedule splits backward and defers weight gradients."""
+        return self.run.schedule.name in (ScheduleName.zero_bubble_h1, ScheduleName.zero_bubble_v)
+
+    @property
+    def fused(self) -> bool:
+        """True if GEMMs accumulate weight gradients directly into wider main gradients."""
+        return BYTES[self.run.precision.grads] > self.size
+
+    def shape(self, weight: Weight) -> tuple[int, ...]:
+        """Return the shape of this rank's part of a weight."""
+        return self.coords.shape(weight)
+
+    def weight(self, weight: Weight) -> int:
+        """Return the bytes of this rank's part of a weight."""
+        return prod(self.shape(weight)) * self.size
+
+    def tp_sends(self, own: int, forward: int, backward: int) -> Sends | None:
+        """Return sends of so many ring all-gathers or reduce-scatters over tp; None without tp.
+
+        own: bytes of a rank's own tokens.
+        """
+        each = (self.layout.tp - 1) * own
+        return Sends(TP, Way.ring, forward * each, backward * each) if each else None
 
 
 @dataclass(slots=True)
 class Trace:
-    """The trace of a forward while it is recorded."""
+    """The operations of a part while they are listed."""
 
+    sizes: Sizes
     recompute: RecomputeChoice = NOTHING  # what backward recomputes
-    ops: list[Operation] = field(default_factory=list)
-    storages: list[int] = field(default_factory=list)  # bytes of each
-    # storages that are saved elsewhere, in fewer bytes, and copied back for backward
-    paged: set[int] = field(default_factory=set)
     phase: str = ""  # of the next operations
-    segment: Segment | None = None  # of the next operations
-    segments: int = 0  # segments begun so far
-
-    def value(self, size: int) -> TracedTensor:
-        """Allocate a tensor with a storage of its own."""
-        self.storages.append(size)
-        return TracedTensor(size, len(self.storages) - 1)
+    ops: list[Operation] = field(default_factory=list)
+    parts: int = 0  # rerun parts begun so far
+    _part: int | None = None  # the open one
+    _input: int = 0  # its input, which stays for the rerun
 
     def op(
         self,
-        reads: Sequence[TracedTensor],
-        makes: Sequence[int | TracedTensor],
-        saves: Sequence[int | TracedTensor] = (),
+        work: Work,
+        reads: int,
+        makes: int,
+        saves: int = 0,
         *,
-        holds: Sequence[TracedTensor] = (),
-        keeps: int = 0,
+        restores: int = 0,
+        rerun: bool = False,
         weight: int = 0,
-        added: GradAddition = GradAddition.after,
-        deferred: int | None = None,
-        waits: bool = True,
-        waiting: int | None = None,
-        carries: int = 0,
+        stored: bool = False,
+        waits: int = 0,
+        deferred: int = 0,
         scratch: tuple[int, int] = (0, 0),
         passes: bool = False,
         kernels: int = 1,
@@ -141,98 +208,101 @@ class Trace:
         flops_recomputed: int = 0,
         fp8: Fp8Work | None = None,
         sends: Sends | None = None,
-        work: Work = Work.other,
         used: float = 1.0,
-    ) -> tuple[TracedTensor, ...]:
-        """Record an operation; return its outputs.
+    ) -> int:
+        """Add an operation; return the bytes that it makes.
 
-        `makes`: the size of each new tensor, or a view of another one. `saves`: tensors, or indices
-        into `makes`. The rest is as in `Operation`.
+        saves: what stays for backward, of inputs and outputs not counted before. restores: what is
+        saved elsewhere, and copied back for its backward alone. The rest is as in `Operation`.
         """
-        before = len(self.storages)
-        made = tuple(self.value(item) if isinstance(item, int) else item for item in makes)
-        saved = tuple(made[item] if isinstance(item, int) else item for item in saves)
-        op = Operation(
-            self.phase,
-            self.segment,
-            tuple(reads),
-            makes=made,
-            new=tuple(range(before, len(self.storages))),
-            saves=saved,
-            holds=tuple(holds),
-            keeps=keeps,
-            weight=weight,
-            added=added,
-            deferred=deferred,
-            waits=waits and deferred is not None,
-            waiting=waiting,
-            carries=carries,
-            scratch=scratch,
-            passes=passes,
-            kernels=kernels,
-            flops=flops,
-            flops_recomputed=flops_recomputed,
-            fp8=fp8,
-            sends=sends,
-            work=work,
-            used=used,
+        inside = self.open
+        if restores and not inside:
+            self.parts += 1
+        self.ops.append(
+            Operation(
+                self.phase,
+                work,
+                reads,
+                makes,
+                saves=self._input if inside else saves,
+                restores=restores + (saves if inside else 0),
+                part=self._part if inside or not restores else self.parts,
+                rerun=rerun or inside,
+                weight=weight,
+                stored=stored,
+                waits=waits if self.sizes.splits else 0,
+                deferred=deferred if self.sizes.splits else 0,
+                scratch=scratch,
+                passes=passes,
+                kernels=kernels,
+                flops=flops,
+                flops_recomputed=flops_recomputed,
+                fp8=fp8,
+                sends=sends,
+                used=used,
+            )
         )
-        self.ops.append(op)
-        return made
+        self._input = 0
+        return makes
 
-    def split(self, of: TracedTensor, *sizes: int) -> tuple[TracedTensor, ...]:
-        """Record views of parts of a tensor.
+    def add(self, size: int) -> int:
+        """Add the sum of the residual stream and the output of the last operation."""
+        self.ops[-1] = replace(self.ops[-1], summed=True)
+        return self.op(Work.other, 2 * size, size, passes=True)
 
-        Backward concatenates their gradients in a new tensor.
-        """
-        return self.op([of], [TracedTensor(size, of.storage) for size in sizes], kernels=0)
+    def reruns(self, part: Recompute) -> bool:
+        """Return whether backward recomputes a part of a layer."""
+        return part in self.recompute.parts
 
-    def add(
-        self, left: TracedTensor, right: TracedTensor, holds: Sequence[TracedTensor] = ()
-    ) -> TracedTensor:
-        """Record a sum, of the size of the left tensor."""
-        return self.op([left, right], [left.bytes], holds=holds, passes=True)[0]
-
-    def whole_layer(self) -> AbstractContextManager[bool]:
-        """Begin a block with a whole layer, which backward reruns under full recomputation."""
-        return self._segment(self.recompute.whole_layers, discards=False)
-
-    def recomputed(
-        self, part: Recompute | None, discards: bool = False
-    ) -> AbstractContextManager[bool]:
-        """Begin a block that backward reruns if it recomputes `part` of a layer; None: never.
-
-        Yields whether it is rerun by itself: False inside a larger block that is rerun.
-        """
-        return self._segment(part in self.recompute.parts, discards)
+    @property
+    def open(self) -> bool:
+        """True inside operations that backward reruns."""
+        return self._part is not None
 
     @contextmanager
-    def _segment(self, chosen: bool, discards: bool) -> Iterator[bool]:
-        outer = self.segment
-        begins = chosen and outer is None
+    def rerun(self, chosen: bool, keeps: int) -> Iterator[None]:
+        """Begin operations that backward reruns from an input of `keeps` bytes, if `chosen`.
+
+        No effect inside a larger part that is rerun.
+        """
+        begins = chosen and self._part is None
         if begins:
-            self.segment = Segment(self.segments, discards)
-            self.segments = self.segments + 1
-        yield begins
-        self.segment = outer
+            self.parts += 1
+            self._part, self._input = self.parts, keeps
+        yield
+        if begins:
+            self._part = None
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardTrace:
-    """A finished trace, with its input and its output."""
+class TraceMemory:
+    """Memory of a part of a stage; the peaks include everything that it saves."""
 
-    trace: Trace
-    given: TracedTensor  # input
-    result: TracedTensor | None  # output; None: a loss
+    kept: dict[str, int]  # phase -> saved from forward to backward
+    forward: int  # most that is alive in its forward
+    backward: int  # most that is alive in its backward
+    waiting: int  # kept for weight gradients between the two parts of a split backward
 
-    def kernels(self) -> dict[str, int]:
-        """Return phase -> kernel launches of its forward."""
-        found: dict[str, int] = {}
-        for op in self.trace.ops:
-            found[op.phase] = found.get(op.phase, 0) + op.kernels
-        return found
 
-    def cublas(self) -> set[str]:
-        """Return the phases with GEMMs by cuBLAS: not of experts, and not in FP8."""
-        by_it = (Work.gemm, Work.router_matmul)
-        return {op.phase for op in self.trace.ops if op.work in by_it and op.fp8 is None}
+def trace_memory(ops: Collection[Operation], beside: int) -> TraceMemory:
+    """Return the memory of operations beside which a tensor of these bytes stays: the residual.
+
+    Backward goes through the list from its end, so an operation has what those before it saved, and
+    with a split backward what those behind it wait for. What a rerun restores is alive from its
+    last operation to its first; in forward, until its phase ends.
+    """
+    kept: dict[str, int] = {}
+    waiting = waits = sum(op.waits for op in ops)
+    forward = backward = saved = restored = inside = 0
+    part, phase = None, ""
+    for op in ops:
+        restored = restored * (op.part == part) + op.restores
+        inside = inside * (op.phase == phase) + op.restores
+        part, phase = op.part, op.phase
+        forward = max(forward, saved + op.makes + op.scratch[0] + (inside or beside))
+        saved += op.saves
+        waits -= op.waits
+        backward = max(backward, saved + restored + waits + op.working + beside)
+        if op.saves:
+            kept[op.phase] = kept.get(op.phase, 0) + op.saves
+    return TraceMemory(kept, max(forward, saved), backward, waiting)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from app.plan.actions import Compute
+from app.plan.actions import Action, Compute
 from app.plan.pipeline.lowering import lower_all
-from app.plan.pipeline.moments import Walks
 from app.plan.pipeline.order import ComputeOrder
 from app.plan.schedule import build_schedule, v_shaped
 
@@ -28,7 +27,7 @@ class KnownSchedules:
 
     computes: dict[ScheduleKey, list[list[Compute]]] = field(default_factory=dict)
     orders: dict[ScheduleKey, ComputeOrder] = field(default_factory=dict)
-    lowered: dict[tuple[ScheduleKey, bool], Walks] = field(default_factory=dict)
+    lowered: dict[tuple[ScheduleKey, bool], list[list[Action]]] = field(default_factory=dict)
 
     def compute(self, key: ScheduleKey) -> list[list[Compute]]:
         """Return the compute actions of each pipeline rank. ValueError as in `build_schedule`."""
@@ -48,9 +47,9 @@ class KnownSchedules:
             self.orders[key] = ComputeOrder.of(self.compute(key), v_shaped(key.name))
         return self.orders[key]
 
-    def walks(self, key: ScheduleKey, overlap: bool) -> Walks:
-        """Return all actions of each pipeline rank (`lower_all`), with the memory they hold."""
+    def actions(self, key: ScheduleKey, overlap: bool) -> list[list[Action]]:
+        """Return all actions of each pipeline rank (`lower_all`)."""
         if (key, overlap) not in self.lowered:
             lists = lower_all(self.compute(key), overlap, v_shape=v_shaped(key.name))
-            self.lowered[key, overlap] = Walks(lists)
+            self.lowered[key, overlap] = lists
         return self.lowered[key, overlap]

@@ -1,0 +1,93 @@
+"""Norms, linear layers and SwiGLU.
+
+With tp > 1 the residual stream, norms, router and dispatch have 1/tp of the tokens (sequence
+parallelism, Korthikanti et al. 2022); attention and feed-forward see all of them in 1/tp of the
+width. A column-parallel linear layer all-gathers the tokens first, saves only its own part of them,
+and gathers again in backward for its weight gradient. Sizes of weights and of GEMM outputs come
+from `app.plan.model` alone. All sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from app.choices import Recompute
+from app.plan.model.mlp import MlpWeights
+from app.plan.model.weight import Weight
+from app.plan.parts.fp8 import LAUNCHES, Fp8Work, fp8_copy
+from app.plan.parts.trace import Trace, Work
+
+
+def norm(t: Trace, x: int, *, rerun: bool = False) -> int:
+    """RMSNorm of `x` bytes, which saves its input.
+
+    One backward kernel also adds the gradient of the residual.
+    """
+    return t.op(Work.norm, x, x, saves=x, rerun=rerun)
+
+
+def column_parallel(
+    t: Trace, x: int, weight: Weight, *, saved: bool = True, stored: bool = False
+) -> int:
+    """Linear layer of all tokens, gathered over tp; of a rank's own ones if the weight is whole.
+
+    saved: its input stays for the weight gradient, and no other operation has saved it. stored: the
+    weight gradient is stored even if GEMMs could accumulate it.
+    """
+    gathers = weight.tp is not None and t.sizes.layout.tp > 1
+    return _linear(t, x, weight, saved=saved, gathers=gathers, stored=stored)
+
+
+def row_parallel(t: Trace, x: int, weight: Weight, *, saved: bool = True) -> int:
+    """Linear layer of part of the width, reduce-scattered over the tokens."""
+    return scattered(t, _linear(t, x, weight, saved=saved, gathers=False))
+
+
+def _linear(
+    t: Trace, x: int, weight: Weight, *, saved: bool, gathers: bool, stored: bool = False
+) -> int:
+    s = t.sizes
+    made, taken = s.shape(weight)
+    whole = s.layout.tp * x if gathers else 0
+    # gathered tokens of several sequences are copied into the order of the tokens
+    copies = min(s.run.train.micro_batch, 2)
+    rows = (whole or x) // (taken * s.size)
+    out = rows * made * s.size
+    fp8, launches, keeps, waits = None, 0, x if saved else 0, x + out
+    scratch = whole, (1 + copies) * whole
+    if s.in_fp8 is not None:
+        # backward quantizes gathered tokens again; of others the FP8 copy is saved
+        given, back = fp8_copy(s.in_fp8, rows * taken), fp8_copy(s.in_fp8, rows * made)
+        fp8 = Fp8Work(s.in_fp8, rows * taken, rows * made + (rows * taken if gathers else 0))
+        launches, scratch = LAUNCHES[s.in_fp8], (whole + given, (1 + copies) * whole + 2 * back)
+        keeps, waits = (keeps, x + back) if gathers else (given, given + back)
+    return t.op(
+        Work.gemm,
+        x,
+        out,
+        saves=keeps,
+        weight=s.weight(weight),
+        stored=not s.splits and (stored or not s.fused),
+        waits=waits,
+        deferred=copies * whole + (0 if s.fused else s.weight(weight)),
+        scratch=scratch,
+        kernels=1 + launches + gathers * copies,
+        flops=2 * rows * made * taken,
+        fp8=fp8,
+        sends=s.tp_sends(x, forward=1, backward=2) if gathers else None,
+    )
+
+
+def scattered(t: Trace, whole: int) -> int:
+    """Reduce-scatter of partial sums to each tensor-parallel rank's tokens."""
+    parts = t.sizes.layout.tp
+    if parts == 1:
+        return whole
+    sends = t.sizes.tp_sends(whole // parts, forward=1, backward=1)
+    return t.op(Work.other, whole, whole // parts, sends=sends)
+
+
+def swiglu(t: Trace, x: int, weights: MlpWeights, *, saved: bool, part: Recompute | None) -> int:
+    """Feed-forward; `part` names the recomputation of its activation."""
+    up = column_parallel(t, x, weights.w_up, saved=saved)
+    again = part is not None and t.reruns(part)
+    inner = t.op(Work.activation, up, up // 2, saves=up, rerun=again)
+    return row_parallel(t, inner, weights.w_down, saved=not again)
