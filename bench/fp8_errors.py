@@ -27,8 +27,8 @@ from app.engine.report.metrics import Stopwatch
 from app.engine.run.trainer import Trainer
 from app.engine.start.start import choose_device, find_start, load_all_data
 from app.engine.step.engine import Engine
-from app.model.fp8.delayed import EACH, GRAD, INPUT, WEIGHT
-from app.model.layers.quantised import Fp8Arithmetic, Quantised
+from app.fp8.delayed import EACH, GRAD, INPUT, WEIGHT
+from app.fp8.quantised import Fp8Arithmetic, Quantised
 from app.planner.plan import Plan
 
 FIXED = ("precision=bf16", "precision.fp8.recipe=delayed", "parallel.dp=1", "log=none",

@@ -28,6 +28,7 @@ from app.config import (
     TrainConfig,
     YarnConfig,
 )
+from app.fp8 import row_scaled
 from app.kernels import (
     cross_entropy,
     pages,
@@ -48,7 +49,6 @@ from app.model.attention import modules as attention
 from app.model.attention.transformer_engine import TransformerEngineAttention
 from app.model.block import DenseBody, Layer, Phase
 from app.model.chunk import Chunk
-from app.model.fp8 import row_scaled
 from app.model.layers import layers, loss
 from app.model.layers.attend import BY_TORCH, Attend
 from app.model.layers.layer_groups import ALONE

@@ -22,9 +22,9 @@ from app.config import Fp8Config, ParallelConfig, PrecisionConfig
 from app.config.model import EchoConfig
 from app.engine.fp8 import build_fp8, experts_arithmetic, fp8_line
 from app.errors import ConfigError
-from app.model.fp8.experts import Fp8GroupedLinear
-from app.model.fp8.reference import E4M3, E5M2, rounded, scale_for
-from app.model.fp8.row_scaled import RowScaled, by_reference, on_tensor_cores
+from app.fp8.experts import Fp8GroupedLinear
+from app.fp8.reference import E4M3, E5M2, rounded, scale_for
+from app.fp8.row_scaled import RowScaled, by_reference, on_tensor_cores
 from app.model.layers.linear import GroupedLinear
 from app.model.layers.weight_grads import MainGradSink, WeightGrad, WeightGradQueue
 from app.plan.model.weight import Weight

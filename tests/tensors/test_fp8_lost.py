@@ -9,10 +9,10 @@ from torch import Tensor
 from app.choices import Fp8Recipe
 from app.config import Fp8Config
 from app.errors import ConfigError
+from app.fp8.delayed import GRAD, INPUT, WEIGHT, DelayedScales
+from app.fp8.lost import LARGEST, LostEntries
+from app.fp8.reference import BlockScaled, Reference, TensorScaled
 from app.kernels.fp8.lost_entries import count_lost
-from app.model.fp8.delayed import GRAD, INPUT, WEIGHT, DelayedScales
-from app.model.fp8.lost import LARGEST, LostEntries
-from app.model.fp8.reference import BlockScaled, Reference, TensorScaled
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = {"input": INPUT, "weight": WEIGHT, "grad": GRAD}

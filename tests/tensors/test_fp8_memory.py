@@ -12,10 +12,10 @@ from torch import Tensor
 
 from app.choices import Dtype, Fp8Part, Fp8Recipe, Recompute
 from app.config import Fp8Config, Run
+from app.fp8.linear import Fp8Layers
+from app.fp8.quantised import Quantised
+from app.fp8.row_scaled import RowScaled
 from app.model.chunk import Chunk
-from app.model.fp8.linear import Fp8Layers
-from app.model.fp8.row_scaled import RowScaled
-from app.model.layers.quantised import Quantised
 from app.plan.model.fp8 import fp8_weights
 from app.plan.stages import Stage
 from tests.tensors import activation_memory as unnarrowed

@@ -14,6 +14,11 @@ from torch import Tensor
 from app.choices import DispatcherKind, Recompute
 from app.config import MoEConfig
 from app.config.model import StaticConfig
+from app.fp8 import row_scaled
+from app.fp8.experts import Fp8GroupedLinear
+from app.fp8.quantised import Quantised
+from app.fp8.ready import ReadyRows
+from app.fp8.row_scaled import RowScaled, by_reference
 from app.kernels import peer_rows
 from app.kernels.quantise import (
     Fp8Rows,
@@ -22,12 +27,7 @@ from app.kernels.quantise import (
     quantise_rows_into,
 )
 from app.kernels.rows import combine_gradients
-from app.model.fp8 import row_scaled
-from app.model.fp8.experts import Fp8GroupedLinear
-from app.model.fp8.row_scaled import RowScaled, by_reference
 from app.model.layers import layers
-from app.model.layers.quantised import Quantised
-from app.model.layers.ready import ReadyRows
 from app.model.layers.recompute import Recomputation
 from app.moe import permute
 from app.moe.dispatch import expert_rows, static

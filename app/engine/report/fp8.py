@@ -10,9 +10,10 @@ from torch import Tensor
 
 from app.collectives import all_reduce
 from app.engine.step.engine import Engine
-from app.model.fp8.delayed import EACH
+from app.fp8.delayed import EACH
+from app.fp8.linear import Fp8Layers
 
-KINDS = ("inputs", "weights", "grads")  # kinds of matrices, as in `app.model.fp8.delayed`
+KINDS = ("inputs", "weights", "grads")  # kinds of matrices, as in `app.fp8.delayed`
 OFTEN = 0.01  # share of matrices over steps; more overflows justify one more bit of margin
 FATES = {"underflow": "became zero", "clipped": "were clipped"}  # key -> words
 # times the FP8 maximum; up to here clipping costs no more than rounding may (E4M3)
@@ -24,7 +25,9 @@ class Fp8Meter:
 
     def __init__(self, engine: Engine) -> None:
         self.margin = engine.plan.run.precision.fp8.margin
-        self.fp8 = engine.fp8
+        fp8 = engine.state(Fp8Layers)
+        self.scales = None if fp8 is None else fp8.scales
+        self.lost = None if fp8 is None else fp8.lost
         self.world = engine.groups.world
         # matrices with entries beyond the FP8 maximum by more than rounding error
         self.overflows = 0.0
@@ -35,8 +38,8 @@ class Fp8Meter:
 
     def begin(self) -> None:
         """Start counting lost entries in the next step; all ranks call it."""
-        if self.fp8.lost is not None:
-            self.fp8.lost.wanted.fill_(1)
+        if self.lost is not None:
+            self.lost.wanted.fill_(1)
 
     def metrics(self) -> dict[str, float]:
         """Return metrics over all ranks, which call this together after a counted step.
@@ -46,9 +49,9 @@ class Fp8Meter:
         return self._overflows() | self._lost()
 
     def _overflows(self) -> dict[str, float]:
-        if self.fp8.scales is None:
+        if self.scales is None:
             return {}
-        counts_23, most_3 = self.fp8.scales.overflows.take()
+        counts_23, most_3 = self.scales.overflows.take()
         all_reduce(counts_23, self.world)
         if self.world.size() > 1:
             dist.all_reduce(most_3, dist.ReduceOp.MAX, self.world)
@@ -64,7 +67,7 @@ class Fp8Meter:
         return named | {"fp8_overflow_worst": most}
 
     def _lost(self) -> dict[str, float]:
-        lost = self.fp8.lost
+        lost = self.lost
         if lost is None:
             return {}
         counts_33 = lost.counts_33.clone()
@@ -82,7 +85,7 @@ class Fp8Meter:
         """Return shares of non-zero entries by fate and kind of matrix."""
         present_3, zeroed_3, beyond_3 = counts_33.T.tolist()
         found = {"underflow": _shares(zeroed_3, present_3)}
-        if self.fp8.scales is not None:  # current scaling never clips: it scales by the maximum
+        if self.scales is not None:  # current scaling never clips: it scales by the maximum
             found["clipped"] = _shares(beyond_3, present_3)
         return found
 

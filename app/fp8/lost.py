@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from app.fp8.delayed import EACH, LinearScales
+from app.fp8.quantised import Quantised
+from app.fp8.reference import E4M3, E5M2
 from app.kernels.common import usable
 from app.kernels.fp8.lost_entries import count_lost
-from app.model.fp8.delayed import EACH, LinearScales
-from app.model.fp8.reference import E4M3, E5M2
-from app.model.layers.quantised import Quantised
 
 # dtype maxima of a layer's matrices in the recipe `delayed`
 LARGEST = tuple(torch.finfo(dtype).max for dtype in (E4M3, E4M3, E5M2))
