@@ -28,6 +28,7 @@ from app.engine.run.trainer import Trainer
 from app.engine.start.start import choose_device, find_start, load_all_data
 from app.engine.step.engine import Engine
 from app.fp8.delayed import EACH, GRAD, INPUT, WEIGHT
+from app.fp8.linear import Fp8Layers
 from app.fp8.quantised import Fp8Arithmetic, Quantised
 from app.planner.plan import Plan
 
@@ -79,8 +80,10 @@ def train(run: Run, engine: Engine, steps: int) -> dict[str, Seen]:
     seen: defaultdict[str, Seen] = defaultdict(Seen)
     for number in range(steps):
         if number == steps - 1:
-            engine.fp8.expire()
-            for name, linear in engine.fp8.linears.items():
+            fp8 = engine.state(Fp8Layers)
+            assert fp8 is not None, "the run has a recipe"
+            fp8.expire()
+            for name, linear in fp8.linears.items():
                 linear.count = partial(Seen.take, seen[name])
         trainer.step(stopwatch)
     return seen

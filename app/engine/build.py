@@ -63,19 +63,9 @@ def build_engine(
     """
     run = plan.run
     # 1. Chunks, on the meta device first, then with memory; 2. their weights.
-    rank = groups.pp_rank
-    paged_buffer = build_paged_buffer(
-        run, plan.stages.stages[rank], plan.actions[rank], device=device
-    )
     recipe, include = run.precision.fp8.recipe, run.precision.fp8.include
     ready = ReadyRows() if recipe is not None and Fp8Part.experts in include else None
-    built = build_dispatcher(
-        run,
-        groups.layer_groups(run.parallel.cp_comm_type),
-        device,
-        paged_buffer=paged_buffer,
-        ready=ready,
-    )
+    built = _build_dispatcher(plan, groups, device, ready=ready)
     attend = _attention(run, groups, device)
     chunks = build_chunks(
         run,
@@ -134,6 +124,21 @@ def _states(
         yield built.cloning
     if fp8 is not None:
         yield fp8
+
+
+def _build_dispatcher(
+    plan: Plan, groups: Groups, device: torch.device, *, ready: ReadyRows | None
+) -> BuiltDispatcher:
+    """Build the dispatcher of this rank's MoE layers, with a paged buffer if the run has one."""
+    run, rank = plan.run, groups.pp_rank
+    stages, actions = plan.stages.stages[rank], plan.actions[rank]
+    return build_dispatcher(
+        run,
+        groups.layer_groups(run.parallel.cp_comm_type),
+        device,
+        paged_buffer=build_paged_buffer(run, stages, actions, device=device),
+        ready=ready,
+    )
 
 
 def _build_optimizer(

@@ -21,7 +21,7 @@ from app.engine.step.step import TrainingStep, Validation
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.processes.fp8_state import DENSE, WARMUP, WHOLE
-from tests.runs import batches_of, engine_of, make_run
+from tests.runs import batches_of, engine_of, fp8_of, make_run
 
 STEPS, INTERVAL = 6, 3
 Lines = tuple[list[dict[str, float]], str | None, str | None]
@@ -45,7 +45,7 @@ def measured(rank: int, run: Run) -> Lines:
         if at_interval:
             meter.begin()
         step(batches, 1e-2, 0.1)
-        assert bool(engine.fp8.lost.counts_33.any()) == at_interval
+        assert bool(fp8_of(engine).lost.counts_33.any()) == at_interval
         if at_interval:
             lines.append(meter.metrics())
         validation(batches[:1])

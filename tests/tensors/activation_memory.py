@@ -28,7 +28,7 @@ from app.config import (
     TrainConfig,
     YarnConfig,
 )
-from app.fp8 import row_scaled
+from app.fp8 import dispatch, ready, row_scaled
 from app.kernels import (
     cross_entropy,
     pages,
@@ -126,7 +126,19 @@ TORCH = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
 
 
 # modules that take kernels in place of plain torch
-CALLERS = (attention, expert_rows, layers, loss, parts, permute, router, row_scaled, paged_buffer)
+CALLERS = (
+    attention,
+    dispatch,
+    ready,
+    expert_rows,
+    layers,
+    loss,
+    parts,
+    permute,
+    router,
+    row_scaled,
+    paged_buffer,
+)
 
 
 LAUNCHED = {

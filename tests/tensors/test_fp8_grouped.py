@@ -198,7 +198,9 @@ def precision(fp8: Fp8Config = IN_8, params: Dtype = Dtype.bfloat16) -> Precisio
 def test_experts_are_in_fp8_and_nothing_else(first: int):
     fp8 = dataclasses.replace(IN_8, first_layers=first)
     chunk = make_chunk(WIDE)
-    layers = build_fp8(make_run(WIDE, precision=precision(fp8)), [chunk], SimpleNamespace(), CPU)
+    layers = build_fp8(
+        make_run(WIDE, precision=precision(fp8)), [chunk], SimpleNamespace(), device=CPU
+    )
     assert layers is not None and layers.scales is None
     found = {
         name

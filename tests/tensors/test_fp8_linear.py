@@ -165,7 +165,7 @@ LATENT_WIDE = dataclasses.replace(
 def test_every_linear_layer_is_in_fp8_and_nothing_else(model: ModelConfig):
     chunk = make_chunk(model)
     run = make_run(model, precision=PrecisionConfig(fp8=in_8()))
-    layers = build_fp8(run, [chunk], SimpleNamespace(), CPU)
+    layers = build_fp8(run, [chunk], SimpleNamespace(), device=CPU)
     assert layers is not None
     found = {
         name

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic
 
 import torch
@@ -190,18 +191,17 @@ class PagedDispatch(Dispatched):
     ) -> tuple[GroupedLinearBackend, GroupedLinearBackend]:
         """Page the operands of weight gradients that are computed later."""
         up, down = self.inner.gemms(experts, deferred)
-        return (
-            (PagedGemms(up, self._paged), PagedGemms(down, self._paged)) if deferred else (up, down)
-        )
+        if not deferred:
+            return up, down
+        # what outlives forward must not refer to the rows
+        paged = partial(PagedRows.of, self.paged_buffer, self.ends_E)
+        return PagedGemms(up, paged), PagedGemms(down, paged)
 
     def saved(self, rows: Tensor, recompute: Recomputation | None) -> Tensor:
         """Have operations that save these rows read them from pages."""
         if recompute is not None:
-            recompute.replace(rows, self._paged(rows))
+            recompute.replace(rows, PagedRows.of(self.paged_buffer, self.ends_E, rows))
         return self.inner.saved(rows, recompute)
-
-    def _paged(self, rows: Tensor) -> PagedRows:
-        return PagedRows.of(self.paged_buffer, self.ends_E, rows)
 
 
 @dataclass(frozen=True, slots=True)
