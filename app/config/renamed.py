@@ -56,6 +56,7 @@ CHANGED: tuple[Change, ...] = (
     Renamed("hardware.profile.product_tflops", "hardware.profile.gemm_tflops"),
     Renamed("hardware.profile.product_memory", "hardware.profile.gemm_memory"),
     RenamedValue("model.moe.echo.algorithm", "exact", "target_search"),
+    Removed("optim.pair_expert_grads", "leave it out", idle=False),
 )
 
 
