@@ -23,7 +23,7 @@ from app.kernels.quantise import empty_fp8_rows
 from app.model.layers.ready import ReadyRows
 from app.moe.clones.cloning import Cloning
 from app.moe.clones.record import Clones
-from app.moe.dispatch.expert_rows import ExpertRows, place_rows, zero_gaps
+from app.moe.dispatch.expert_rows import ExpertRows, place_rows
 from app.moe.dispatch.paged_buffer import PagedBuffer, PagedRows
 from app.moe.dispatch.peer import PeerTransport
 from app.moe.dispatch.transport import CollectiveTransport, TokenTransport
@@ -91,11 +91,6 @@ class StaticDispatcher:
         lacking = self.missing > 0
         return lacking if self.paged_buffer is None else lacking | self.paged_buffer.lacks()
 
-    @property
-    def _gaps(self) -> bool:
-        """True if experts' rows are padded to a multiple."""
-        return self.planned.moe.static.multiple > 1
-
     def _transport(self, tokens: int) -> TokenTransport:
         if self.peer is not None and self.peer.tokens == tokens:
             return self.peer
@@ -132,7 +127,6 @@ class StaticDispatcher:
             self.first,
             self.planned.experts,
             num_rows=num_rows,
-            multiple=self.planned.moe.static.multiple,
         )
         if not self._counts_rows:
             torch.maximum(self.missing, rows.needed - num_rows, out=self.missing)
@@ -147,7 +141,7 @@ class StaticDispatcher:
     ) -> tuple[Dispatched, Places]:
         """Map T × D -> R × D, expert-major."""
         rows_RD: Tensor = _Dispatch.apply(
-            x_TD, self._transport(len(x_TD)), prepared, self._gaps, self._filled(ready, x_TD)
+            x_TD, self._transport(len(x_TD)), prepared, ready if usable(x_TD) else None
         )
         ends_E = prepared.rows.ends_E
         keep = None
@@ -172,16 +166,9 @@ class StaticDispatcher:
             probs_TK,
             transport,
             origin,
-            self._gaps,
-            self._filled(ready, expert_out_RD),
+            ready if usable(expert_out_RD) else None,
         )
         return out_TD
-
-    def _filled(self, ready: ReadyRows | None, rows: Tensor) -> ReadyRows | None:
-        """Return `ready` if kernels quantise the rows into it; None if the GEMM quantises them,
-        after padding rows have been zeroed.
-        """
-        return ready if usable(rows) and not self._gaps else None
 
 
 class _Dispatch(torch.autograd.Function):
@@ -191,7 +178,6 @@ class _Dispatch(torch.autograd.Function):
         x_TD: Tensor,
         transport: TokenTransport,
         places: Places,
-        gaps: bool,
         ready: ReadyRows | None,
     ) -> Tensor:
         rows = places.rows
@@ -201,14 +187,13 @@ class _Dispatch(torch.autograd.Function):
             fp8_rows = empty_fp8_rows((places.num_rows, x_TD.shape[1]), x_TD.device)
             spread_RD = transport.spread(x_TD, rows.row_of_NK, places.num_rows, fp8_rows=fp8_rows)
             return ready.put((spread_RD, *fp8_rows))
-        rows_RD = transport.spread(x_TD, rows.row_of_NK, places.num_rows)
-        return zero_gaps(rows_RD, rows.filled_E, rows.ends_E) if gaps else rows_RD
+        return transport.spread(x_TD, rows.row_of_NK, places.num_rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None]:
         row_of_NK, experts_TK = ctx.saved_tensors
-        return ctx.transport.combine(grad_RD, None, row_of_NK, experts_TK), None, None, None, None
+        return ctx.transport.combine(grad_RD, None, row_of_NK, experts_TK), None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -219,13 +204,11 @@ class _Combine(torch.autograd.Function):
         probs_TK: Tensor,
         transport: TokenTransport,
         places: Places,
-        gaps: bool,
         ready: ReadyRows | None,
     ) -> Tensor:
         rows = places.rows
         ctx.ready = ready
         ctx.save_for_backward(rows_RD, probs_TK, rows.row_of_NK, places.experts_TK)
-        ctx.gaps = (rows.filled_E, rows.ends_E) if gaps else None
         ctx.transport = transport
         return transport.combine(rows_RD, probs_TK, rows.row_of_NK, places.experts_TK)
 
@@ -239,6 +222,4 @@ class _Combine(torch.autograd.Function):
         )
         if fp8_rows is not None:
             ctx.ready.put((grad_RD, *fp8_rows))
-        if ctx.gaps is not None:
-            grad_RD = zero_gaps(grad_RD, *ctx.gaps)
-        return grad_RD, dots_TK, None, None, None, None
+        return grad_RD, dots_TK, None, None, None
