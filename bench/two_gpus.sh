@@ -71,15 +71,14 @@ run_part() {
     steps 300 two_gpus_captured.jsonl \
       $dense $two cuda_graph=layer / $dense $two cuda_graph=layer $te / \
       $moe parallel.dp=2 parallel.ep=2 cuda_graph=partial / $moe parallel.dp=2 parallel.ep=2 cuda_graph=partial $te ;;
-  small) # where FP8 may not help; what counting entries costs while nobody looks
+  small) # where FP8 may not help
     small="+experiment=small parallel.dp=2 cuda_graph=full_iteration"
     smallmoe="+experiment=smallmoe parallel.dp=2 cuda_graph=full_iteration"
-    counted="precision.fp8.count_entries=true"
     steps 300 two_gpus_small.jsonl \
       $small / $small $updates / $small $fp8=current / $small $fp8=delayed / $small $all $fp8=current / $small $all $fp8=delayed / \
-      $small $all $fp8=block / $small $all $fp8=delayed $counted / \
+      $small $all $fp8=block / \
       $smallmoe / $smallmoe $all $fp8=delayed / $smallmoe $every $fp8=delayed / \
-      $dense parallel.dp=2 $all $fp8=delayed / $dense parallel.dp=2 $all $fp8=delayed $counted ;;
+      $dense parallel.dp=2 $all $fp8=delayed ;;
   losses) # half as many tokens as the experiments have: 24 and nine runs of 500 steps, each a minute
     : "${CORPUS:?a folder that bench/corpus.py has made of books}"
     words=(train.seq_len=2048 data=text "data.path=$CORPUS/texts/*.txt" "data.tokenizer=$CORPUS/tokenizer.json")

@@ -58,6 +58,7 @@ CHANGED: tuple[Change, ...] = (
     RenamedValue("model.moe.echo.algorithm", "exact", "target_search"),
     Removed("optim.pair_expert_grads", "leave it out", idle=False),
     Removed("model.moe.static.multiple", "leave it out", idle=1),
+    Removed("precision.fp8.count_entries", "leave it out", idle=False),
 )
 
 

@@ -16,8 +16,7 @@ from app.errors import ConfigError, Instead
 from app.model.chunk import Chunk
 from app.model.fp8.delayed import DelayedScales, LinearScales
 from app.model.fp8.linear import Fp8Layers
-from app.model.fp8.lost import LARGEST, LostEntries
-from app.model.fp8.reference import BlockScaled, TensorScaled
+from app.model.fp8.reference import LARGEST, BlockScaled, TensorScaled
 from app.model.fp8.row_scaled import RowScaled, by_reference, on_tensor_cores
 from app.model.fp8.transformer_engine import TransformerEngine, fp8_library
 from app.model.layers.quantised import Fp8Arithmetic
@@ -57,11 +56,10 @@ def build_fp8(run: Run, chunks: Sequence[Chunk], groups: Groups, device: torch.d
         def make(name: str) -> Fp8Arithmetic:
             return maker(scales.of[name] if scales else None)
 
-    lost = LostEntries(device) if fp8.count_entries else None
     experts = None
     if Fp8Part.experts in fp8.include:
         experts = experts_arithmetic(fp8.backend, run.precision.params, device, include=fp8.include)
-    layers = Fp8Layers(chunks, make, scales, lost=lost, experts=experts)
+    layers = Fp8Layers(chunks, make, scales, experts=experts)
     for chunk, weights in zip(chunks, named, strict=True):
         layers.use(chunk, [each.name for each in weights])
     return layers

@@ -17,15 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from app.model.chunk import Chunk
-from app.model.fp8.delayed import GRAD, INPUT, WEIGHT, DelayedScales
+from app.model.fp8.delayed import DelayedScales
 from app.model.fp8.experts import Fp8GroupedLinear
-from app.model.fp8.lost import LostEntries
 from app.model.fp8.row_scaled import RowScaled
 from app.model.layers.linear import ColumnParallelLinear, GroupedLinear, RowParallelLinear
 from app.model.layers.quantised import Fp8Arithmetic, HeldWeight, Operand, Quantised
@@ -50,44 +48,24 @@ class Fp8Grad(WeightGrad):
         self.arithmetic.add_weight_grad(self.grad, self.x, total)
 
 
-Count = Callable[[int, Tensor, Quantised], None]  # kind of matrix, matrix, its FP8 copies
-
-
 class Fp8Linear(HeldWeight):
-    """FP8 GEMMs of one layer (`LinearBackend`).
-
-    `count` receives every matrix that has been quantised; None disables it.
-    """
+    """FP8 GEMMs of one layer (`LinearBackend`)."""
 
     differentiable = False
 
-    def __init__(
-        self, arithmetic: Fp8Arithmetic, weight_OI: nn.Parameter, count: Count | None = None
-    ) -> None:
+    def __init__(self, arithmetic: Fp8Arithmetic, weight_OI: nn.Parameter) -> None:
         super().__init__(arithmetic, weight_OI)
         self.arithmetic = arithmetic
-        self.count = count
-
-    def refreshed(self) -> None:
-        """See `HeldWeight`."""
-        if self.count is not None:
-            self.count(WEIGHT, self.weight, self.held)
 
     def input_operand(self, x: Tensor) -> Quantised:
         """See the protocol."""
-        x_TI = x.flatten(0, -2)
         with torch.no_grad():
-            made = self.arithmetic.input(x_TI)
-        if self.count is not None:
-            self.count(INPUT, x_TI, made)
+            made = self.arithmetic.input(x.flatten(0, -2))
         return made.with_lead(x.shape[:-1])
 
     def grad_operand(self, grad: Tensor) -> Quantised:
         """See the protocol."""
-        grad_TO = grad.flatten(0, -2)
-        made = self.arithmetic.grad(grad_TO)
-        if self.count is not None:
-            self.count(GRAD, grad_TO, made)
+        made = self.arithmetic.grad(grad.flatten(0, -2))
         return made.with_lead(grad.shape[:-1])
 
     def output(self, x: Operand, weight_OI: Tensor) -> Tensor:
@@ -127,7 +105,6 @@ class Fp8Layers:
         chunks: Sequence[Chunk],
         make: Callable[[str], Fp8Arithmetic] | None,
         scales: DelayedScales | None = None,
-        lost: LostEntries | None = None,
         experts: RowScaled | None = None,
     ) -> None:
         """`make` builds the arithmetic of a linear layer from the global name of its weight;
@@ -137,7 +114,6 @@ class Fp8Layers:
         self.make = make
         self.experts = experts
         self.scales = scales  # from earlier steps; None scales each matrix by its own amax
-        self.lost = lost  # counts lost entries; None disables it
         self.linears: dict[str, Fp8Linear | Fp8GroupedLinear] = {}  # by global names of weights
 
     def use(self, chunk: Chunk, names: Collection[str]) -> None:
@@ -152,10 +128,7 @@ class Fp8Layers:
                 continue
             assert isinstance(module, ColumnParallelLinear | RowParallelLinear)
             assert self.make is not None, name
-            count = None
-            if self.lost is not None:
-                count = partial(self.lost.count, self.scales.of[name] if self.scales else None)
-            module.backend = self.linears[name] = Fp8Linear(self.make(name), module.weight, count)
+            module.backend = self.linears[name] = Fp8Linear(self.make(name), module.weight)
 
     def watch(self) -> None:
         """Quantise each layer's weights before its forward, outside its captured part.
@@ -192,10 +165,8 @@ class Fp8Layers:
 
     def begin_step(self) -> None:
         """Prepare for the first forward of a step, or of its rerun."""
-        notes = [each for each in (self.scales, self.lost) if each is not None]
-        for each in notes:
-            each.begin_step()
-        if notes:
+        if self.scales is not None:
+            self.scales.begin_step()
             self.expire()  # a validation may have quantised weights without recording amax
 
     def finish_step(self, skipped: Tensor) -> None:
