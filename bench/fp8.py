@@ -36,7 +36,7 @@ from app.engine.fp8 import Maker, arithmetic_maker, experts_arithmetic
 from app.fp8.delayed import DelayedScales
 from app.fp8.experts import Fp8GroupedLinear
 from app.fp8.linear import Fp8Linear
-from app.fp8.lost import LARGEST
+from app.fp8.reference import LARGEST
 from app.model.layers.linear import ColumnParallelLinear, GroupedLinear
 from app.model.layers.weight_grads import MainGradSink, WeightGrad
 from app.plan.model.weight import Weight

@@ -19,7 +19,7 @@ import app.moe.echo
 import app.moe.permute
 import app.moe.router
 from app.kernels import cross_entropy, rows
-from app.kernels.grouped_gradient import Operands, add_grouped_gradient
+from app.kernels.grouped_gradient import add_grouped_gradient
 from app.kernels.routing.top_experts import top_experts
 from app.moe.permute import Permutation, combine_gradients, sort_by_expert, sum_rows
 from tests.forks import Patches
@@ -256,44 +256,6 @@ def check_grouped_gradient(
         rounding = 2e-6 * (1 + count) ** 0.5 + 2.0**-27 * count**1.5
         torch.testing.assert_close(found[expert].double(), wanted_IO, rtol=1e-5, atol=rounding)
         assert count or torch.equal(found[expert], base_EIO[expert])
-
-
-def check_paired_gradient(
-    counts: tuple[list[int], list[int]], width: int, columns: int, dtype: torch.dtype
-) -> None:
-    """Check one GEMM over two microbatches against one per microbatch.
-
-    Tolerance as in `check_grouped_gradient`; experts without rows in either keep their gradients.
-    """
-    torch.manual_seed(6)
-    drawn = []
-    for each in counts:
-        rows_TI, grad_TO = (
-            torch.randn(sum(each) + 3, wide, **FACTS).to(dtype) for wide in (width, columns)
-        )
-        rows_TI[sum(each) :], grad_TO[sum(each) :] = float("nan"), float("nan")
-        ends_E = torch.tensor(each, device=DEVICE).cumsum(0).int()
-        drawn.append(Operands(rows_TI, grad_TO, ends_E))
-    before_EIO = torch.randn(len(counts[0]), width, columns, **FACTS)
-
-    def run() -> tuple[Tensor]:
-        sums_EIO = before_EIO.clone()
-        add_grouped_gradient(sums_EIO, *drawn[0], later=drawn[1])
-        return (sums_EIO,)
-
-    (found,) = twice(run)
-    wanted_EIO = before_EIO.double()
-    for operands, each in zip(drawn, counts, strict=True):
-        left, right = (x[: sum(each)].double().split(each) for x in operands[:2])
-        for expert, (mine, grads) in enumerate(zip(left, right, strict=True)):
-            wanted_EIO[expert] += mine.T @ grads
-    for expert, both in enumerate(zip(*counts, strict=True)):
-        count = sum(both)
-        rounding = 2e-6 * (1 + count) ** 0.5 + 2.0**-27 * count**1.5
-        torch.testing.assert_close(
-            found[expert].double(), wanted_EIO[expert], rtol=1e-5, atol=rounding
-        )
-        assert count or torch.equal(found[expert], before_EIO[expert])
 
 
 def check_top_experts(

@@ -86,7 +86,6 @@ NUMBERS: dict[str, tuple[Value, ...]] = {
     "model.moe.bias_update_rate": (0.0, 0.01),
     "model.moe.jitter_eps": (0.0, 0.1),
     "model.moe.static.factor": (1.5, 1.0),
-    "model.moe.static.multiple": (1, 16),
     "model.moe.static.paged_buffer": (None, 2.0),
     "model.moe.echo.spares": (0, 1),
     "model.moe.echo.threshold": (0.05, 0.0),

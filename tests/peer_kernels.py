@@ -69,13 +69,13 @@ def draw_peers(
     etp: int = 1,
     spare: int = 16,
 ) -> Drawn:
-    """This is the last rank; `spare` rows beyond those that are needed, at a multiple of 16."""
+    """This is the last rank; `spare` rows beyond those that are needed."""
     torch.manual_seed(3)
     experts_NK = draw_choices(ranks * tokens, experts, top_k)
     local = experts * etp // ranks
     first = experts - local
-    needed = int(plain.place_rows(experts_NK, first, local, 1 << 24, multiple=16).needed)
-    placed = plain.place_rows(experts_NK, first, local, needed + spare, multiple=16)
+    needed = int(plain.place_rows(experts_NK, first, local, 1 << 24).needed)
+    placed = plain.place_rows(experts_NK, first, local, needed + spare)
     drawn = Drawn(
         ranks,
         etp,
@@ -101,15 +101,14 @@ def check_expert_rows(
     experts: int,
     top_k: int,
     local: int,
-    multiple: int,
     dtype: torch.dtype = torch.int64,
 ) -> None:
     """Every integer is the same, with enough rows and without."""
     torch.manual_seed(6)
     chosen_NK = draw_choices(tokens, experts, top_k).to(dtype)
     for first in (0, experts - local):
-        needed = int(plain.place_rows(chosen_NK, first, local, 1 << 24, multiple).needed)
-        for num_rows in (needed + multiple, needed // 2 // multiple * multiple):
+        needed = int(plain.place_rows(chosen_NK, first, local, 1 << 24).needed)
+        for num_rows in (needed + 1, needed // 2):
             counts_L = count_choices(chosen_NK, first, local).sum(dim=0)
             token_of_R = torch.full((num_rows,), -1, device=chosen_NK.device)
             found = expert_rows(
@@ -117,14 +116,13 @@ def check_expert_rows(
                 first,
                 local,
                 num_rows=num_rows,
-                multiple=multiple,
                 token_of_R=token_of_R,
             )
             assert counts_L.tolist() == [
                 int((chosen_NK == first + nth).sum()) for nth in range(local)
             ]
-            wanted = plain.place_rows(chosen_NK, first, local, num_rows, multiple)
-            names = ("row_of_NK", "ends_E", "filled_E", "needed")
+            wanted = plain.place_rows(chosen_NK, first, local, num_rows)
+            names = ("row_of_NK", "ends_E", "needed")
             for name, ours in zip(names, found, strict=True):
                 theirs = getattr(wanted, name)
                 assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), name
@@ -218,15 +216,6 @@ def check_pull_gradients(drawn: Drawn) -> None:
         expect_alike(found, wanted, exact)
 
 
-def check_gaps(drawn: Drawn) -> None:
-    """Zero in the gaps, the same as before elsewhere."""
-    filled_E, ends_E = drawn.placed.filled_E, drawn.placed.ends_E
-    found = drawn.rows_RD.clone()
-    kernels.zero_gaps(found, filled_E, ends_E)
-    wanted = plain.zero_gaps(drawn.rows_RD.clone(), filled_E, ends_E)
-    assert torch.equal(found.nan_to_num(UNTOUCHED), wanted.nan_to_num(UNTOUCHED))
-
-
 def check_push_values(drawn: Drawn) -> None:
     """Check that every rank's memory holds the pushed values."""
     parts, addresses_P = memory(torch.full_like(drawn.experts_NK, 9).short(), drawn.ranks)
@@ -240,6 +229,5 @@ CHECKS = (
     check_push,
     check_sums_at_home,
     check_pull_gradients,
-    check_gaps,
     check_push_values,
 )

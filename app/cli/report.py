@@ -45,8 +45,7 @@ Prints the table and writes it into FOLDER as report.txt, report.csv and report.
 one file that needs no network).
 Tokens/s and TFLOP/s per rank: median over the second half of a run's steps. Loss: of the last
 validation; with *, of the last step. FP8: its recipe, and as the largest over inputs, weights,
-gradients and log lines: share of matrices with clipped entries (overflow) and, if counted, share of
-entries rounded to zero (underflow)."""
+gradients and log lines, the share of matrices with clipped entries (overflow)."""
 
 
 def print_table(report: Report, stream: TextIO) -> None:
@@ -74,7 +73,7 @@ def as_csv(report: Report) -> str:
     text = StringIO()
     measured = ("step", "steps", "tokens", "tokens_per_s", "tokens_per_s_planned", "tflops_per_gpu",
                 "memory_peak_gib", "memory_planned_gib", "loss", "val_loss", "reruns", "fp8_recipe",
-                "fp8_overflow", "fp8_overflow_worst", "fp8_underflow", "fp8_clipped")  # fmt: skip
+                "fp8_overflow", "fp8_overflow_worst")  # fmt: skip
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("run", "overrides", "state", "reason", "seconds", *measured))
     for row in report.rows:

@@ -56,6 +56,9 @@ CHANGED: tuple[Change, ...] = (
     Renamed("hardware.profile.product_tflops", "hardware.profile.gemm_tflops"),
     Renamed("hardware.profile.product_memory", "hardware.profile.gemm_memory"),
     RenamedValue("model.moe.echo.algorithm", "exact", "target_search"),
+    Removed("optim.pair_expert_grads", "leave it out", idle=False),
+    Removed("model.moe.static.multiple", "leave it out", idle=1),
+    Removed("precision.fp8.count_entries", "leave it out", idle=False),
 )
 
 

@@ -53,8 +53,6 @@ class OptimConfig:
     clip_norm: float = 1.0  # largest global gradient norm; 0: no clipping
     # overlap the data-parallel reduction of gradients with the last backward of a step
     overlap_grads: bool = True
-    # accumulate expert gradients of two microbatches in one GEMM (docs/architecture.md)
-    pair_expert_grads: bool = False
     # overlap the all-gather of updated parameters with what follows the update
     overlap_params: bool = True
     # parameters per bucket of reduce-scatter and all-gather; null: 40 million, or 1 million × dp

@@ -15,10 +15,9 @@ from app.engine.ranks.groups import Groups
 from app.errors import ConfigError, Instead
 from app.fp8.delayed import DelayedScales, LinearScales
 from app.fp8.linear import Fp8Layers
-from app.fp8.lost import LARGEST, LostEntries
 from app.fp8.quantised import Fp8Arithmetic
 from app.fp8.ready import ReadyRows
-from app.fp8.reference import BlockScaled, TensorScaled
+from app.fp8.reference import LARGEST, BlockScaled, TensorScaled
 from app.fp8.row_scaled import RowScaled, by_reference, on_tensor_cores
 from app.fp8.transformer_engine import TransformerEngine, fp8_library
 from app.model.chunk import Chunk
@@ -66,11 +65,10 @@ def build_fp8(
         def make(name: str) -> Fp8Arithmetic:
             return maker(scales.of[name] if scales else None)
 
-    lost = LostEntries(device) if fp8.count_entries else None
     experts = None
     if Fp8Part.experts in fp8.include:
         experts = experts_arithmetic(fp8.backend, run.precision.params, device, include=fp8.include)
-    layers = Fp8Layers(chunks, make, scales, lost=lost, experts=experts, ready=ready)
+    layers = Fp8Layers(chunks, make, scales, experts=experts, ready=ready)
     for chunk, weights in zip(chunks, named, strict=True):
         layers.use(chunk, [each.name for each in weights])
     return layers

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from app.fp8.delayed import GRAD, INPUT, WEIGHT, DelayedScales
+from app.fp8.delayed import DelayedScales
 from app.fp8.experts import Fp8GroupedLinear
-from app.fp8.lost import LostEntries
 from app.fp8.quantised import Fp8Arithmetic, HeldWeight, Quantised
 from app.fp8.ready import ReadyRows
 from app.fp8.row_scaled import RowScaled
@@ -63,26 +62,12 @@ class Fp8Grad(WeightGrad):
         self.arithmetic.add_weight_grad(self.grad, self.x, total)
 
 
-Count = Callable[[int, Tensor, Quantised], None]  # kind of matrix, matrix, its FP8 copies
-
-
 class Fp8Linear(HeldWeight):
-    """FP8 GEMMs of one layer (`LinearBackend`).
+    """FP8 GEMMs of one layer (`LinearBackend`)."""
 
-    `count` receives every matrix that has been quantised; None disables it.
-    """
-
-    def __init__(
-        self, arithmetic: Fp8Arithmetic, weight_OI: nn.Parameter, count: Count | None = None
-    ) -> None:
+    def __init__(self, arithmetic: Fp8Arithmetic, weight_OI: nn.Parameter) -> None:
         super().__init__(arithmetic, weight_OI)
         self.arithmetic = arithmetic
-        self.count = count
-
-    def refreshed(self) -> None:
-        """See `HeldWeight`."""
-        if self.count is not None:
-            self.count(WEIGHT, self.weight, self.held)
 
     def linear(
         self,
@@ -111,19 +96,13 @@ class Fp8Linear(HeldWeight):
 
     def quantised_input(self, x: Tensor) -> Quantised:
         """Quantise the input of the layer."""
-        x_TI = x.flatten(0, -2)
         with torch.no_grad():
-            made = self.arithmetic.input(x_TI)
-        if self.count is not None:
-            self.count(INPUT, x_TI, made)
+            made = self.arithmetic.input(x.flatten(0, -2))
         return made.with_lead(x.shape[:-1])
 
     def quantised_grad(self, grad: Tensor) -> Quantised:
         """Quantise the gradient of the layer's output."""
-        grad_TO = grad.flatten(0, -2)
-        made = self.arithmetic.grad(grad_TO)
-        if self.count is not None:
-            self.count(GRAD, grad_TO, made)
+        made = self.arithmetic.grad(grad.flatten(0, -2))
         return made.with_lead(grad.shape[:-1])
 
     def output_of(self, x: Quantised) -> Tensor:
@@ -206,7 +185,6 @@ class Fp8Layers(StepState):
         chunks: Sequence[Chunk],
         make: Callable[[str], Fp8Arithmetic] | None,
         scales: DelayedScales | None = None,
-        lost: LostEntries | None = None,
         experts: RowScaled | None = None,
         ready: ReadyRows | None = None,
     ) -> None:
@@ -219,7 +197,6 @@ class Fp8Layers(StepState):
         self.experts = experts
         self.ready = ready
         self.scales = scales  # from earlier steps; None scales each matrix by its own amax
-        self.lost = lost  # counts lost entries; None disables it
         self.linears: dict[str, Fp8Linear | Fp8GroupedLinear] = {}  # by global names of weights
 
     def use(self, chunk: Chunk, names: Collection[str]) -> None:
@@ -238,10 +215,7 @@ class Fp8Layers(StepState):
                 continue
             assert isinstance(module, ColumnParallelLinear | RowParallelLinear)
             assert self.make is not None, name
-            count = None
-            if self.lost is not None:
-                count = partial(self.lost.count, self.scales.of[name] if self.scales else None)
-            module.backend = self.linears[name] = Fp8Linear(self.make(name), module.weight, count)
+            module.backend = self.linears[name] = Fp8Linear(self.make(name), module.weight)
 
     def watch(self) -> None:
         """Quantise each layer's weights before its forward, outside its captured part.
@@ -278,10 +252,8 @@ class Fp8Layers(StepState):
 
     def start_step(self) -> None:
         """See `StepState`."""
-        notes = [each for each in (self.scales, self.lost) if each is not None]
-        for each in notes:
-            each.begin_step()
-        if notes:
+        if self.scales is not None:
+            self.scales.begin_step()
             self.expire()  # a validation may have quantised weights without recording amax
 
     def finish_step(self, skipped: Tensor) -> None:

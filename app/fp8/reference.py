@@ -25,6 +25,8 @@ from app.fp8.delayed import GRAD, INPUT, WEIGHT, LinearScales
 from app.fp8.quantised import Quantised
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# maxima of a layer's input, weight and output gradient in the recipe `delayed`
+LARGEST = tuple(torch.finfo(dtype).max for dtype in (E4M3, E4M3, E5M2))
 BLOCK = 128  # values that share a scale
 
 

@@ -137,13 +137,6 @@ def push_values(values_TK: Tensor, addresses_P: Tensor, dtype: torch.dtype) -> N
     )
 
 
-def zero_gaps(rows_RD: Tensor, filled_L: Tensor, ends_L: Tensor) -> None:
-    """Zero rows filled[e] to ends[e] of every expert e, in place; rows are contiguous."""
-    width = rows_RD.shape[1]
-    grid, block, warps = row_columns(len(ends_L), width)
-    _zero_gaps[grid](rows_RD, filled_L, ends_L, width=width, BLOCK=block, num_warps=warps)
-
-
 @jit
 def token_of(ranks: int, rank: int, tokens: int) -> tuple[tl.tensor, tl.tensor]:
     """Return the rank and the token of this program: neighbouring programs have tokens of different
@@ -298,19 +291,3 @@ def _push_values(
     value = tl.load(values + place, mask=place < count)
     out = tl.load(addresses + tl.program_id(1)).to(tl.pointer_type(like.dtype.element_ty))
     tl.store(out + place, value.to(like.dtype.element_ty), mask=place < count)
-
-
-@jit
-def _zero_gaps(
-    rows: tl.tensor,
-    filled: tl.tensor,
-    ends: tl.tensor,
-    width: int,
-    BLOCK: tl.constexpr,
-) -> None:
-    expert = tl.program_id(0)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    zero = tl.zeros((BLOCK,), rows.dtype.element_ty)
-    start = tl.load(filled + expert).to(tl.int64)
-    for row in range(0, tl.load(ends + expert) - start):
-        tl.store(rows + (start + row) * width + column, zero, mask=column < width)

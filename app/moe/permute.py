@@ -77,8 +77,8 @@ def _placed(experts_TK: Tensor, num_experts: int, drops: bool) -> Permutation:
     count = experts_TK.numel()
     make = experts_TK.new_zeros if drops else experts_TK.new_empty
     token_of_R = make(count, dtype=torch.int64)
-    row_of_TK, ends_E, _, _ = expert_rows(
-        experts_TK, 0, num_experts, num_rows=count, multiple=1, token_of_R=token_of_R
+    row_of_TK, ends_E, _ = expert_rows(
+        experts_TK, 0, num_experts, num_rows=count, token_of_R=token_of_R
     )
     kept_TK = experts_TK < num_experts if drops else None
     return Permutation(token_of_R, row_of_TK.long(), ends_E, kept_TK=kept_TK)

@@ -148,7 +148,6 @@ class DistributedOptimizer:
                     buffer,
                     group,
                     self.config.overlap_grads,
-                    pairs=self.config.pair_expert_grads,
                     writes_first=expert and self.writes_first,
                 )
 

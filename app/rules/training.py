@@ -1,12 +1,10 @@
-"""Rules on batches, learning-rate schedules, paired gradients and rollbacks."""
+"""Rules on batches, learning-rate schedules and rollbacks."""
 
 from __future__ import annotations
 
 from app.choices import BadStep, Decay
 from app.config import Run
 from app.errors import ConfigError, FirstOf, Instead, nearest_divisors, nearest_multiples
-from app.plan.phases import PhaseName
-from app.plan.select import captured_phases
 
 
 def check_batch(run: Run) -> None:
@@ -60,35 +58,6 @@ def _unit(run: Run, name: str) -> tuple[str, int]:
     if getattr(run.optim, f"{name}_samples") is None:
         return "steps", run.train.global_batch
     return "samples", 1
-
-
-def check_paired_grads(run: Run) -> None:
-    """Refuse paired expert gradients whose inputs cannot stay until the next microbatch."""
-    moe = run.model.moe
-    if not run.optim.pair_expert_grads:
-        return
-    rule = ""
-    near: list[Instead] = []
-    if moe is None:
-        rule = f"applies to experts, and model={run.model.name} has none"
-    elif run.num_microbatches < 2:
-        rule = "needs two microbatches per step, and there is one"
-    elif run.precision.grads is run.precision.params:
-        rule = f"needs main gradients of more bits than parameters in {run.precision.params.value}"
-        near.append(Instead("precision=bf16"))
-    elif PhaseName.experts in captured_phases(run.cuda_graph):
-        rule = (
-            "keeps experts' inputs in buffers that the next microbatch's partial graphs overwrite"
-        )
-        near.append(Instead("cuda_graph=full_iteration"))
-    elif moe.static.paged_buffer is not None:
-        rule = "keeps experts' inputs longer than model.moe.static.paged_buffer has pages for"
-        near.append(Instead("model.moe.static.paged_buffer=null"))
-    elif moe.echo.spares:
-        rule = "would delay the gradients of clones (model.moe.echo.spares), which return at once"
-        near.append(Instead("model.moe.echo.spares=0"))
-    if rule:
-        raise ConfigError("optim.pair_expert_grads", True, rule, nearest=(False, *near))
 
 
 def check_rollback(run: Run) -> None:

@@ -305,7 +305,7 @@ def test_help(capsys: pytest.CaptureFixture[str]):
 
 # Products in FP8.
 
-FP8_COLUMNS = ("fp8_recipe", "fp8_overflow", "fp8_overflow_worst", "fp8_underflow", "fp8_clipped")
+FP8_COLUMNS = ("fp8_recipe", "fp8_overflow", "fp8_overflow_worst")
 
 
 def with_fp8(run_dir: Path, recipe: str, *lines: dict[str, float]) -> None:
@@ -333,40 +333,36 @@ def heads(folder: Path) -> list[str]:
 
 def test_the_metrics_of_fp8_are_those_that_runs_write():
     assert FP8_KINDS == KINDS
-    fates = ("overflow", "underflow", "clipped")
-    shares = {f"fp8_{fate}_{kind}" for fate in fates for kind in KINDS}
-    assert set(PANELS["fp8"]) == {*shares, "fp8_overflow_worst"}
+    assert set(PANELS["fp8"]) == {f"fp8_overflow_{kind}" for kind in (*KINDS, "worst")}
 
 
 def test_what_fp8_lose_is_the_largest_of_all_kinds_and_lines(runs: Path):
-    counted = {"underflow_inputs": 0.00025, "underflow_grads": 0.000125, "clipped_weights": 1e-5}
     first = overflows(0.25, 0.5, 0.0, worst=1.5)
-    with_fp8(runs / "a", "delayed", first | counted, {}, overflows(0.75, 0.125, 0.0, worst=1.25))
+    with_fp8(runs / "a", "delayed", first, {}, overflows(0.75, 0.125, 0.0, worst=1.25))
     with_fp8(runs / "b", "delayed", overflows(0.0, 0.0, 0.0, worst=0.5))
     assert main([str(runs)]) == 0
     told = {row["run"]: tuple(row[name] for name in FP8_COLUMNS) for row in table(runs)}
     assert told == {
-        "a": ("delayed", "0.75", "1.5", "0.00025", "1e-05"),
-        "b": ("delayed", "0.0", "0.5", "", ""),
-        "c": ("", "", "", "", ""),
+        "a": ("delayed", "0.75", "1.5"),
+        "b": ("delayed", "0.0", "0.5"),
+        "c": ("", "", ""),
     }
-    assert heads(runs)[4:] == ["loss", "overflow", "underflow", "state"]  # labels tell the recipe
+    assert heads(runs)[4:] == ["loss", "overflow", "state"]  # labels tell the recipe
     page = Page((runs / "report.html").read_text())
-    columns = 8
+    columns = 7
     ends = [page.cells[n + 5 : n + columns] for n in range(0, len(page.cells), columns)]
-    assert ends[0] == ["0 %", "", "done"] and ends[1] == ["75.0 %", "0.0250 %", "done"]
-    assert ends[2][:2] == ["", ""]
+    assert ends[0] == ["0 %", "done"] and ends[1] == ["75.0 %", "done"] and ends[2][0] == ""
     text = (runs / "report.txt").read_text()
-    assert re.search(r"recipe=delayed .* 3\.5000 +75\.0 % +0\.0250 % +done", text)
+    assert re.search(r"recipe=delayed .* 3\.5000 +75\.0 % +done", text)
 
 
 def test_fp8_recipe_is_told_if_runs_share_it(runs: Path):
-    with_fp8(runs / "a", "block", {"underflow_inputs": 0.5})
+    with_fp8(runs / "a", "block")
     assert main([str(runs / "a")]) == 0
-    assert heads(runs / "a")[4:] == ["loss", "fp8", "underflow", "state"]
+    assert heads(runs / "a")[4:] == ["loss", "fp8", "state"]
     said = (runs / "a/report.html").read_text()
     assert '<td class="number">block</td>' in said and "fp8: recipe of FP8 GEMMs" in said
-    assert "Underflow: " in said and "Overflow: " not in said
+    assert "Overflow: " not in said
 
 
 def test_without_fp8_nothing_is_said_of_them(runs: Path):

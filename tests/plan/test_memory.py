@@ -210,7 +210,6 @@ def chunk_of(
         takes=takes,
         gives=gives,
         deferred=7,
-        grouped=0,
         kernels=0,
         cublas=True,
     )

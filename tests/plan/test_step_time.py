@@ -149,19 +149,6 @@ def test_tiles_and_bytes_of_experts():
     assert more == pytest.approx(2 * 3 * 2 * 16 * 8 * 3 * D * 128 / 1e12)
 
 
-@pytest.mark.parametrize(("batch", "share"), [(8, 1 / 2), (6, 2 / 3)])
-def test_sums_of_experts_are_moved_for_two_microbatches_at_once(batch: int, share: float):
-    train = TrainConfig(seq_len=S, micro_batch=2, global_batch=batch, deterministic=False)
-    plain, paired = (
-        kinds_of(run_of(model=MOE, train=train, optim=OptimConfig(pair_expert_grads=pairs)))
-        for pairs in (False, True)
-    )
-    key = Work.grouped.value
-    sums = 8 * 2 * 8 * 3 * D * 128 / 1e9
-    assert plain.pop(key) - paired.pop(key) == pytest.approx((1 - share) * sums)
-    assert plain == paired
-
-
 def test_recompute_costs_a_forward():
     plain = kinds_of(run_of())
     again = kinds_of(run_of(recompute=RecomputeConfig(phases=(Recompute.mlp_act,))))

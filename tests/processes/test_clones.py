@@ -130,12 +130,11 @@ def test_captured_like_eager(layout: str):
     "options",
     chosen(
         [
-            {"static": StaticConfig(paged_buffer=1.1, multiple=16)},
             {"static": StaticConfig(paged_buffer=1.1)},
             {"shared_overlap": True},
             {"capacity_factor": 1.0},
         ],
-        [{"static": StaticConfig(paged_buffer=1.1, multiple=16)}],
+        [{"static": StaticConfig(paged_buffer=1.1)}],
     ),
     ids=str,
 )

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from app.choices import DispatcherKind, DropPolicy
 from app.config import MoEConfig
-from app.config.model import StaticConfig
 from app.moe.capacity import within_capacity
 from app.moe.dispatch.all_gather import AllGatherDispatcher
 from app.moe.dispatch.all_to_all import AllToAllDispatcher, expert_major
@@ -39,14 +38,9 @@ GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "router.json").read_
 E, K, D, F = 64, 4, 8, 16
 
 
-def static(
-    num_experts: int, group: dist.ProcessGroup, etp: int = 1, multiple: int = 1
-) -> StaticDispatcher:
+def static(num_experts: int, group: dist.ProcessGroup, etp: int = 1) -> StaticDispatcher:
     """By collectives, with room for all that could be asked for."""
-    options = StaticConfig(multiple=multiple)
-    moe = MoEConfig(
-        num_experts=num_experts, top_k=K, dispatcher=DispatcherKind.static, static=options
-    )
+    moe = MoEConfig(num_experts=num_experts, top_k=K, dispatcher=DispatcherKind.static)
     planned = PlannedStatic(moe, ep=group.size() // etp, etp=etp)
     collective = CollectiveTransport(group, planned.experts, etp)
     rank = group.rank() // etp
@@ -57,7 +51,6 @@ KINDS: dict[str, Callable[..., Dispatcher[Any, Any]]] = {
     "all_to_all": AllToAllDispatcher,
     "all_gather": AllGatherDispatcher,
     "static": static,
-    "static by 16": functools.partial(static, multiple=16),
 }
 
 

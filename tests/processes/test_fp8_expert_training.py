@@ -115,7 +115,6 @@ def test_stages_change_no_bits(schedule: str):
 LAYOUTS: dict[str, tuple[MoEConfig, ParallelConfig]] = {
     "ep2": (MOE, ParallelConfig(dp=2, ep=2)),
     "ep2 static": (static(), ParallelConfig(dp=2, ep=2)),
-    "ep2 static in eights": (static(multiple=8), ParallelConfig(dp=2, ep=2)),
     "etp2": (MOE, ParallelConfig(tp=2)),
     "tp2 ep2": (MOE, ParallelConfig(tp=2, ep=2, etp=1)),
     "dp2": (MOE, ParallelConfig(dp=2)),

@@ -101,12 +101,10 @@ def plainly(run: Run) -> Run:
             local = DispatcherKind.local
             moe = dataclasses.replace(moe, dispatcher=local, static=StaticConfig())
         model = dataclasses.replace(model, moe=moe)
-    fp8 = dataclasses.replace(run.precision.fp8, count_entries=False)
     plain = {
         "model": model,
         "recompute": RecomputeConfig(),
         "cuda_graph": CudaGraphConfig(),
-        "precision": dataclasses.replace(run.precision, fp8=fp8),
         "schedule": dataclasses.replace(run.schedule, overlap_p2p=False, batch_p2p=False),
         # one of the two stays: with neither, sums lie in one bucket, which rounds norms otherwise
         "optim": dataclasses.replace(

@@ -41,12 +41,10 @@ class RunFacts:
     memory_planned_gib: float | None  # that peak as planned in plan.json, for tensors on a GPU only
     on_gpu: bool  # True: the peak counts tensors on a GPU; False: all memory of the process
     fp8_recipe: str | None  # recipe of FP8 GEMMs
-    # The shares below are the largest over inputs, weights, gradients and all log lines.
-    # share of FP8 matrices with entries beyond the largest number of their type
+    # share of FP8 matrices with entries beyond the largest number of their type; the largest over
+    # inputs, weights, gradients and all log lines
     fp8_overflow: float | None
     fp8_overflow_worst: float | None  # largest ratio of an entry to that number
-    fp8_underflow: float | None  # share of entries rounded to zero
-    fp8_clipped: float | None  # share of entries beyond the largest number of their type
     loss: float | None  # loss of the last step, nats per token
     val_loss: float | None  # loss of the last validation, nats per token
     curve: tuple[tuple[int, float], ...]  # (step, loss) of every step
@@ -84,10 +82,8 @@ def run_facts(run_dir: Path) -> RunFacts:
         memory_planned_gib=_planned_gib(run_dir),
         on_gpu=any("memory_reserved_gib" in row for row in trained),
         fp8_recipe=asked.get("precision.fp8.recipe"),
-        fp8_overflow=_largest_share(trained, "fp8_overflow"),
+        fp8_overflow=_largest(trained, [f"fp8_overflow_{kind}" for kind in FP8_KINDS]),
         fp8_overflow_worst=_largest(trained, ["fp8_overflow_worst"]),
-        fp8_underflow=_largest_share(trained, "fp8_underflow"),
-        fp8_clipped=_largest_share(trained, "fp8_clipped"),
         loss=last.get("loss"),
         val_loss=validations[-1][1] if validations else None,
         curve=tuple((row["step"], row["loss"]) for row in trained),
@@ -152,10 +148,6 @@ def _planned(run_dir: Path, read: Callable[[Any], float | None]) -> float | None
         return read(json.loads((run_dir / PLAN).read_text(encoding="utf-8")))
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None  # no plan.json, or one of another version
-
-
-def _largest_share(trained: list[dict[str, Any]], what: str) -> float | None:
-    return _largest(trained, [f"{what}_{kind}" for kind in FP8_KINDS])
 
 
 def _largest(trained: list[dict[str, Any]], keys: Sequence[str]) -> float | None:

@@ -15,14 +15,11 @@ from app.engine.files.run_folder import CONFIG, RUNS
 from app.errors import ConfigError, nearest
 from app.plan.formatting import count_of, figures
 
-COLUMNS = ("run", "tokens/s", "TFLOP/s", "peak GiB", "loss", "fp8", "overflow", "underflow",
-           "state")  # fmt: skip
+COLUMNS = ("run", "tokens/s", "TFLOP/s", "peak GiB", "loss", "fp8", "overflow", "state")
 # columns left out if empty for all runs -> their explanation in the legend
 OPTIONAL = {
     "fp8": "fp8: recipe of FP8 GEMMs.",
     "overflow": "Overflow: share of FP8 matrices with clipped entries, the largest over inputs, "
-    "weights, gradients and log lines.",
-    "underflow": "Underflow: share of entries rounded to zero in FP8, the largest over inputs, "
     "weights, gradients and log lines.",
 }
 
@@ -160,14 +157,14 @@ def cells(row: Row) -> tuple[str, ...]:
     measured = (facts.tflops_per_gpu, facts.memory_peak_gib)
     told = "precision.fp8.recipe=" in row.label
     recipe = "" if told or facts.fp8_recipe is None else facts.fp8_recipe
-    lost = (facts.fp8_overflow, facts.fp8_underflow)
+    share = facts.fp8_overflow
     return (
         row.label,
         rate,
         *("" if value is None else figures(value) for value in measured),
         loss,
         recipe,
-        *("" if share is None else f"{figures(100 * share)} %" for share in lost),
+        "" if share is None else f"{figures(100 * share)} %",
         standing(row),
     )
 

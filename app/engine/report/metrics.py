@@ -82,14 +82,6 @@ class StepReport:
     fp8_overflow_weights: float | None = None
     fp8_overflow_grads: float | None = None
     fp8_overflow_worst: float | None = None  # the largest entry over the FP8 maximum
-    # share of non-zero entries that became zero in FP8 in this step
-    fp8_underflow_inputs: float | None = None
-    fp8_underflow_weights: float | None = None
-    fp8_underflow_grads: float | None = None
-    # share of non-zero entries that were clipped to the FP8 maximum in this step
-    fp8_clipped_inputs: float | None = None
-    fp8_clipped_weights: float | None = None
-    fp8_clipped_grads: float | None = None
     loss_scale: float | None = None  # factor on the loss in this step
     grad_zeros: int | None = None  # zero elements of the gradient
     # time that saving the step before blocked this one, ms
@@ -203,17 +195,8 @@ class Meter:
             **measured,
         )
 
-    def begin(self, step: int) -> None:
-        """Start, before a step, the counters that are read only at the log interval."""
-        if self._at_interval(step):
-            self.fp8.begin()
-
     def _at_interval(self, step: int) -> bool:
         return step % self.run.log.interval == 0 or step == self.run.train.steps
-
-    def lost_entries(self) -> str | None:
-        """Say what entries FP8 lost in measured steps; None without any."""
-        return self.fp8.lost_entries()
 
     def advice(self) -> list[str]:
         """Return advice for the next run from measurements of this one; all ranks call it."""

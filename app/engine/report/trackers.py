@@ -36,9 +36,7 @@ PANELS = {
     "moe": ("moe_load_mean", "moe_load_worst", "moe_dropped", "reruns", "moe_rank_load_before",
             "moe_rank_load_after", "moe_clones"),
     "fp8": ("fp8_overflow_inputs", "fp8_overflow_weights", "fp8_overflow_grads",
-            "fp8_overflow_worst", "fp8_underflow_inputs", "fp8_underflow_weights",
-            "fp8_underflow_grads", "fp8_clipped_inputs", "fp8_clipped_weights",
-            "fp8_clipped_grads"),
+            "fp8_overflow_worst"),
     "graphs": ("graph_count", "graph_capture_s", "graph_objects_gib", "graph_static_gib",
                "graph_cut_gib", "graph_pool_gib"),
 }  # fmt: skip

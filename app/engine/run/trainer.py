@@ -154,7 +154,6 @@ class Trainer:
                 self.data,
                 report=validated,
                 sample=text,
-                lost=self.meter.lost_entries(),
                 advice=advice,
             )
             note_end(self.run_dir, self.progress.step)
@@ -297,7 +296,6 @@ class Trainer:
         began = time.perf_counter()
         batches = self.feed.next_step()
         data_wait = time.perf_counter() - began
-        self.meter.begin(self.progress.step + 1)
         facts, totals = self.training_step(batches, lr, decay, following)
         self.meter.count(totals)
         # a stop request during the last step changes nothing: the run ends anyway

@@ -74,8 +74,7 @@ FREE = frozenset((
     "model.moe.jitter_eps", "model.moe.bias_update_rate", "loss.normalize",
     # Speed and memory: results differ at most in the order of summation.
     "model.moe.dispatcher", "model.moe.static.transport", "model.moe.static.capacity",
-    "model.moe.static.factor", "model.moe.static.multiple", "model.moe.static.on_overflow",
-    "model.moe.static.paged_buffer",
+    "model.moe.static.factor", "model.moe.static.on_overflow", "model.moe.static.paged_buffer",
     "model.moe.echo.spares", "model.moe.echo.algorithm", "model.moe.echo.threshold",
     "model.moe.echo.check",
     "model.moe.shared_overlap", "model.moe.pad_to_capacity",

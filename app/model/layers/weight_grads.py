@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 import torch
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.kernels.common import moves_tiles, usable
-from app.kernels.grouped_gradient import Operands, add_grouped_gradient
+from app.kernels.grouped_gradient import add_grouped_gradient
 from app.kernels.partial_sums import add_summed, summed
 from app.torch_versions import add_gemm
 
@@ -123,58 +123,27 @@ class GroupedLinearGrad(WeightGrad):
         """Return E × I × O in the dtype of the rows."""
         return F.grouped_mm(self.rows_TI.T, self.grad_TO, offs=self.ends_E)
 
-    def add_to(
-        self, total: Tensor, later: GroupedLinearGrad | None = None, writes: bool = False
-    ) -> None:
-        """Add to `total`, together with the gradient of a `later` microbatch if given.
-
-        With Triton on Hopper and newer GPUs the grouped GEMM accumulates both into a wider `total`
-        and rounds once. `writes`: overwrite `total`, as `write_to` does.
+    def add_to(self, total: Tensor) -> None:
+        """Add to `total`; with Triton on Hopper and newer GPUs the grouped GEMM accumulates into a
+        wider `total` and rounds once.
         """
-        wide = total.dtype.itemsize > self.rows_TI.dtype.itemsize
-        if wide and usable(total) and moves_tiles(total.device):
-            second = None if later is None else later.operands
-            add_grouped_gradient(total, *self.operands, adds=not writes, later=second, fills=writes)
-            return
-        if writes:
-            total.copy_(self())
+        if self._accumulates(total):
+            add_grouped_gradient(total, self.rows_TI, self.grad_TO, ends_E=self.ends_E)
         else:
             total.add_(self())
-        if later is not None:
-            later.add_to(total)
-
-    def write_to(self, total: Tensor, later: GroupedLinearGrad | None = None) -> None:
-        """Overwrite `total` without reading it; experts without rows get zeros."""
-        self.add_to(total, later, writes=True)
-
-    def with_own_ends(self) -> GroupedLinearGrad:
-        """Return the same gradient with a copy of the ends, which others may overwrite."""
-        return replace(self, ends_E=self.ends_E.clone())
-
-    @property
-    def operands(self) -> Operands:
-        """Return the operands as the kernel takes them."""
-        return Operands(self.rows_TI, self.grad_TO, self.ends_E)
-
-
-@dataclass(frozen=True, slots=True)
-class PairedGrad(WeightGrad):
-    """Gradients of one grouped weight in two microbatches."""
-
-    earlier: GroupedLinearGrad
-    later: GroupedLinearGrad
-
-    def __call__(self) -> Tensor:
-        """Return the sum of both."""
-        return self.earlier() + self.later()
-
-    def add_to(self, total: Tensor) -> None:
-        """Add both to `total`; a kernel that accumulates reads and writes `total` only once."""
-        self.earlier.add_to(total, self.later)
 
     def write_to(self, total: Tensor) -> None:
-        """Overwrite `total` with the sum of both."""
-        self.earlier.write_to(total, self.later)
+        """Overwrite `total` without reading it; experts without rows get zeros."""
+        if self._accumulates(total):
+            add_grouped_gradient(
+                total, self.rows_TI, self.grad_TO, ends_E=self.ends_E, adds=False, fills=True
+            )
+        else:
+            total.copy_(self())
+
+    def _accumulates(self, total: Tensor) -> bool:
+        wide = total.dtype.itemsize > self.rows_TI.dtype.itemsize
+        return wide and usable(total) and moves_tiles(total.device)
 
 
 AddGrad = Callable[[nn.Parameter, WeightGrad], None]  # adds to a parameter's main gradient

@@ -31,41 +31,24 @@ class ExpertRows:
 
     row_of_NK: Tensor  # R stands for no row here
     ends_E: Tensor  # L: the first row after each expert's, as `grouped_mm` takes it; at most R
-    filled_E: Tensor  # L: the first unused row of each expert, up to ends_E
     needed: Tensor  # one: rows that all choices would need; more than R is an overflow
 
 
-def place_rows(
-    chosen_NK: Tensor, first: int, local: int, num_rows: int, multiple: int = 1
-) -> ExpertRows:
+def place_rows(chosen_NK: Tensor, first: int, local: int, num_rows: int) -> ExpertRows:
     """Assign a row to every choice of the `local` experts from id `first` on.
 
-    Every expert's rows start at a multiple of `multiple`, and so does the end; choices whose rows
-    would lie beyond `num_rows`, also a multiple, get none. A token's ids differ from each other;
+    Choices whose rows would lie beyond `num_rows` get none. A token's ids differ from each other;
     other ids have no row.
     """
-    assert num_rows % multiple == 0, (num_rows, multiple)
     if chosen_NK.is_cuda and usable():
-        rows = expert_rows(chosen_NK, first, local, num_rows=num_rows, multiple=multiple)
-        row_of_NK, ends_E, filled_E, needed = rows
-        return ExpertRows(row_of_NK, ends_E, filled_E, needed=needed)
+        return ExpertRows(*expert_rows(chosen_NK, first, local, num_rows=num_rows))
     expert_NK = chosen_NK.long() - first
     here_NK = (expert_NK >= 0) & (expert_NK < local)
     expert_NK = expert_NK.masked_fill(~here_NK, local)
     found = sort_by_expert(expert_NK, local, drops=True)
-    counts_E = found.ends_E.diff(prepend=found.ends_E.new_zeros(1))
-    space_E = (counts_E + multiple - 1) // multiple * multiple
-    ends_E = space_E.cumsum(0)
-    starts_E = ends_E - space_E
-    shift_E = starts_E - (found.ends_E - counts_E)
-    row_NK = found.row_of_TK + torch.cat((shift_E, shift_E.new_zeros(1)))[expert_NK]
-    row_NK = row_NK.masked_fill(~here_NK, num_rows).clamp(max=num_rows)
-    return ExpertRows(
-        row_NK.to(torch.int32),
-        ends_E.clamp(max=num_rows).to(torch.int32),
-        (starts_E + counts_E).clamp(max=num_rows).to(torch.int32),
-        ends_E[-1:].to(torch.int32),
-    )
+    row_NK = found.row_of_TK.masked_fill(~here_NK, num_rows).clamp(max=num_rows)
+    ends_E = found.ends_E.clamp(max=num_rows)
+    return ExpertRows(row_NK.to(torch.int32), ends_E, found.ends_E[-1:])
 
 
 def spread_rows(
@@ -166,14 +149,3 @@ def sum_dots(dots_PTK: Tensor, experts_TK: Tensor, local: int, etp: int) -> Tens
     for rank, dots_TK in enumerate(dots_PTK):
         total_TK = total_TK + dots_TK.masked_fill(share_TK != rank // etp, 0)
     return total_TK
-
-
-def zero_gaps(rows_RD: Tensor, filled_E: Tensor, ends_E: Tensor) -> Tensor:
-    """Zero the unused rows of each expert in place; return the rows."""
-    if usable(rows_RD):
-        kernels.zero_gaps(rows_RD, filled_E, ends_E)
-        return rows_RD
-    place_R = torch.arange(len(rows_RD), device=rows_RD.device)
-    expert_R = torch.searchsorted(ends_E, place_R, right=True)
-    after_R = torch.cat((filled_E, filled_E.new_full((1,), len(rows_RD))))[expert_R]
-    return rows_RD.masked_fill_((place_R >= after_R)[:, None], 0)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from app.moe.dispatch.expert_rows import ExpertRows, place_rows, zero_gaps
+from app.moe.dispatch.expert_rows import ExpertRows, place_rows
 from app.moe.dispatch.transport import SizedTransport, TokenTransport
 from app.moe.experts import Dispatched
 from app.plan.parts.static import PlannedStatic
@@ -74,11 +74,6 @@ class StaticDispatcher:
         """Return whether rows have been missing since `clear`: bool [1]."""
         return self.missing > 0
 
-    @property
-    def _gaps(self) -> bool:
-        """True if experts' rows are padded to a multiple."""
-        return self.planned.moe.static.multiple > 1
-
     def _transport(self, tokens: int) -> TokenTransport:
         if self.peer is not None and self.peer.tokens == tokens:
             return self.peer
@@ -112,7 +107,6 @@ class StaticDispatcher:
             self.first,
             self.planned.experts,
             num_rows=num_rows,
-            multiple=self.planned.moe.static.multiple,
         )
         if not self.counts_rows:
             torch.maximum(self.missing, rows.needed - num_rows, out=self.missing)
@@ -125,13 +119,13 @@ class StaticDispatcher:
     def dispatch(self, x_TD: Tensor, prepared: Places) -> tuple[Dispatched, Places]:
         """Map T × D -> R × D, expert-major."""
         transport = self._transport(len(x_TD))
-        rows_RD: Tensor = _Dispatch.apply(x_TD, transport, prepared, self._gaps)
+        rows_RD: Tensor = _Dispatch.apply(x_TD, transport, prepared)
         return Dispatched(rows_RD, prepared.rows.ends_E), prepared
 
     def combine(self, expert_out_RD: Tensor, probs_TK: Tensor, origin: Places) -> Tensor:
         """Map R × D -> T × D."""
         transport = self._transport(len(probs_TK))
-        out_TD: Tensor = _Combine.apply(expert_out_RD, probs_TK, transport, origin, self._gaps)
+        out_TD: Tensor = _Combine.apply(expert_out_RD, probs_TK, transport, origin)
         return out_TD
 
 
@@ -142,19 +136,17 @@ class _Dispatch(torch.autograd.Function):
         x_TD: Tensor,
         transport: TokenTransport,
         places: Places,
-        gaps: bool,
     ) -> Tensor:
         rows = places.rows
         ctx.save_for_backward(rows.row_of_NK, places.experts_TK)
         ctx.transport = transport
-        rows_RD = transport.spread(x_TD, rows.row_of_NK, places.num_rows)
-        return zero_gaps(rows_RD, rows.filled_E, rows.ends_E) if gaps else rows_RD
+        return transport.spread(x_TD, rows.row_of_NK, places.num_rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
         row_of_NK, experts_TK = ctx.saved_tensors
-        return ctx.transport.combine(grad_RD, None, row_of_NK, experts_TK), None, None, None
+        return ctx.transport.combine(grad_RD, None, row_of_NK, experts_TK), None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -165,11 +157,9 @@ class _Combine(torch.autograd.Function):
         probs_TK: Tensor,
         transport: TokenTransport,
         places: Places,
-        gaps: bool,
     ) -> Tensor:
         rows = places.rows
         ctx.save_for_backward(rows_RD, probs_TK, rows.row_of_NK, places.experts_TK)
-        ctx.gaps = (rows.filled_E, rows.ends_E) if gaps else None
         ctx.transport = transport
         return transport.combine(rows_RD, probs_TK, rows.row_of_NK, places.experts_TK)
 
@@ -177,6 +167,4 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         grad_RD, dots_TK = ctx.transport.spread_gradients(grad_TD, *ctx.saved_tensors)
-        if ctx.gaps is not None:
-            grad_RD = zero_gaps(grad_RD, *ctx.gaps)
-        return grad_RD, dots_TK, None, None, None
+        return grad_RD, dots_TK, None, None

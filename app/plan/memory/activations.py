@@ -69,7 +69,6 @@ class ChunkActivations:
     takes: bool  # hidden states come in; otherwise tokens
     gives: bool  # hidden states go out; otherwise the loss ends here
     deferred: int  # most memory of one weight gradient in the second part of a split backward
-    grouped: int  # inputs of the experts' weight gradients of one microbatch
     kernels: int  # kernel launches of a forward
     cublas: bool  # any of its GEMMs is by cuBLAS
 
@@ -127,7 +126,6 @@ def chunk_activations(run: Run, stage: Stage, layout: ParallelLayout) -> ChunkAc
         takes=not stage.embedding,
         gives=not stage.head,
         deferred=deferred,
-        grouped=sum(link.memory.grouped for link in row),
         kernels=kernels,
         cublas=any(link.cublas for link in row),
     )

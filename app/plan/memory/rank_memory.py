@@ -182,14 +182,10 @@ def _parts(
         *step,
         *_update_parts(run, layout, states, step=step),
     ]
-    held = held_gradients(run, chunks)
-    if held:
-        how = "of one microbatch per chunk: inputs and output gradients of experts' GEMMs"
-        tensors.append(MemoryPart("held gradients", held, how))
     if graphs is not None:
         tensors += partial_graph_parts(graphs, chunks, peak)
     tensors += _dispatch_parts(
-        run, layout, planned, stages=stages, walks=walks, rank=rank, alive=peak.total + held
+        run, layout, planned, stages=stages, walks=walks, rank=rank, alive=peak.total
     )
     of = ["cuBLAS, of the threads of forward and backward"] if needs_cublas(chunks) else []
     of += ["of FP8 GEMMs"] if run.precision.fp8.by_library else []
@@ -362,17 +358,12 @@ def _dispatch_parts(
     more = with_rows(with_paged_buffer(with_full_recompute(run), None), needed_rows)
     again = replace(more, cuda_graph=CudaGraphConfig())
     chunks = [activations for _, activations in map(planned.of(again).plan, stages)]
-    needed = _peak(again, chunks, walks, rank=rank).total + held_gradients(run, chunks)
+    needed = _peak(again, chunks, walks, rank=rank).total
     beside = 0 if run.cuda_graph.impl is GraphImpl.full_iteration else alive
     if needed > beside:
         yield MemoryPart(
             "rerun steps", needed - beside, "eagerly, with more capacity for dispatched tokens"
         )
-
-
-def held_gradients(run: Run, chunks: Sequence[ChunkActivations]) -> int:
-    """Return the inputs of experts' weight gradients that wait for the next microbatch."""
-    return sum(chunk.grouped for chunk in chunks) if run.optim.pair_expert_grads else 0
 
 
 def _by_phase(peak: Peak) -> str:

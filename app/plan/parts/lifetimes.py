@@ -17,7 +17,6 @@ from app.plan.parts.trace import (
     Segment,
     Trace,
     TracedTensor,
-    Work,
 )
 
 
@@ -30,7 +29,6 @@ class TraceMemory:
     backward: Mapping[str, int]  # phase -> most that is alive in its backward
     waiting: int  # inputs of weight gradients between the two parts of a split backward
     deferred: int  # most memory of one of them in the second part
-    grouped: int  # inputs of the experts' weight gradients
 
     @property
     def total(self) -> int:
@@ -52,12 +50,6 @@ def trace_memory(traced: ForwardTrace) -> TraceMemory:
         backward,
         waiting=_waiting(trace),
         deferred=max((op.deferred or 0 for op in trace.ops), default=0),
-        grouped=sum(
-            value.bytes
-            for op in trace.ops
-            if op.work is Work.grouped
-            for value in (*op.reads, *op.makes)
-        ),
     )
 
 

@@ -71,8 +71,8 @@ class PlannedStatic(PlannedDispatcher):
 
     @property
     def quantises(self) -> bool:
-        """True without padding between the rows of experts."""
-        return self.moe.static.multiple == 1
+        """True: kernels write every row."""
+        return True
 
     @property
     def moves(self) -> str:
@@ -154,16 +154,10 @@ class PlannedStatic(PlannedDispatcher):
         return short or self.paged_buffers
 
     def worst_rows(self, tokens: int) -> int:
-        """Return the most rows that the experts of a rank could get, padded to multiples.
-
-        A token's experts are distinct.
-        """
+        """Return the most rows that the experts of a rank could get: a token's are distinct."""
         most = tokens * min(self.moe.top_k, self.experts)
         taken = self.most_per_expert(tokens)
-        asked = self.ranks * (most if taken is None else min(most, self.experts * taken))
-        multiple = self.moe.static.multiple
-        filled = asked + min(self.experts, asked) * (multiple - 1)
-        return ceil(filled / multiple) * multiple
+        return self.ranks * (most if taken is None else min(most, self.experts * taken))
 
     def trace_preprocess(self, trace: Trace, tokens: Tokens, chosen: TracedTensor) -> TracedRows:
         """Trace the all-gather of choices, and the permutation for this rank's experts."""
