@@ -13,7 +13,6 @@ from torch import Tensor
 
 from app.choices import DispatcherKind, Recompute
 from app.config import MoEConfig
-from app.config.model import StaticConfig
 from app.fp8 import dispatch, ready, row_scaled
 from app.fp8.dispatch import Fp8LocalDispatcher, Fp8Transport
 from app.fp8.experts import Fp8GroupedLinear
@@ -173,14 +172,11 @@ class OneRank:
 def dispatcher_of(kind: str, cache: ReadyRows | None) -> Any:
     if kind == "local":
         return LocalDispatcher(EXPERTS) if cache is None else Fp8LocalDispatcher(EXPERTS, cache)
-    multiple = 8 if kind == "static in eights" else 1
-    moe = MoEConfig(
-        EXPERTS, TOP_K, dispatcher=DispatcherKind.static, static=StaticConfig(multiple=multiple)
-    )
+    moe = MoEConfig(EXPERTS, TOP_K, dispatcher=DispatcherKind.static)
     planned = PlannedStatic(moe, ep=1, etp=1)
     device = torch.device(DEVICE)
     transport: Any = OneRank()
-    if cache is not None and multiple == 1:
+    if cache is not None:
         transport = Fp8Transport(transport, cache)
     return StaticDispatcher(planned, transport, None, ep_rank=0, device=device)
 
@@ -225,16 +221,16 @@ def trained(kind: str, fused: bool, part: Recompute | None) -> tuple[list[Tensor
 
 
 @pytest.mark.cover(1)
-@pytest.mark.parametrize(("kind", "left"), [("local", 0), ("static", 0), ("static in eights", 2)])
+@pytest.mark.parametrize("kind", ["local", "static"])
 @pytest.mark.parametrize("part", [None, Recompute.experts_act])
 def test_rows_that_are_ready_are_those_that_gemms_would_quantise(
-    kind: str, left: int, part: Recompute | None, monkeypatch: pytest.MonkeyPatch
+    kind: str, part: Recompute | None, monkeypatch: pytest.MonkeyPatch
 ):
-    """Four of them; between the rows of experts there may be zeros that nobody has quantised."""
+    """Four of them."""
     for module in (layers, row_scaled, permute, expert_rows, dispatch, ready):
         # kernels for bf16 only
         monkeypatch.setattr(module, "usable", lambda *given: given[0].dtype == torch.bfloat16)
     apart, of_own = trained(kind, False, part)
     found, quantised = trained(kind, True, part)
     assert all(same(one, other) for one, other in zip(found, apart, strict=True))
-    assert (of_own, quantised) == (4, left)
+    assert (of_own, quantised) == (4, 0)

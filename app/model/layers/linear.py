@@ -183,8 +183,8 @@ class _GroupedLinear(torch.autograd.Function):
         backend: GroupedLinearBackend = ctx.backend
         grad_TO = grad_TO.contiguous()
         gradient = backend.weight_grad(grad_TO, rows_TI, ends_E)
-        if backend.input_grad_first or sink is None:
-            grad_TI = backend.input_grad(grad_TO, weight_EIO, ends_E)
-            return grad_TI, pushed(sink, weight_EIO, gradient), None, None, None
-        sink.push(weight_EIO, gradient)
-        return backend.input_grad(grad_TO, weight_EIO, ends_E), None, None, None, None
+        if sink is not None and not backend.input_grad_first:
+            sink.push(weight_EIO, gradient)
+            return backend.input_grad(grad_TO, weight_EIO, ends_E), None, None, None, None
+        grad_TI = backend.input_grad(grad_TO, weight_EIO, ends_E)
+        return grad_TI, pushed(sink, weight_EIO, gradient), None, None, None

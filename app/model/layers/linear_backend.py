@@ -149,7 +149,12 @@ class _Linear(torch.autograd.Function):
         backend: TorchLinear = ctx.backend
         sink: WeightGradSink | None = ctx.sink
         if group is None:
-            weight_grad = pushed(sink, weight_OI, backend.weight_grad(grad_BSO, x_BsI))
+            gradient = backend.weight_grad(grad_BSO, x_BsI)
+            weight_grad = None
+            if sink is None:
+                weight_grad = gradient()
+            else:
+                sink.push(weight_OI, gradient)
             return backend.input_grad(grad_BSO, weight_OI), weight_grad, None, None, None
         if sink is not None and sink.deferred:
             of_gathered = partial(_of_gathered, backend, grad_BSO, x_BsI, group=group)
