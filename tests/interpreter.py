@@ -16,51 +16,70 @@ def speed_up() -> None:
     lacks these functions.
     """
     try:
-        from triton import language
-        from triton.language.core import dtype, is_builtin
         from triton.runtime import interpreter
 
-        patch_attr, patch_lang = interpreter._patch_attr, interpreter._patch_lang
-        np_dtype, scope = interpreter._get_np_dtype, interpreter._LangPatchScope
         assert [*inspect.signature(interpreter._patch_builtin).parameters][:1] == ["pkg"]
+        faster = {
+            "_patch_builtin": _patch_builtin(interpreter._patch_attr),
+            "_patch_lang": _patch_lang(interpreter._patch_lang, interpreter._LangPatchScope),
+            "_get_np_dtype": _np_dtype(interpreter._get_np_dtype),
+        }
     except (ImportError, AttributeError, AssertionError):
         return
+    for name, function in faster.items():
+        setattr(interpreter, name, function)
+
+
+def _patch_builtin(patch_attr: Callable[..., None]) -> Callable[..., None]:
+    from triton.language.core import is_builtin
 
     @functools.cache
     def builtins_of(pkg: object) -> list[str]:
         return [name for name, member in inspect.getmembers(pkg) if is_builtin(member)]
 
-    def patch_builtin(pkg: object, *given: Any) -> None:
+    def patch(pkg: object, *given: Any) -> None:
         for name in builtins_of(pkg):
             member = getattr(pkg, name)
             if is_builtin(member):
                 patch_attr(pkg, name, member, *given)
 
-    @functools.cache
-    def seen_by(function: Callable[..., Any]) -> frozenset[str]:
-        modules = (language, language.core)
-        seen = function.__globals__.values()
-        return frozenset(each.__name__ for each in modules if any(each is one for one in seen))
+    return patch
+
+
+def _patch_lang(patch_lang: Callable[..., Any], scope: Callable[[], Any]) -> Callable[..., Any]:
+    from triton import language
 
     patched: set[str] = set()
 
-    def patch_once(function: Callable[..., Any]) -> Any:
-        found = scope()
-        if new := seen_by(function) - patched:
-            found = patch_lang(function)
-            patched.update(new)
-            restore = found.restore
+    @functools.cache
+    def seen_by(function: Callable[..., Any]) -> frozenset[str]:
+        modules, seen = (language, language.core), function.__globals__.values()
+        return frozenset(each.__name__ for each in modules if any(each is one for one in seen))
 
-            def restore_all() -> None:
-                patched.difference_update(new)
-                restore()
+    def patch(function: Callable[..., Any]) -> Any:
+        new = seen_by(function) - patched
+        if not new:
+            return scope()
+        found = patch_lang(function)
+        patched.update(new)
+        restore = found.restore
 
-            found.restore = restore_all
+        def restore_all() -> None:
+            patched.difference_update(new)
+            restore()
+
+        found.restore = restore_all
         return found
+
+    return patch
+
+
+def _np_dtype(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    from triton.language.core import dtype
 
     known: dict[Any, Any] = {}
 
-    def np_dtype_of(type_: Any) -> Any:
+    def find(type_: Any) -> Any:
         scalar = type_.scalar
         if type(scalar) is not dtype:  # a pointer, which has no hash
             return np_dtype(type_)
@@ -68,5 +87,4 @@ def speed_up() -> None:
             known[scalar] = np_dtype(scalar)
         return known[scalar]
 
-    interpreter._patch_builtin, interpreter._patch_lang = patch_builtin, patch_once
-    interpreter._get_np_dtype = np_dtype_of
+    return find
