@@ -454,14 +454,17 @@ def _by_nearness(keys: Sequence[str], error: ConfigError) -> list[list[str]]:
 
 
 class Grid:
-    """Runs drawn one after the other, each with as many new pairs as are found."""
+    """Runs drawn one after the other, each with as many new pairs as are found.
 
-    def __init__(self, ranks: int, seed: int) -> None:
+    Values for which `attempts` searches find no run are left out.
+    """
+
+    def __init__(self, ranks: int, seed: int, *, attempts: int = VALUE_ATTEMPTS) -> None:
         self.draw = random.Random(seed)
         options = options_of(ranks)
         search = Search(options, self.draw)
         single = {
-            (key, value): search.accepted({key: value}, attempts=VALUE_ATTEMPTS)
+            (key, value): search.accepted({key: value}, attempts=attempts)
             for key, values in options.values.items()
             for value in values
         }

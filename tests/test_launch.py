@@ -20,6 +20,7 @@ from app.cli.processes.home import PACKAGE
 from app.cli.processes.launcher import STARTED_AS, Launch, started_as
 from app.cli.processes.openmp import LOOKS, crowded, waiting_threads
 from app.cli.start.launch import carry_out, start_ranks, submitted_job_ends_quietly
+from app.engine.files.signals import stop_signals
 from app.errors import ConfigError
 from app.shell import shell_word
 from tests.programs import run_forked
@@ -149,6 +150,16 @@ def test_this_process_is_among_those_that_linux_counts():
     assert min(counts) >= 0 and max(counts) < 100_000
 
 
+@pytest.fixture
+def same_handlers() -> Iterator[None]:
+    """Give signals the handlers back that they had: what starts ranks ends soon after them."""
+    before = {number: signal.getsignal(number) for number in stop_signals()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("same_handlers")
 def test_ranks_and_their_launcher_take_the_threads_policy(monkeypatch: pytest.MonkeyPatch):
     """Variables that `carry_out` sets are there when torch is loaded, and are passed on."""
     from app.engine.run import train

@@ -49,7 +49,7 @@ TINY = (
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A small corpus, so that these runs prepare nothing large."""
     folder = tmp_path_factory.mktemp("corpus")
-    for number, file in enumerate(sorted((ROOT / "app").rglob("*.py"))):
+    for number, file in enumerate(sorted((ROOT / "app/plan").rglob("*.py"))):
         (folder / f"{number}.txt").write_text(file.read_text())
     return f"data=text data.path=[{folder}/*.txt] data.cache_dir={folder}/cache"
 

@@ -126,6 +126,7 @@ def test_captured_like_eager(layout: str):
             )
 
 
+@pytest.mark.parametrize("layout", chosen(["ep2", "zero bubble ep2"], ["ep2"]))
 @pytest.mark.parametrize(
     "options",
     chosen(
@@ -136,13 +137,12 @@ def test_captured_like_eager(layout: str):
         ],
         [{"static": StaticConfig(paged_buffer=1.1)}],
     ),
-    ids=str,
+    ids=["buffer, in 16s", "buffer", "overlap", "capacity"],
 )
-def test_with_what_else_an_moe_layer_may_have(options: dict[str, Any]):
-    layout = "zero bubble ep2"
+def test_with_what_else_an_moe_layer_may_have(layout: str, options: dict[str, Any]):
     runs = {"full iteration": run_of(layout, CHOICES["full iteration"], echo=CLONED, **options)}
     runs["eager"] = run_of(layout, echo=CLONED, **options)
-    for results in run_distributed(several, 4, runs):
+    for results in run_distributed(several, runs["eager"].world_size, runs):
         assert same(results["full iteration"], results["eager"])
 
 

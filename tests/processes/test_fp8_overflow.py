@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from app.choices import Fp8Recipe, GraphImpl, ScheduleName
@@ -21,7 +23,8 @@ from tests.distributed import run_distributed
 from tests.processes.fp8_state import DENSE, WARMUP, WHOLE
 from tests.runs import batches_of, engine_of, make_run
 
-STEPS, INTERVAL = 6, 3
+STEPS, INTERVAL = 4, 2
+FOUR = dataclasses.replace(DENSE, num_layers=4)  # one for each of two stages of two ranks
 Lines = tuple[list[dict[str, float]], str | None]
 
 
@@ -29,7 +32,7 @@ def run_of(recipe: Fp8Recipe = Fp8Recipe.delayed, **sections: object) -> Run:
     looks_back = {"amax_history": 1} if recipe is Fp8Recipe.delayed else {}
     fp8 = Fp8Config(recipe, **looks_back)
     optim = OptimConfig(lr=1e-2, warmup_steps=2, clip_norm=0.0)
-    return make_run(DENSE, **({"precision": PrecisionConfig(fp8=fp8), "optim": optim} | sections))
+    return make_run(FOUR, **({"precision": PrecisionConfig(fp8=fp8), "optim": optim} | sections))
 
 
 def measured(rank: int, run: Run) -> Lines:

@@ -73,7 +73,7 @@ PP2_EP2 = ParallelConfig(pp=2, ep=2, dp=2)
 DELAYED = Fp8Config(Fp8Recipe.delayed, amax_history=3)
 # doubles after every clean step, until gradients overflow again
 RISING = PrecisionConfig(
-    Dtype.float16, initial_loss_scale=2.0**14, loss_scale_window=1, loss_scale_hysteresis=1
+    Dtype.float16, initial_loss_scale=2.0**17, loss_scale_window=1, loss_scale_hysteresis=1
 )
 CASES: dict[str, dict[str, Any]] = {
     "one rank": {"model": BIASED},
@@ -265,13 +265,14 @@ def test_rerun_step_updates_only_once(parallel: str):
         "ep2": {"parallel": ParallelConfig(ep=2, dp=2)},
         "pp2 ep2": {"parallel": PP2_EP2, "schedule": SPLIT},
     }
-    train = TrainConfig(steps=20, seq_len=256, micro_batch=2, global_batch=8)
+    train = TrainConfig(steps=20, seq_len=248, micro_batch=2, global_batch=8)
     results = []
     for graph, limits in (
         (EAGER, StaticConfig(capacity=StaticCapacity.worst)),
         (UPDATING, StaticConfig(capacity=StaticCapacity.factor, factor=1.1)),
     ):
-        model = dataclasses.replace(BIASED, moe=dataclasses.replace(BIASED.moe, static=limits))
+        moe = dataclasses.replace(BIASED.moe, static=limits, first_k_dense=0)
+        model = dataclasses.replace(BIASED, num_layers=2, moe=moe)
         run = make_run(model, train=train, cuda_graph=graph, **layouts[parallel])
         results.append(run_distributed(rerun_states, run.world_size, run))
     for exact, found in zip(*results, strict=True):
