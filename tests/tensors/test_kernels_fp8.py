@@ -13,7 +13,6 @@ from torch import Tensor
 
 from app.choices import DispatcherKind, Recompute
 from app.config import MoEConfig
-from app.config.model import StaticConfig
 from app.kernels import peer_rows
 from app.kernels.quantise import (
     Fp8Rows,
@@ -172,10 +171,7 @@ class OneRank:
 def dispatcher_of(kind: str) -> Any:
     if kind == "local":
         return LocalDispatcher(EXPERTS)
-    multiple = 8 if kind == "static in eights" else 1
-    moe = MoEConfig(
-        EXPERTS, TOP_K, dispatcher=DispatcherKind.static, static=StaticConfig(multiple=multiple)
-    )
+    moe = MoEConfig(EXPERTS, TOP_K, dispatcher=DispatcherKind.static)
     planned = PlannedStatic(moe, ep=1, etp=1)
     device = torch.device(DEVICE)
     return StaticDispatcher(planned, OneRank(), None, ep_rank=0, device=device)  # type: ignore[arg-type]
@@ -219,16 +215,16 @@ def trained(kind: str, fused: bool, part: Recompute | None) -> tuple[list[Tensor
 
 
 @pytest.mark.cover(1)
-@pytest.mark.parametrize(("kind", "left"), [("local", 0), ("static", 0), ("static in eights", 2)])
+@pytest.mark.parametrize("kind", ["local", "static"])
 @pytest.mark.parametrize("part", [None, Recompute.experts_act])
 def test_rows_that_are_ready_are_those_that_gemms_would_quantise(
-    kind: str, left: int, part: Recompute | None, monkeypatch: pytest.MonkeyPatch
+    kind: str, part: Recompute | None, monkeypatch: pytest.MonkeyPatch
 ):
-    """Four of them; between the rows of experts there may be zeros that nobody has quantised."""
+    """Four of them."""
     for module in (layers, row_scaled, permute, expert_rows, static):
         # kernels for bf16 only
         monkeypatch.setattr(module, "usable", lambda *given: given[0].dtype == torch.bfloat16)
     apart, of_own = trained(kind, False, part)
     found, quantised = trained(kind, True, part)
     assert all(same(one, other) for one, other in zip(found, apart, strict=True))
-    assert (of_own, quantised) == (4, left)
+    assert (of_own, quantised) == (4, 0)
