@@ -27,9 +27,9 @@ from app.engine.report.metrics import Stopwatch
 from app.engine.run.trainer import Trainer
 from app.engine.start.start import choose_device, find_start, load_all_data
 from app.engine.step.engine import Engine
-from app.model.fp8.delayed import EACH, GRAD, INPUT, WEIGHT
-from app.model.fp8.linear import Fp8Linear
-from app.model.layers.quantised import Fp8Arithmetic, Quantised
+from app.fp8.delayed import EACH, GRAD, INPUT, WEIGHT
+from app.fp8.linear import Fp8Layers, Fp8Linear
+from app.fp8.quantised import Fp8Arithmetic, Quantised
 from app.planner.plan import Plan
 
 FIXED = ("precision=bf16", "precision.fp8.recipe=delayed", "parallel.dp=1", "log=none",
@@ -46,8 +46,8 @@ class Seen:
         self.matrices = [torch.empty(0)] * EACH
         self.made: dict[int, Quantised] = {}
         self._take(WEIGHT, linear.weight, linear.held)
-        linear.input_operand = partial(self._operand, INPUT, linear.input_operand)
-        linear.grad_operand = partial(self._operand, GRAD, linear.grad_operand)
+        linear.quantised_input = partial(self._operand, INPUT, linear.quantised_input)
+        linear.quantised_grad = partial(self._operand, GRAD, linear.quantised_grad)
 
     def _operand(
         self, which: int, quantised: Callable[[Tensor], Quantised], x: Tensor
@@ -89,7 +89,9 @@ def train(run: Run, engine: Engine, steps: int) -> dict[str, Seen]:
     trainer, stopwatch = Trainer(engine, data, find_start(run, None)), Stopwatch()
     for _ in range(steps - 1):
         trainer.step(stopwatch)
-    seen = {name: Seen(linear) for name, linear in engine.fp8.linears.items()}
+    fp8 = engine.state(Fp8Layers)
+    assert fp8 is not None, "the run has a recipe"
+    seen = {name: Seen(linear) for name, linear in fp8.linears.items()}
     trainer.step(stopwatch)
     return seen
 

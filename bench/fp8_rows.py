@@ -26,13 +26,13 @@ import torch
 from timing import gpu_time
 from torch import Tensor
 
+from app.fp8.row_scaled import RowScaled, on_tensor_cores
 from app.kernels import rows
 from app.kernels.fp8 import swiglu as swiglu_in_8
 from app.kernels.fp8 import weights
 from app.kernels.quantise import empty_fp8_rows, quantise_rows
 from app.kernels.rows import OfRanks
 from app.kernels.swiglu import swiglu
-from app.model.fp8.row_scaled import RowScaled, on_tensor_cores
 from app.moe.dispatch.expert_rows import place_rows
 
 RANKS, TOKENS, TOP_K, EXPERTS, WIDTH, HIDDEN = 2, 4096, 8, 128, 2048, 768

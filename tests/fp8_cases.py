@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from app.fp8 import row_scaled
 from app.kernels import rows as rows_kernels
 from app.kernels.fp8.swiglu import swiglu_rows, swiglu_rows_gradient
 from app.kernels.fp8.weights import quantise_weight_into
 from app.kernels.quantise import quantise_rows
 from app.kernels.swiglu import swiglu
-from app.model.fp8 import row_scaled
 from tests.forks import Patches
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -19,8 +19,7 @@ from torch.autograd.function import once_differentiable
 from app.kernels import rows as kernels
 from app.kernels.common import usable
 from app.kernels.expert_rows import counts_fast, expert_rows
-from app.kernels.quantise import Fp8Rows, empty_fp8_rows
-from app.model.layers.ready import ReadyRows
+from app.kernels.quantise import Fp8Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,33 +85,21 @@ def _placed(experts_TK: Tensor, num_experts: int, drops: bool) -> Permutation:
     return Permutation(token_of_R, row_of_TK.long(), ends_E, drops=drops)
 
 
-def permute(x_TD: Tensor, permutation: Permutation, ready: ReadyRows | None = None) -> Tensor:
-    """Return token rows grouped by expert: [R, D]; a token's gradient sums its K rows in fp32.
-
-    Kernels also leave rows in `ready` as FP8, if every row is a token's.
-    """
-    if permutation.drops or not usable(x_TD):
-        ready = None
+def permute(x_TD: Tensor, permutation: Permutation) -> Tensor:
+    """Return token rows grouped by expert: [R, D]; a token's gradient sums its K rows in fp32."""
     rows_RD: Tensor = _Permute.apply(
-        x_TD, permutation.token_of_row_R, permutation.row_of_TK, permutation.drops, ready
+        x_TD, permutation.token_of_row_R, permutation.row_of_TK, permutation.drops
     )
     return rows_RD
 
 
-def combine(
-    rows_RD: Tensor, probs_TK: Tensor, permutation: Permutation, ready: ReadyRows | None = None
-) -> Tensor:
+def combine(rows_RD: Tensor, probs_TK: Tensor, permutation: Permutation) -> Tensor:
     """Return out[t] = Σ_k probs[t, k] · rows[row_of[t, k]], in fp32 in order of k: [T, D], rows'
     dtype.
 
-    Dropped choices count as 0, and so does their gradient, whatever the rows hold. The gradient of
-    rows is left in `ready`, as `permute` does.
+    Dropped choices count as 0, and so does their gradient, whatever the rows hold.
     """
-    if permutation.drops or not usable(rows_RD):
-        ready = None
-    out_TD: Tensor = _Combine.apply(
-        rows_RD, probs_TK, permutation.row_of_TK, permutation.drops, ready
-    )
+    out_TD: Tensor = _Combine.apply(rows_RD, probs_TK, permutation.row_of_TK, permutation.drops)
     return out_TD
 
 
@@ -196,15 +183,9 @@ class _Permute(torch.autograd.Function):
         token_of_row_R: Tensor,
         row_of_TK: Tensor,
         drops: bool,
-        ready: ReadyRows | None,
     ) -> Tensor:
         ctx.save_for_backward(row_of_TK)
         ctx.drops = drops
-        if ready is not None:
-            rows = len(token_of_row_R)
-            fp8_rows = empty_fp8_rows((rows, x_TD.shape[1]), x_TD.device)
-            rows_RD = kernels.spread_rows(x_TD, row_of_TK, rows, fp8_rows=fp8_rows)
-            return ready.put((rows_RD, *fp8_rows))
         if usable(x_TD):
             return kernels.spread_rows(x_TD, row_of_TK, len(token_of_row_R), zeros=drops)
         return x_TD.index_select(0, token_of_row_R)
@@ -214,7 +195,7 @@ class _Permute(torch.autograd.Function):
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         (row_of_TK,) = ctx.saved_tensors
         grad_TD = sum_rows(grad_RD, row_of_TK, None, drops=ctx.drops, dtype=grad_RD.dtype)
-        return grad_TD, None, None, None, None
+        return grad_TD, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -225,9 +206,8 @@ class _Combine(torch.autograd.Function):
         probs_TK: Tensor,
         row_of_TK: Tensor,
         drops: bool,
-        ready: ReadyRows | None,
     ) -> Tensor:
-        ctx.drops, ctx.ready = drops, ready
+        ctx.drops = drops
         ctx.save_for_backward(rows_RD, probs_TK, row_of_TK)
         return sum_rows(rows_RD, row_of_TK, probs_TK, drops=drops, dtype=rows_RD.dtype)
 
@@ -235,12 +215,7 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         rows_RD, probs_TK, row_of_TK = ctx.saved_tensors
-        fp8_rows = None if ctx.ready is None else empty_fp8_rows(rows_RD.shape, grad_TD.device)
-        grad_RD, dots_TK = combine_gradients(
-            grad_TD, rows_RD, probs_TK, row_of_TK, drops=ctx.drops, fp8_rows=fp8_rows
-        )
-        if fp8_rows is not None:
-            ctx.ready.put((grad_RD, *fp8_rows))
+        grad_RD, dots_TK = combine_gradients(grad_TD, rows_RD, probs_TK, row_of_TK, drops=ctx.drops)
         return grad_RD, dots_TK, None, None, None
 
 

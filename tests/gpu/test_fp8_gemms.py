@@ -11,15 +11,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from app.fp8.lost import LARGEST
 from torch import Tensor, nn
 
 from app.choices import Fp8Recipe, LinearBackendKind
 from app.engine.fp8 import arithmetic_maker
-from app.model.fp8.delayed import DelayedScales, LinearScales
-from app.model.fp8.linear import Fp8Linear
-from app.model.fp8.reference import LARGEST, BlockScaled, Reference, TensorScaled
+from app.fp8.delayed import DelayedScales, LinearScales
+from app.fp8.linear import Fp8Linear
+from app.fp8.quantised import Fp8Arithmetic
+from app.fp8.reference import BlockScaled, Reference, TensorScaled
 from app.model.layers.linear import ColumnParallelLinear
-from app.model.layers.quantised import Fp8Arithmetic
 from app.model.layers.weight_grads import MainGradSink, WeightGradQueue
 from app.plan.model.weight import Weight
 from tests.gpu.programs import no_waits

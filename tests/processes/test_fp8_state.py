@@ -24,7 +24,7 @@ from tests.cases import chosen
 from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed
 from tests.processes.fp8_state import DENSE, STEPS, WHOLE
-from tests.runs import TINY, batches_of, engine_of, make_run
+from tests.runs import TINY, batches_of, engine_of, fp8_of, make_run
 
 EAGER = CudaGraphConfig()
 UPDATING = dataclasses.replace(WHOLE, optimizer=True)
@@ -39,8 +39,9 @@ def run_of(model: Any = DENSE, params: Dtype = Dtype.float32, **sections: Any) -
 
 
 def scales_of(engine: Engine) -> Scales:
-    assert engine.fp8.scales is not None
-    return {name: value.numpy().copy() for name, value in engine.fp8.scales.state()}
+    scales = fp8_of(engine).scales
+    assert scales is not None
+    return {name: value.numpy().copy() for name, value in scales.state()}
 
 
 def steps_of(rank: int, run: Run, steps: int, validates: bool = False) -> list[Scales]:
@@ -102,7 +103,7 @@ def with_bad_step(rank: int, run: Run, bad: int) -> tuple[list[Scales], list[flo
         )
         facts, _ = step(batches_of(run, number, 0), 1e-3, 0.1)
         if number == bad:
-            capturable = engine.fp8.capturable
+            capturable = fp8_of(engine).capturable
         skipped.append(facts.skipped)
         found.append(scales_of(engine))
     return found, skipped, capturable
@@ -206,7 +207,7 @@ def from_other_recipe(rank: int, runs: tuple[Run, Run], folder: Path) -> tuple[S
     path = save_checkpoint(folder, first, runs[0], Progress(1, 1, 0), {})
     TrainingStep(second)(batches_of(runs[0], 0, 0), 1e-3, 0.1)
     load_checkpoint(path, read_manifest(path), second)
-    return scales_of(second), second.fp8.capturable
+    return scales_of(second), second.capturable
 
 
 def test_a_checkpoint_without_scales_begins_them_anew(tmp_path: Path):

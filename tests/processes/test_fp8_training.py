@@ -59,7 +59,7 @@ from tests.processes.fp8_training import (
     stopped_and_resumed,
     trained,
 )
-from tests.runs import TINY, batches_of, engine_of, make_run, train_steps
+from tests.runs import TINY, batches_of, engine_of, fp8_of, make_run, train_steps
 from tests.training import composed, corpus_in, untimed
 
 # with biases, which attention adds in place to the output of its first FP8 layer
@@ -213,9 +213,9 @@ def quantised_while_recording(rank: int, run: Run) -> list[int]:
     record, counts = HostRecorder.record, []
 
     def counted(self: HostRecorder, work: Any, pool: int) -> Any:
-        before = sum(linear.times for linear in engine.fp8.linears.values())
+        before = sum(linear.times for linear in fp8_of(engine).linears.values())
         found = record(self, work, pool)
-        counts.append(sum(linear.times for linear in engine.fp8.linears.values()) - before)
+        counts.append(sum(linear.times for linear in fp8_of(engine).linears.values()) - before)
         return found
 
     with Patches.context() as patch:
@@ -309,7 +309,7 @@ def replays_as_on_a_gpu(engine: Engine) -> Iterator[None]:
     """Within the block replays quantise what was quantised when they were recorded, and the host
     does not know that they do.
     """
-    linears = engine.fp8.linears.values()
+    linears = fp8_of(engine).linears.values()
     record, replay = HostRecorder.record, HostRecording.replay
     recorded: list[tuple[HostRecording, list[bool]]] = []
 
@@ -393,7 +393,7 @@ def rolled_back(rank: int, run: Run, folder: Path) -> list[list[float]]:
     path = save_checkpoint(folder, engines[0], run, Progress(2, 2, 0), {})
     steps[0](batches_of(run, 2, 0), 1e-2, 0.1)
     before = validations[0](held_out)[0]
-    assert not any(linear.stale for linear in engines[0].fp8.linears.values())
+    assert not any(linear.stale for linear in fp8_of(engines[0]).linears.values())
     found = []
     for engine, step, validation in zip(engines, steps, validations, strict=True):
         load_checkpoint(path, read_manifest(path), engine)

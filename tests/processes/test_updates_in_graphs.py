@@ -46,6 +46,7 @@ from app.engine.step.engine import Engine
 from app.engine.step.shortage import RowShortage
 from app.engine.step.step import TrainingStep
 from app.errors import ConfigError
+from app.fp8.linear import Fp8Layers
 from app.optim.distributed import DistributedOptimizer
 from app.rules import check
 from tests.cases import chosen
@@ -100,8 +101,9 @@ def state_of(engine: Engine) -> list[Tensor]:
         for value in (*owned.state.values(), owned.step)
     ]
     found += [router.bias_E for _, router in engine.routers()]
-    if engine.fp8.scales is not None:
-        found += [engine.fp8.scales.scales_M, engine.fp8.scales.history_HM]
+    fp8 = engine.state(Fp8Layers)
+    if fp8 is not None and fp8.scales is not None:
+        found += [fp8.scales.scales_M, fp8.scales.history_HM]
     return [value.clone() for value in found]
 
 

@@ -13,6 +13,12 @@ from torch import Tensor
 
 from app.choices import DispatcherKind, Recompute
 from app.config import MoEConfig
+from app.fp8 import dispatch, ready, row_scaled
+from app.fp8.dispatch import Fp8LocalDispatcher, Fp8Transport
+from app.fp8.experts import Fp8GroupedLinear
+from app.fp8.quantised import Quantised
+from app.fp8.ready import ReadyRows
+from app.fp8.row_scaled import RowScaled, by_reference
 from app.kernels.quantise import (
     Fp8Rows,
     empty_fp8_rows,
@@ -20,15 +26,10 @@ from app.kernels.quantise import (
     quantise_rows_into,
 )
 from app.kernels.rows import combine_gradients
-from app.model.fp8 import row_scaled
-from app.model.fp8.experts import Fp8GroupedLinear
-from app.model.fp8.row_scaled import RowScaled, by_reference
 from app.model.layers import layers
-from app.model.layers.quantised import Quantised
-from app.model.layers.ready import ReadyRows
 from app.model.layers.recompute import Recomputation
 from app.moe import permute
-from app.moe.dispatch import expert_rows, static
+from app.moe.dispatch import expert_rows
 from app.moe.dispatch.local import LocalDispatcher
 from app.moe.dispatch.static import StaticDispatcher
 from app.moe.experts import Experts
@@ -160,13 +161,16 @@ class OneRank:
         return expert_rows.row_gradients(*given, fp8_rows=fp8_rows)
 
 
-def dispatcher_of(kind: str) -> Any:
+def dispatcher_of(kind: str, cache: ReadyRows | None) -> Any:
     if kind == "local":
-        return LocalDispatcher(EXPERTS)
+        return LocalDispatcher(EXPERTS) if cache is None else Fp8LocalDispatcher(EXPERTS, cache)
     moe = MoEConfig(EXPERTS, TOP_K, dispatcher=DispatcherKind.static)
     planned = PlannedStatic(moe, ep=1, etp=1)
     device = torch.device(DEVICE)
-    return StaticDispatcher(planned, OneRank(), None, ep_rank=0, device=device)  # type: ignore[arg-type]
+    transport: Any = OneRank()
+    if cache is not None:
+        transport = Fp8Transport(transport, cache)
+    return StaticDispatcher(planned, transport, None, ep_rank=0, device=device)
 
 
 def trained(kind: str, fused: bool, part: Recompute | None) -> tuple[list[Tensor], int]:
@@ -184,23 +188,25 @@ def trained(kind: str, fused: bool, part: Recompute | None) -> tuple[list[Tensor
 
     arithmetic.rows = counted  # type: ignore[method-assign]
     experts = Experts(WEIGHTS).to(DEVICE, torch.bfloat16)
+    cache = ReadyRows() if fused else None
+    if cache is not None:
+        experts.activation = cache.swiglu
     generator = torch.Generator().manual_seed(1)
     for grouped in (experts.w_up, experts.w_down):
         shape = grouped.weight.shape
         grouped.weight.data = (torch.randn(shape, generator=generator) * 0.1).to(grouped.weight)
-        grouped.backend = Fp8GroupedLinear(arithmetic, grouped.weight)
+        grouped.backend = Fp8GroupedLinear(arithmetic, grouped.weight, cache)
     x = entries(TOKENS, WIDTH, dtype=torch.bfloat16).requires_grad_()
     chosen = torch.rand(TOKENS, EXPERTS, generator=generator).to(DEVICE).topk(TOP_K).indices
     probs = torch.rand(TOKENS, TOP_K, generator=generator).to(DEVICE).requires_grad_()
     parts = frozenset[Recompute]() if part is None else frozenset((part,))
     recompute = Recomputation(RecomputeChoice(parts=parts))
-    ready = ReadyRows() if fused else None
-    dispatcher = dispatcher_of(kind)
+    dispatcher = dispatcher_of(kind, cache)
     with recompute.forward():
         prepared = dispatcher.preprocess(chosen.sort(1).values)
-        dispatched, origin = dispatcher.dispatch(x, prepared, ready)
-        rows_RD = experts(dispatched.rows_RD, dispatched.ends_E, recompute=recompute, ready=ready)
-        out = dispatcher.combine(rows_RD, probs, origin, ready)
+        dispatched, origin = dispatcher.dispatch(x, prepared)
+        rows_RD = experts(dispatched, recompute=recompute)
+        out = dispatcher.combine(rows_RD, probs, origin)
     weights = [experts.w_up.weight, experts.w_down.weight]
     grad = entries(TOKENS, WIDTH, dtype=torch.bfloat16).flip(0)
     return [out.detach(), *torch.autograd.grad(out, [x, probs, *weights], grad)], quantised
@@ -213,7 +219,7 @@ def test_rows_that_are_ready_are_those_that_gemms_would_quantise(
     kind: str, part: Recompute | None, monkeypatch: pytest.MonkeyPatch
 ):
     """Four of them."""
-    for module in (layers, row_scaled, permute, expert_rows, static):
+    for module in (layers, row_scaled, permute, expert_rows, dispatch, ready):
         # kernels for bf16 only
         monkeypatch.setattr(module, "usable", lambda *given: given[0].dtype == torch.bfloat16)
     apart, of_own = trained(kind, False, part)

@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from app.collectives import all_reduce
 from app.engine.step.engine import Engine
+from app.fp8.linear import Fp8Layers
 
-KINDS = ("inputs", "weights", "grads")  # kinds of matrices, as in `app.model.fp8.delayed`
+KINDS = ("inputs", "weights", "grads")  # kinds of matrices, as in `app.fp8.delayed`
 OFTEN = 0.01  # share of matrices over steps; more overflows justify one more bit of margin
 # times the FP8 maximum; up to here clipping costs no more than rounding may (E4M3)
 ROUNDED = 16 / 15
@@ -20,7 +21,8 @@ class Fp8Meter:
 
     def __init__(self, engine: Engine) -> None:
         self.margin = engine.plan.run.precision.fp8.margin
-        self.fp8 = engine.fp8
+        fp8 = engine.state(Fp8Layers)
+        self.scales = None if fp8 is None else fp8.scales
         self.world = engine.groups.world
         # matrices with entries beyond the FP8 maximum by more than rounding error
         self.overflows = 0.0
@@ -29,9 +31,9 @@ class Fp8Meter:
 
     def metrics(self) -> dict[str, float]:
         """Return overflows since the last call over all ranks, which call this together."""
-        if self.fp8.scales is None:
+        if self.scales is None:
             return {}
-        counts_23, most_3 = self.fp8.scales.overflows.take()
+        counts_23, most_3 = self.scales.overflows.take()
         all_reduce(counts_23, self.world)
         if self.world.size() > 1:
             dist.all_reduce(most_3, dist.ReduceOp.MAX, self.world)

@@ -26,6 +26,7 @@ from app.engine.report.fp8 import Fp8Meter
 from app.engine.step.engine import Engine
 from app.engine.step.in_flight import StepTotals
 from app.engine.step.step import StepFacts
+from app.moe.clones.cloning import Cloning
 from app.plan.cost.flops import flops_per_token, peak_tflops
 
 GIB = 2**30
@@ -211,13 +212,13 @@ class Meter:
 
         None if nothing was counted, or if clones balance the load.
         """
-        if self.engine.cloning is not None:
+        if self.engine.state(Cloning) is not None:
             return None
         return rank_load(self.counts_LE, self.engine.groups.layout.ep)
 
     def _clones(self, facts: StepFacts) -> dict[str, Any]:
         """Return loads before and after cloning in this step; empty without clones."""
-        if self.engine.cloning is None:
+        if self.engine.state(Cloning) is None:
             return {}
         ranks = self.engine.groups.layout.ep
         return {

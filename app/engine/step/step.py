@@ -44,7 +44,8 @@ def run_passes(engine: Engine, forward_backward: ForwardBackward, step: StepInpu
     optimizer = engine.optimizer
     optimizer.begin()
     optimizer.zero_grad()
-    engine.start_step()
+    for state in engine.states:
+        state.start_step()
     totals = forward_backward(step)
     optimizer.finish_grads()
     return Passes(
@@ -228,7 +229,8 @@ class TrainingStep:
             if self.shortage.grows(lacked):
                 self._capture_anew()
         self.engine.watchdog.rest("between steps")
-        self.engine.stepped(bool(facts.skipped))
+        for state in self.engine.states:
+            state.stepped(bool(facts.skipped))
         if loss_scale is None:
             return facts, totals
         used = loss_scale.scale  # the gradients of this step were computed with it
@@ -243,6 +245,7 @@ class TrainingStep:
         """
         passes = run_all(given.step)
         totals = passes.totals
+        states = self.engine.states
         sums = StepSums.of(
             {
                 "norm_sq": passes.norm_sq,
@@ -252,7 +255,7 @@ class TrainingStep:
                 "zeros": passes.zeros,
                 "missing": 0.0 if self.shortage is None else self.shortage.lacks(),
                 "stop": self._wanted() if given.stop is None else given.stop,
-                **self.engine.clone_sums(),
+                **{name: each for state in states for name, each in state.sums().items()},
             },
             passes.norm_sq,
         )
@@ -262,7 +265,8 @@ class TrainingStep:
             norm = norm.masked_fill(sums["missing"] > 0, math.inf)
         skipped = self.engine.optimizer.step(given.rates_2, norm, given.step.scale)
         self._balance(totals, skipped)
-        self.engine.finish_step(skipped)
+        for state in states:
+            state.finish_step(skipped)
         return totals, sums.with_value("skipped", skipped)
 
     def _wanted(self) -> Tensor:

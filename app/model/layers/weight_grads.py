@@ -6,8 +6,7 @@ first (zero bubble, Qi et al. 2023). `MainGradSink` adds it at once to a main gr
 precision, inside the GEMM where the kernel allows, so that no microbatch's gradient is stored.
 
 Shapes: T rows, I input width, O output width, E experts; rows of an expert end at its offset in
-`ends_E`, the cumulative `offs` of `grouped_mm`. G replicas of remote experts, J partial sums over
-rows, W elements of a weight.
+`ends_E`, the cumulative `offs` of `grouped_mm`. J partial sums over rows, W elements of a weight.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 from app.kernels.common import moves_tiles, usable
 from app.kernels.grouped_gradient import add_grouped_gradient
 from app.kernels.partial_sums import add_summed, summed
-from app.model.layers.replica_weight import ReplicaWeight
 from app.torch_versions import add_gemm
 
 
@@ -146,69 +144,6 @@ class GroupedLinearGrad(WeightGrad):
     def _accumulates(self, total: Tensor) -> bool:
         wide = total.dtype.itemsize > self.rows_TI.dtype.itemsize
         return wide and usable(total) and moves_tiles(total.device)
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaGrad:
-    """Gradients rows[e]ᵀ · grad[e] of the replicas on this rank: every expert e from `first` on."""
-
-    rows_TI: Tensor
-    grad_TO: Tensor
-    ends_E: Tensor
-    first: int
-
-    def write_to(self, out_GIO: Tensor) -> None:
-        """Write them in fp32, rounded once; undefined for experts without rows."""
-        if usable(out_GIO):
-            add_grouped_gradient(
-                out_GIO,
-                self.rows_TI,
-                self.grad_TO,
-                ends_E=self.ends_E,
-                first=self.first,
-                adds=False,
-            )
-            return
-        begin = first_row(self.ends_E, self.first)
-        ends_G = self.ends_E[self.first :] - begin
-        rows_TI, grad_TO = (each[begin:].float() for each in (self.rows_TI, self.grad_TO))
-        out_GIO.copy_(F.grouped_mm(rows_TI.T, grad_TO, offs=ends_G))
-
-
-@dataclass(frozen=True, slots=True)
-class GradWithReplicas(WeightGrad):
-    """Gradient of this rank's experts, including the rows that replicas on other ranks computed."""
-
-    own: WeightGrad
-    replicas: ReplicaGrad
-    weight: ReplicaWeight
-
-    def __call__(self) -> Tensor:
-        """Compute the gradient of own rows, send back those of hosted replicas and add what
-        arrives.
-        """
-        total = self.own()
-        self._return_replicas(total)
-        return total
-
-    def add_to(self, total: Tensor) -> None:
-        """Add the gradient of own rows, then those that arrive from replicas."""
-        self.own.add_to(total)
-        self._return_replicas(total)
-
-    def write_to(self, total: Tensor) -> None:
-        """Write the gradient of own rows, then add those that arrive from replicas."""
-        self.own.write_to(total)
-        self._return_replicas(total)
-
-    def _return_replicas(self, total: Tensor) -> None:
-        self.replicas.write_to(self.weight.grads())
-        self.weight.return_grads(total)
-
-
-def first_row(ends_E: Tensor, expert: int) -> int:
-    """Return the index of an expert's first row; synchronizes with the device."""
-    return int(ends_E[expert - 1]) if expert else 0
 
 
 AddGrad = Callable[[nn.Parameter, WeightGrad], None]  # adds to a parameter's main gradient

@@ -27,8 +27,7 @@ class TokenTransport(Protocol):
 
     `row_of_NK` holds the row here of each choice of any rank, R for none (`place_rows`). Rows
     without a choice are neither written nor read. Nothing here is differentiable: the backward of
-    `spread` is `combine` without probabilities, that of `combine` is `spread_gradients`. Kernels of
-    both spreads may also write their rows to `fp8_rows`.
+    `spread` is `combine` without probabilities, that of `combine` is `spread_gradients`.
     """
 
     def gather_choices(self, experts_TK: Tensor) -> Tensor:
@@ -38,9 +37,7 @@ class TokenTransport(Protocol):
         """
         ...
 
-    def spread(
-        self, x_TD: Tensor, row_of_NK: Tensor, num_rows: int, fp8_rows: Fp8Rows | None = None
-    ) -> Tensor:
+    def spread(self, x_TD: Tensor, row_of_NK: Tensor, num_rows: int) -> Tensor:
         """Return rows[row_of[n, k]] = x[n]: T × D -> R × D."""
         ...
 
@@ -62,7 +59,6 @@ class TokenTransport(Protocol):
         probs_TK: Tensor,
         row_of_NK: Tensor,
         experts_TK: Tensor,
-        fp8_rows: Fp8Rows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of `combine`: of the rows, R × D, and of the probabilities, T × K in
         fp32.
@@ -72,8 +68,18 @@ class TokenTransport(Protocol):
         ...
 
 
+class SizedTransport(TokenTransport, Protocol):
+    """Transport with memory for a number of tokens that was fixed when it was built."""
+
+    @property
+    def tokens(self) -> int:
+        """Return T."""
+        ...
+
+
 class CollectiveTransport:
-    """Transport by collectives of equal sizes, on any back end and device.
+    """Transport by collectives of equal sizes, on any back end and device. Kernels of both spreads
+    also write their rows to `fp8_rows`, if given.
 
     All-gathers the tokens; an all-to-all of equal parts returns what a rank makes of a token to its
     source rank. N·D elements arrive in either direction.

@@ -1,4 +1,4 @@
-"""FP8 GEMMs with sizes in place of tensors (`app.model.fp8`); all sizes are bytes.
+"""FP8 GEMMs with sizes in place of tensors (`app.fp8`); all sizes are bytes.
 
 As on Hopper GPUs, whose tensor cores need a row-wise and a column-wise copy of each matrix.
 """

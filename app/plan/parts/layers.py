@@ -77,8 +77,10 @@ def _loss_of_kept_logits(
     there = gemm.weight if added is GradAddition.after else 0
     gathered = parts * h.bytes if parts > 1 else 0
     ordered = s.copies * gathered
-    # backward, beside the weight gradient if that is stored
-    put = 2 * gathered + max(0, ordered - gathered - there) + given + back
+    # backward, beside the weight gradient if that is stored: while it quantises the operands, then
+    # while it scatters the input gradient
+    waiting = operands.given.columns + operands.back.columns
+    put = 2 * gathered + max(given + back, max(0, ordered - gathered - there) + waiting)
     read = max(gathered, ordered - gemm.made) + given
     carries = gathered - h.bytes if parts > 1 else 0
     if s.splits and operands.kept is not None and operands.waiting is not None:
