@@ -46,15 +46,13 @@ class Fp8LocalDispatcher(LocalDispatcher):
         """Map R × D -> T × D."""
         if not _quantises(expert_out_RD, origin):
             return super().combine(expert_out_RD, probs_TK, origin)
-        out_TD: Tensor = _Combine.apply(
-            expert_out_RD, probs_TK, origin.token_of_row_R, origin.row_of_TK, self.ready
-        )
+        out_TD: Tensor = _Combine.apply(expert_out_RD, probs_TK, origin.row_of_TK, self.ready)
         return out_TD
 
 
 def _quantises(rows: Tensor, permutation: Permutation) -> bool:
     """Return whether kernels write the rows, and every row is a token's."""
-    return permutation.kept_TK is None and usable(rows)
+    return not permutation.drops and usable(rows)
 
 
 class _Permute(torch.autograd.Function):
@@ -65,46 +63,35 @@ class _Permute(torch.autograd.Function):
         ctx.save_for_backward(row_of_TK)
         rows = len(token_of_row_R)
         fp8_rows = empty_fp8_rows((rows, x_TD.shape[1]), x_TD.device)
-        rows_RD = kernels.spread_rows(x_TD, row_of_TK, None, num_rows=rows, fp8_rows=fp8_rows)
+        rows_RD = kernels.spread_rows(x_TD, row_of_TK, rows, fp8_rows=fp8_rows)
         return ready.put((rows_RD, *fp8_rows))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         (row_of_TK,) = ctx.saved_tensors
-        grad_TD = sum_rows(grad_RD, row_of_TK, None, kept_TK=None, dtype=grad_RD.dtype)
+        grad_TD = sum_rows(grad_RD, row_of_TK, None, drops=False, dtype=grad_RD.dtype)
         return grad_TD, None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        rows_RD: Tensor,
-        probs_TK: Tensor,
-        token_of_row_R: Tensor,
-        row_of_TK: Tensor,
-        ready: ReadyRows,
+        ctx: Any, rows_RD: Tensor, probs_TK: Tensor, row_of_TK: Tensor, ready: ReadyRows
     ) -> Tensor:
         ctx.ready = ready
-        ctx.save_for_backward(rows_RD, probs_TK, token_of_row_R, row_of_TK)
-        return sum_rows(rows_RD, row_of_TK, probs_TK, kept_TK=None, dtype=rows_RD.dtype)
+        ctx.save_for_backward(rows_RD, probs_TK, row_of_TK)
+        return sum_rows(rows_RD, row_of_TK, probs_TK, drops=False, dtype=rows_RD.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        rows_RD, probs_TK, token_of_row_R, row_of_TK = ctx.saved_tensors
+        rows_RD, probs_TK, row_of_TK = ctx.saved_tensors
         fp8_rows = empty_fp8_rows(rows_RD.shape, grad_TD.device)
         grad_RD, dots_TK = combine_gradients(
-            grad_TD,
-            rows_RD,
-            probs_TK,
-            token_of_row_R=token_of_row_R,
-            row_of_TK=row_of_TK,
-            kept_TK=None,
-            fp8_rows=fp8_rows,
+            grad_TD, rows_RD, probs_TK, row_of_TK, drops=False, fp8_rows=fp8_rows
         )
-        return ctx.ready.put((grad_RD, *fp8_rows)), dots_TK, None, None, None
+        return ctx.ready.put((grad_RD, *fp8_rows)), dots_TK, None, None
 
 
 class Fp8Transport:

@@ -34,7 +34,6 @@ from app.kernels import (
     pages,
     partial_sums,
     peer_rows,
-    peer_sums,
     quantise,
     rms_norm,
     rows,
@@ -153,8 +152,7 @@ LAUNCHED = {
     weights: ("_largest", "_both"),
     swiglu_fp8: ("_forward", "_backward"),
     pages: ("_take", "_put_back", "_copy"),
-    peer_rows: ("_pull", "_pull_gradients"),
-    peer_sums: ("_push", "_sum_partials", "_sum_dots"),
+    peer_rows: ("_sum_partials", "_sum_dots"),
 }
 
 

@@ -101,14 +101,10 @@ def test_everything_may_be_dropped():
     experts_TK = torch.full((4, 2), 3, device=DEVICE)
     record = sort_by_expert(experts_TK, 3, True)
     x_TD, none = torch.randn(4, 5, device=DEVICE), torch.zeros(0, 5, device=DEVICE)
-    choices = record.row_of_TK, record.kept_TK
-    assert rows.spread_rows(x_TD, *choices, 0).shape == (0, 5)
-    assert (
-        rows.sum_rows(none, record.row_of_TK, None, kept_TK=record.kept_TK, dtype=torch.float32)
-        .eq(0)
-        .all()
-    )
-    grad_RD, dots_TK = rows.combine_gradients(x_TD, none, torch.ones(4, 2, device=DEVICE), *choices)
+    row_of_TK, ones_TK = record.row_of_TK, torch.ones(4, 2, device=DEVICE)
+    assert rows.spread_rows(x_TD, row_of_TK, 0).shape == (0, 5)
+    assert rows.sum_rows(none, row_of_TK, None, torch.float32).eq(0).all()
+    grad_RD, dots_TK = rows.combine_gradients(x_TD, none, ones_TK, row_of_TK)
     assert grad_RD.shape == (0, 5) and dots_TK.eq(0).all()
 
 

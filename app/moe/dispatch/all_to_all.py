@@ -149,7 +149,7 @@ def _permute_and_wait(x_TD: Tensor, counted: CountedRows) -> tuple[Tensor, AllTo
     """Return rows by destination, and the layout with the splits that have arrived on the host."""
     arrive = start_to_host(counted.splits_2P)
     permutation = counted.permutation
-    if permutation.kept_TK is None:
+    if not permutation.drops:
         rows = permute(x_TD, permutation)
         input_splits, output_splits = arrive()
     else:  # dropped choices are not sent, so wait for the number of rows first

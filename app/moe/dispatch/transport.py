@@ -16,13 +16,8 @@ from torch import Tensor
 
 from app.collectives import all_to_all
 from app.kernels.quantise import Fp8Rows
-from app.moe.dispatch.expert_rows import (
-    partial_sums,
-    row_gradients,
-    spread_rows,
-    sum_dots,
-    sum_partials,
-)
+from app.moe.dispatch.expert_rows import row_gradients, spread_rows, sum_dots, sum_partials
+from app.moe.permute import sum_rows
 from app.moe.row_collectives import gathered
 
 
@@ -110,7 +105,7 @@ class CollectiveTransport:
     ) -> Tensor:
         """See the protocol."""
         probs_NK = None if probs_TK is None else gathered(probs_TK, self.group)
-        partial_ND = partial_sums(rows_RD, probs_NK, row_of_NK)
+        partial_ND = sum_rows(rows_RD, row_of_NK, probs_NK, drops=True, dtype=rows_RD.dtype)
         return sum_partials(self._to_sources(partial_ND), experts_TK, self.local, etp=self.etp)
 
     def spread_gradients(

@@ -36,7 +36,7 @@ class PlannedAllGather(PlannedDispatcher):
     def rows(self, tokens: int) -> RowCounts:
         """Count all ranks' choices; those of this rank's experts have a row here."""
         rows = round(self.mean_rows(tokens) * self.busiest_load(tokens))
-        return RowCounts(self.ranks * tokens * self.moe.top_k, True, sent=rows, computed=rows)
+        return RowCounts(self.ranks * tokens * self.moe.top_k, sent=rows, computed=rows)
 
     def trace_dispatch(
         self, trace: Trace, tokens: Tokens, h: TracedTensor, rows: TracedRows
@@ -50,7 +50,7 @@ class PlannedAllGather(PlannedDispatcher):
         return trace.op(
             [h],
             [made],
-            [rows.row_of, rows.kept],
+            [rows.row_of],
             scratch=scratch,
             kernels=2,
             sends=self._ring(forward=here, backward=self._sums(tokens)),
@@ -70,7 +70,7 @@ class PlannedAllGather(PlannedDispatcher):
         return trace.op(
             [expert_out, probs],
             [tokens.bytes],
-            [expert_out, *rows.places],
+            [expert_out, rows.row_of],
             keeps=PROBABILITY * self.rows(tokens.count).asked,
             scratch=(self._summed(tokens), self._gathered(tokens)),
             kernels=4,

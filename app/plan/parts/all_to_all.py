@@ -31,7 +31,7 @@ class PlannedAllToAll(PlannedDispatcher):
         most = self.most_rows(tokens)
         sent = asked if most is None else most if self.moe.pad_to_capacity else min(asked, most)
         computed = round(asked * self.busiest_load(tokens))
-        return RowCounts(asked, most is not None, sent=sent, computed=computed)
+        return RowCounts(asked, sent=sent, computed=computed)
 
     def trace_preprocess(self, trace: Trace, tokens: Tokens, chosen: TracedTensor) -> TracedRows:
         """Sort choices by expert, and compute the permutation of the rows that arrive."""
@@ -45,7 +45,7 @@ class PlannedAllToAll(PlannedDispatcher):
         """T × D -> R × D: permute, all-to-all, sort by local expert."""
         count = self.rows(tokens.count)
         _, back = rows.orders
-        saved = [rows.row_of, rows.kept]
+        saved = [rows.row_of]
         (x,) = trace.op([h], [count.sent * tokens.row], saved, work=Work.rows)
         (x,) = trace.op([x], [count.computed * tokens.row], sends=self._exchange(tokens))
         return trace.op([x], [count.computed * tokens.row], [back])[0]
@@ -65,7 +65,7 @@ class PlannedAllToAll(PlannedDispatcher):
         (y,) = trace.op([y], [count.sent * tokens.row], sends=self._exchange(tokens))
         if self.etp > 1:
             (probs,) = trace.op([probs], [self.etp * probs.bytes])
-        saved = [y, probs, *rows.places]
+        saved = [y, probs, rows.row_of]
         (out,) = trace.op([y, probs], [tokens.bytes], saved, holds=[expert_out], work=Work.rows)
         return out
 

@@ -62,7 +62,6 @@ class RowCounts:
     """
 
     asked: int  # choices of the tokens seen here
-    drops: bool  # some choices have no row here
     sent: int  # rows that leave this rank, or are permuted out of gathered tokens
     computed: int  # rows of this rank's experts, at the planned load
 
@@ -99,15 +98,9 @@ class TracedRows:
 
     token_of_row: TracedTensor
     row_of: TracedTensor
-    kept: TracedTensor
     ends: TracedTensor
     # permutations from the order of arrival to the experts' order, and back
     orders: tuple[TracedTensor, ...] = ()
-
-    @property
-    def places(self) -> tuple[TracedTensor, ...]:
-        """Tensors that the backward of the weighted sum per token needs."""
-        return self.token_of_row, self.row_of, self.kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,10 +249,9 @@ class PlannedDispatcher(ABC):
         rows = self.rows(tokens.count)
         # padded to capacity, one extra row receives the dropped tokens
         of_rows = 8 * (rows.sent + 1 if self.moe.pad_to_capacity else rows.asked)
-        sizes = of_rows, 8 * rows.asked, rows.asked if rows.drops else 0, 4 * self.experts
-        made = trace.op([], sizes, holds=[chosen], kernels=8)
-        token_of_row, row_of, kept, ends = made
-        return TracedRows(token_of_row, row_of, kept, ends=ends)
+        sizes = of_rows, 8 * rows.asked, 4 * self.experts
+        token_of_row, row_of, ends = trace.op([], sizes, holds=[chosen], kernels=8)
+        return TracedRows(token_of_row, row_of, ends)
 
     @abstractmethod
     def trace_dispatch(

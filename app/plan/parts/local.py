@@ -32,7 +32,7 @@ class PlannedLocal(PlannedDispatcher):
         asked = self.mean_rows(tokens)
         most = self.most_rows(tokens)
         rows = most if most is not None and self.moe.pad_to_capacity else asked
-        return RowCounts(asked, most is not None, sent=rows, computed=rows)
+        return RowCounts(asked, sent=rows, computed=rows)
 
     @property
     def quantises(self) -> bool:
@@ -44,7 +44,7 @@ class PlannedLocal(PlannedDispatcher):
     ) -> TracedTensor:
         """T × D -> R × D: permute."""
         sent = self.rows(tokens.count).sent
-        saved = [rows.row_of, rows.kept]
+        saved = [rows.row_of]
         in_fp8 = (sent * tokens.in_fp8, 0)
         return trace.op([h], [sent * tokens.row], saved, scratch=in_fp8, work=Work.rows)[0]
 
@@ -57,7 +57,7 @@ class PlannedLocal(PlannedDispatcher):
         rows: TracedRows,
     ) -> TracedTensor:
         """R × D -> T × D: weighted sum per token."""
-        saved = [expert_out, probs, *rows.places]
+        saved = [expert_out, probs, rows.row_of]
         in_fp8 = (0, expert_out.bytes // tokens.row * tokens.in_fp8)
         return trace.op([expert_out, probs], [tokens.bytes], saved, scratch=in_fp8, work=Work.rows)[
             0

@@ -146,7 +146,7 @@ class PlannedStatic(PlannedDispatcher):
         if self.moe.static.capacity is StaticCapacity.factor:
             wanted = self.moe.static.factor * self.mean_rows(tokens)
             rows = min(rows, ceil(wanted / ROUNDED_ROWS) * ROUNDED_ROWS)
-        return RowCounts(self.ranks * tokens * self.moe.top_k, True, sent=rows, computed=rows)
+        return RowCounts(self.ranks * tokens * self.moe.top_k, sent=rows, computed=rows)
 
     def may_lack_rows(self, tokens: int) -> bool:
         """Return whether the routing could exceed the capacity, or the paged buffer."""
@@ -170,7 +170,7 @@ class PlannedStatic(PlannedDispatcher):
         (gathered,) = trace.op([], [made], holds=[chosen], kernels=2, sends=sends)
         sizes = PLACE * everywhere, 4 * self.experts, 4
         row_of, ends, _ = trace.op([], sizes, holds=[gathered], kernels=2)
-        return TracedRows(chosen, row_of, trace.value(0), ends=ends)
+        return TracedRows(chosen, row_of, ends)
 
     def _trace_clones(self, trace: Trace, chosen: TracedTensor) -> TracedTensor:
         """Trace the plan of clones and the rerouted choices."""
