@@ -15,8 +15,9 @@ import pytest
 from app.cli.options import messages
 from app.cli.options.arguments import Typed
 from app.cli.options.compose import load_typed
-from app.cli.options.keys import all_keys
+from app.cli.options.keys import all_keys, is_section
 from app.cli.options.messages import Asked, readable_errors
+from app.config.advanced import ADVANCED, is_advanced
 from app.errors import ConfigError
 from tests.config import CONF, ROOT, load
 
@@ -35,6 +36,12 @@ NEEDS = {
 def test_option_surface_is_a_decision():
     """A new key changes this list in the same commit: tests/golden/options.txt."""
     assert all_keys() == (ROOT / "tests/golden/options.txt").read_text().split()
+
+
+def test_few_keys_are_listed_by_default():
+    keys = all_keys()
+    assert set(ADVANCED) <= set(keys)
+    assert sum(not (is_section(key) or is_advanced(key)) for key in keys) <= 150
 
 
 @pytest.mark.every(4)

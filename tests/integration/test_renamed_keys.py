@@ -32,7 +32,7 @@ from app.engine.files.checkpoints import (
     parse_manifest,
 )
 from app.engine.files.run_folder import CONFIG, describe_run
-from app.errors import ConfigError
+from app.errors import ConfigError, typed
 from app.planner.plan import Plan
 from app.version import Version
 from tests.integration.continued_settings import TINY
@@ -58,8 +58,8 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> None:
         Renamed("train.total", "train.steps"),
         Renamed("train.budget", "optim.decay_steps"),
         RenamedValue("schedule.name", "one_f_one_b", "1f1b"),
-        Removed("train.patience", "use train.max_bad_steps", idle=0),
-        Removed("model.shape", "train anew", idle="round", fixed=True),
+        Removed("train.patience", "train.max_bad_steps counts", idle=0),
+        Removed("model.shape", "models are round", idle="round", instead="model.name"),
     )
     monkeypatch.setattr(renamed, "CHANGED", (*CHANGED, *more))
     monkeypatch.setattr(old_names, "CHANGED", (*CHANGED, *more))
@@ -80,7 +80,7 @@ def test_new_names_are_keys_and_old_ones_are_not():
 
 
 @pytest.mark.parametrize(
-    ("typed", "read"),
+    ("word", "read"),
     [
         (f"{STASH}=1.5", f"{BUFFER}=1.5"),
         (f"+{STASH}=1.5", f"+{BUFFER}=1.5"),
@@ -100,8 +100,8 @@ def test_new_names_are_keys_and_old_ones_are_not():
         ("no key", "no key"),
     ],
 )  # fmt: skip
-def test_typed_override_has_the_present_name(typed: str, read: str):
-    assert Typed.parse([typed]).overrides == (read,)
+def test_typed_override_has_the_present_name(word: str, read: str):
+    assert Typed.parse([word]).overrides == (read,)
 
 
 def test_old_name_is_told_once(capsys: pytest.CaptureFixture[str]):
@@ -198,7 +198,7 @@ def test_removed_key_says_what_to_do(changed: None, tmp_path: Path):
         [*options(tmp_path, "experiment/e", {"train": {"patience": 3}}, "# @package _global_\n"),
          "+experiment=e"],
     ):  # fmt: skip
-        said = r"train\.patience=3: was removed(, in .*)?; use train\.max_bad_steps"
+        said = r"train\.patience=3: was removed: train\.max_bad_steps counts(, in .*)?$"
         with pytest.raises(ConfigError, match=said) as raised:
             loaded(*words)
         assert explained(raised.value) is raised.value
@@ -215,9 +215,47 @@ def test_removed_key_that_does_nothing_is_left_out(
 def test_removed_key_in_saved_settings(changed: None):
     present, (told,) = with_new_names({"train": {"patience": 3, "steps": 1}}, saved=True)
     assert present == {"train": {"steps": 1}} and "train.patience=3 is left out" in told
-    assert with_new_names({"model": {"shape": "round"}}, saved=True)[0] == {"model": {}}
-    with pytest.raises(ConfigError, match="shape=flat: was removed; train anew"):
-        with_new_names({"model": {"shape": "flat"}}, saved=True)
+    for shape, keys in (("round", ()), ("flat", None), ("flat", ("model.name",))):
+        values = {"model": {"shape": shape}}
+        assert with_new_names(values, saved=True, typed_keys=keys)[0] == {"model": {}}
+    said = "shape=flat: was removed: models are round; type model.name=…"
+    with pytest.raises(ConfigError, match=said):
+        with_new_names({"model": {"shape": "flat"}}, saved=True, typed_keys=())
+
+
+REMOVED = [change for change in CHANGED if isinstance(change, Removed)]
+
+
+@pytest.mark.parametrize("change", REMOVED, ids=lambda change: change.key)
+def test_every_removed_key_is_explained(change: Removed, tmp_path: Path):
+    """Typed it ends in one line; saved by a run it is refused until the advice is followed, or
+    left out; a checkpoint with it loads.
+    """
+    with pytest.raises(ConfigError) as raised:
+        loaded(f"{change.key}=7")
+    told = f"{change.key}=7: was removed: {change.now}"
+    assert str(raised.value).startswith(told) and "\n" not in str(raised.value)
+    if change.idle is not None:
+        assert loaded(f"{change.key}={typed(change.idle)}") == loaded()
+
+    folder = tmp_path / "a"
+    folder.mkdir()
+    describe_run(Plan(loaded("model=dense_tiny")), folder, Version.of())
+    config = OmegaConf.load(folder / CONFIG)
+    for value in (change.idle, 7):
+        OmegaConf.update(config, change.key, value, force_add=True)
+        (folder / CONFIG).write_text(OmegaConf.to_yaml(config))
+        words = [f"resume={folder}"]
+        if value == 7 and change.instead is not None:
+            with pytest.raises(ConfigError, match=re.escape(f"; type {change.instead}=…")):
+                loaded(*words)
+            words.append(f"{change.instead}=1")
+        assert loaded(*words).model.name == "dense_tiny"
+        line = settings_line(Typed.parse(words))
+        assert line is not None and (change.now in line) == (value == 7), line
+        assert "lacks" not in line
+    present, _ = with_new_names(OmegaConf.to_container(config), saved=True)
+    assert present.keys() == config.keys(), "as of a checkpoint: nothing is refused"
 
 
 def test_renamed_value(changed: None, tmp_path: Path):

@@ -181,13 +181,13 @@ def test_where_a_job_begins(tmp_path: Path):
     sweep, found = sweep_of(tmp_path / "it's", 2)
     job, run_dir = sweep.jobs[0], tmp_path / "it's" / sweep.jobs[0].folder
     anew = job_arguments(sweep, job, found[0].run)
-    ours = ["log.group='it\\'s'", "log.job_type='sweep'"]
+    ours = ["log.group='it\\'s'"]
     assert anew == ["train.steps=2", f"run_dir={quoted(run_dir)}", "log.console=false", *ours]
     finished_run(run_dir)
     assert job_arguments(sweep, job, found[0].run) == [*anew, "resume=auto"]
     (run_dir / "checkpoints/step-00000001").mkdir(parents=True)
     (run_dir / "checkpoints/latest").write_text("step-00000001")
-    own = load("log.group=mine", "log.job_type=ablation")
+    own = load("log.group=mine")
     assert job_arguments(sweep, job, own) == [*anew[:3], "resume=auto"]
 
 

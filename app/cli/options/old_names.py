@@ -32,7 +32,6 @@ from app.config.renamed import (
 )
 from app.engine.files.run_folder import HEADER
 from app.errors import ConfigError, say
-from app.errors import typed as as_typed
 
 # prefix, key or group with its package, and the value where there is one
 OVERRIDE = re.compile(r"(\+\+|\+|~|)([^=+~]+)(?:=(.*))?", re.DOTALL)
@@ -68,9 +67,9 @@ def _present(word: str, match: re.Match[str], given: set[str]) -> Iterator[str]:
     prefix, old, value = match[1], match[2], match[3]
     key = new_key(old)
     if (gone := removed(key)) is not None:
-        if value is not None and value.strip("'\"") != as_typed(gone.idle):
-            raise ConfigError(old, value, "was removed", advice=gone.advice)
-        tell([f"{old} was removed, and {word} does nothing"])
+        if value is not None and not gone.idles(value.strip("'\"")):
+            raise gone.refused(value, old)
+        tell([f"{old} was removed, and {word} does nothing: {gone.now}"])
         return
     if key != old:
         if key in given:

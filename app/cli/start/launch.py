@@ -27,7 +27,6 @@ from app.cli.options.arguments import (
     flags_to_overrides,
     with_sweep_folder,
 )
-from app.cli.options.completion import complete_values_as_typed
 from app.cli.options.compose import (
     check_named,
     load_run,
@@ -43,6 +42,7 @@ from app.cli.options.hydra_words import (
     check_folders,
     check_plugins,
 )
+from app.cli.options.listings import list_as_ours
 from app.cli.options.messages import Asked, readable_errors
 from app.cli.options.pretrained import KEY as INIT_FROM
 from app.cli.options.unknown import no_such_flag
@@ -311,9 +311,9 @@ def checked_arguments(arguments: Sequence[str], launch: Launch) -> list[str]:
 
     Raises ConfigError for unknown flags, and for sweeps that this process must not run.
     """
+    list_as_ours()
     if COMPLETION & set(arguments):
         check_completion(arguments)
-        complete_values_as_typed()
         return list(arguments)
     if error := no_such_flag(arguments):
         raise error

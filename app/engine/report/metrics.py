@@ -90,7 +90,6 @@ class StepReport:
     fp8_clipped_weights: float | None = None
     fp8_clipped_grads: float | None = None
     loss_scale: float | None = None  # factor on the loss in this step
-    grad_zeros: int | None = None  # zero elements of the gradient
     # time that saving the step before blocked this one, ms
     checkpoint_blocked_ms: float | None = None
 
@@ -196,7 +195,6 @@ class Meter:
             mfu=tflops / self.peak if self.peak else None,
             reruns=facts.reruns,
             loss_scale=facts.scale,
-            grad_zeros=int(facts.zeros) if self.run.optim.count_zeros else None,
             checkpoint_blocked_ms=None if times.blocked is None else times.blocked * 1e3,
             **self._clones(facts),
             **measured,
