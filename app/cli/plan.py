@@ -28,7 +28,7 @@ from app.cli.options.compose import load_typed
 from app.cli.options.messages import Asked, readable_errors
 from app.cli.options.unknown import no_such_flag
 from app.cli.plan_views.tables import print_comparison, print_plan
-from app.cli.processes.reader import ends_with_its_reader
+from app.cli.processes.output import ends_with_its_reader
 from app.cli.start.overlaid import overlaid
 from app.config import Run
 from app.errors import ConfigError, nearest, warn

@@ -24,8 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from app.cli.options.messages import readable_errors
-from app.cli.processes.reader import ends_with_its_reader
-from app.cli.processes.width import table_width
+from app.cli.processes.output import ends_with_its_reader, table_width
 from app.cli.run_report.table import COLUMNS, Report, cells, read_report
 from app.errors import ConfigError
 

@@ -19,7 +19,7 @@ from app.advice import layouts
 from app.cli.plan import main, parse
 from app.cli.plan_views.rows import MOST_ROWS
 from app.cli.plan_views.tables import WIDTH, print_plan
-from app.cli.processes.width import table_width
+from app.cli.processes.output import table_width
 from app.errors import ConfigError
 from app.plan.formatting import (
     amount,

@@ -47,9 +47,9 @@ from app.cli.options.messages import Asked, readable_errors
 from app.cli.options.pretrained import KEY as INIT_FROM
 from app.cli.options.unknown import no_such_flag
 from app.cli.processes.ctrl_c import interrupt_then_end
+from app.cli.processes.environment import waiting_threads
 from app.cli.processes.home import child_paths
 from app.cli.processes.launcher import STARTED_AS, Launch, started_as
-from app.cli.processes.openmp import waiting_threads
 from app.cli.processes.parent import bound
 from app.cli.run_report.facts import run_facts
 from app.cli.run_report.sweep_record import left_to_sweep
