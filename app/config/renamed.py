@@ -8,7 +8,6 @@ Whatever reads a configuration by name applies it: typed overrides and YAML file
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -112,22 +111,6 @@ def removed(key: str) -> Removed | None:
     return next((each for each in CHANGED if isinstance(each, Removed) and each.key == key), None)
 
 
-def new_references(text: str) -> str:
-    """Return a text whose references, as `${model.moe.top_k}`, have present names."""
-    if "${" not in text:
-        return text
-    for change in CHANGED:
-        if isinstance(change, Renamed):
-            old = rf"(?<=\$\{{){re.escape(change.old)}(?=[.}}])"
-            text = re.sub(old, change.new, text)
-    return text
-
-
-def changes_inside(section: str) -> bool:
-    """Return whether keys below a dotted name (empty: any) were renamed or removed."""
-    return any(_path(_key_of(change), section) for change in CHANGED)
-
-
 def with_new_names(
     values: Mapping[Any, Any],
     section: str = "",
@@ -138,7 +121,7 @@ def with_new_names(
     """Return nested settings by their present names, and a line per change.
 
     `section` is the dotted name of what they are settings of, empty for a whole configuration.
-    `saved`: a run has written them, so that removed keys are left out, and texts are no references.
+    `saved`: a run has written them, so that removed keys are left out.
     `typed_keys`: the run continues with the saved settings and these keys, so that removed keys
     that had an effect are refused unless the key that decides in their place is typed.
     Raises ConfigError for an old and a new name of one key, and for removed keys.
@@ -154,7 +137,7 @@ def with_new_names(
                     told += _replace(found, path, change)
                 case Removed():
                     told += _remove(found, path, change, saved=saved, typed_keys=typed_keys)
-    return found if saved else _referring(found), told
+    return found, told
 
 
 def _key_of(change: Change) -> str:
@@ -247,15 +230,3 @@ def both_names(old: str, value: Any, new: str) -> ConfigError:
     """Return the error for the old and the new name of a key side by side."""
     rule = f"is {new} now, and that is given too"
     return ConfigError(old, value, rule, advice=f"give {new} alone")
-
-
-def _referring(value: Any) -> Any:
-    """Return plain values whose references have present names."""
-    match value:
-        case dict():
-            return {key: _referring(each) for key, each in value.items()}
-        case list():
-            return [_referring(each) for each in value]
-        case str():
-            return new_references(value)
-    return value

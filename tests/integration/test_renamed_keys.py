@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from app.cli.options import old_names
 from app.cli.options.arguments import Typed
 from app.cli.options.compose import load_overrides, load_typed, settings_line
-from app.cli.options.explained import explained
+from app.cli.options.explained import COMPOSING, explained
 from app.cli.options.fixed import Fixed
 from app.cli.options.keys import all_keys
 from app.cli.options.saved import saved_run
@@ -88,13 +88,6 @@ def test_new_names_are_keys_and_old_ones_are_not():
         (f"~{STASH}", f"~{BUFFER}"),
         (f"{STASH}=1.5,2", f"{BUFFER}=1.5,2"),
         (f"{STASH}=choice(1.5,2)", f"{BUFFER}=choice(1.5,2)"),
-        ("model.moe.static={stash: 1.5}", "model.moe.static={paged_buffer:1.5}"),
-        ("model={moe:{static:{stash:2},a:2}}", "model={moe:{static:{paged_buffer:2},a:2}}"),
-        ("model.moe={static:{stash:1}},{a:2}", "model.moe={static:{paged_buffer:1}},{a:2}"),
-        ("model.moe.static=choice({stash:1},{})", "model.moe.static=choice({paged_buffer:1},{})"),
-        (f"train.steps=${{{STASH}}}", f"train.steps=${{{BUFFER}}}"),
-        ("model.moe={top_k: 1}", "model.moe={top_k: 1}"),
-        ("model.moe.static={stash:", "model.moe.static={stash:"),
         ("hardware.profile.product_tflops=9", "hardware.profile.gemm_tflops=9"),
         ("model=small", "model=small"),
         ("no key", "no key"),
@@ -124,8 +117,19 @@ def test_both_names_are_refused():
     for words in ([f"{STASH}=1", f"{BUFFER}=2"], [f"+{BUFFER}=2", f"{STASH}=1"]):
         with pytest.raises(ConfigError, match=re.escape(said)):
             Typed.parse(words)
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        Typed.parse(["model.moe.static={stash:1,paged_buffer:2}"])
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("model.moe.static={stash: 1}", f"{STASH}=: is {BUFFER} now; did you mean {BUFFER}?"),
+        ("optim={init_lr: 1}", "optim.init_lr=: was removed: warm-up begins at 0; "),
+    ],
+)
+def test_old_name_inside_a_dictionary_is_explained(word: str, said: str):
+    with pytest.raises(COMPOSING) as raised:
+        loaded(word)
+    assert str(explained(raised.value)).startswith(said)
 
 
 def test_old_name_behind_dashes():
@@ -178,7 +182,7 @@ def test_experiment_with_old_names(tmp_path: Path):
 
 def test_whole_configuration_with_old_names(tmp_path: Path):
     values = {"defaults": ["train", "_self_"], "model": {"moe": {"static": {"stash": 1.5}}},
-              "optim": {"lr": "${model.moe.static.stash}"}}  # fmt: skip
+              "optim": {"lr": 1.5}}  # fmt: skip
     words = options(tmp_path, "own", values)
     run = loaded(*words, "--config-name", "own", *STATIC)
     assert run.model.moe.static.paged_buffer == run.optim.lr == 1.5
@@ -194,7 +198,6 @@ def test_both_names_in_a_file_are_refused(tmp_path: Path):
 def test_removed_key_says_what_to_do(changed: None, tmp_path: Path):
     for words in (
         ["train.patience=3"],
-        ["train={patience:3}"],
         [*options(tmp_path, "experiment/e", {"train": {"patience": 3}}, "# @package _global_\n"),
          "+experiment=e"],
     ):  # fmt: skip
@@ -271,7 +274,7 @@ def test_key_that_moved_to_another_section(changed: None):
     present, _ = with_new_names({"train": {"budget": 3}}, saved=False)
     assert present == {"train": {}, "optim": {"decay_steps": 3}}
     with pytest.raises(ConfigError, match=r"is optim\.decay_steps now; give it there"):
-        Typed.parse(["train={budget:3}"])
+        with_new_names({"budget": 3}, "train", saved=False)
 
 
 # What runs have saved.
