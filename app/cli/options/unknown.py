@@ -14,7 +14,7 @@ from app.errors import ConfigError, Instead, letters, near_names
 
 MOST_GUESSED = 3  # keys that a name may equally well be a slip of
 MEASURED = "hardware.profile."  # written by calibrate, typed by nobody
-LISTED = "docs/keys.md lists the keys"
+LISTED = "python train.py --cfg all prints the keys"
 
 
 def no_such_key(key: str, value: str, where: str = "") -> ConfigError:
