@@ -23,9 +23,10 @@ if __name__ == "__main__":
 from app.advice.faster import faster
 from app.advice.layouts import compare_layouts
 from app.advice.suggest import suggest
+from app.cli.options.advice import Asked
 from app.cli.options.arguments import Typed, flags_to_overrides
 from app.cli.options.compose import load_typed
-from app.cli.options.messages import Asked, readable_errors
+from app.cli.options.messages import readable_errors
 from app.cli.options.unknown import no_such_flag
 from app.cli.plan_views.tables import print_comparison, print_plan
 from app.cli.processes.output import ends_with_its_reader

@@ -278,7 +278,7 @@ MISTAKES = {
     "train.steps=interval(2,4)": "train.steps=interval(2,4): a grid sweep takes lists of values ",
     "run_dir=here train.steps=2,3": "run_dir=here: each job of a sweep has a folder of its own",
     "model=dense_tiny,moe_tiny model.moe.top_k=1,2": "model.moe.top_k=1: needs model.moe, "
-    "which this model does not have",
+    "which is null here",
 }
 
 

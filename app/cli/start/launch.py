@@ -20,6 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from app.choices import Device, GraphImpl
+from app.cli.options.advice import Asked
 from app.cli.options.arguments import (
     SWEEPS,
     Typed,
@@ -43,7 +44,7 @@ from app.cli.options.hydra_words import (
     check_plugins,
 )
 from app.cli.options.listings import list_as_ours
-from app.cli.options.messages import Asked, readable_errors
+from app.cli.options.messages import readable_errors
 from app.cli.options.pretrained import KEY as INIT_FROM
 from app.cli.options.unknown import no_such_flag
 from app.cli.processes.ctrl_c import interrupt_then_end
