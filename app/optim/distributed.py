@@ -232,13 +232,6 @@ class DistributedOptimizer:
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
         return torch.stack(norms).square().sum()
 
-    def local_zeros(self) -> Tensor:
-        """Return this rank's share of the gradient's zero elements, an fp32 scalar to be summed
-        over ranks.
-        """
-        counts = [(owned.grad == 0).sum() for owned in self.param_shards() if owned.spec.counted]
-        return torch.stack(counts).sum().float() if counts else torch.zeros((), device=self.device)
-
     def step(self, rates_2: Tensor, norm: Tensor, scale: Tensor | None = None) -> Tensor:
         """Clip to `clip_norm` and update this rank's shards; return 1.0 if the update was skipped,
         otherwise 0.0 (fp32 scalar).

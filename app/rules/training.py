@@ -33,31 +33,16 @@ def _batch_of(run: Run) -> tuple[FirstOf, ...]:
 
 
 def check_lr_schedule(run: Run) -> None:
-    """Refuse warm-up and final decay that do not fit into the decay steps, in whole samples."""
-    lengths = run.warmup_steps, run.wsd_decay_steps, run.decay_steps
-    warmup, last, whole = (round(steps * run.train.global_batch) for steps in lengths)
+    """Refuse warm-up and final decay that do not fit into the decay steps."""
+    warmup, last, whole = run.warmup_steps, run.wsd_decay_steps, run.decay_steps
     if warmup >= whole:
-        word, size = _unit(run, "warmup")
-        rule = f"must be below the {whole / size:.10g} decay {word}"
-        raise ConfigError(f"optim.warmup_{word}", warmup // size, rule, nearest=whole // size // 10)
+        rule = f"must be below the {whole} decay steps"
+        raise ConfigError("optim.warmup_steps", warmup, rule, nearest=whole // 10)
     if run.optim.decay is Decay.wsd and warmup + last > whole:
-        word, size = _unit(run, "wsd_decay")
-        rule = (
-            f"with {warmup / size:.10g} {word} of warm-up longer than the {whole / size:.10g} "
-            f"decay {word}"
-        )
-        room = (whole - warmup) // size
-        advice = None if room else "make the decay longer"
-        raise ConfigError(
-            f"optim.wsd_decay_{word}", last // size, rule, nearest=room or None, advice=advice
-        )
-
-
-def _unit(run: Run, name: str) -> tuple[str, int]:
-    """Return the unit that a length of the schedule was given in, and the samples in one unit."""
-    if getattr(run.optim, f"{name}_samples") is None:
-        return "steps", run.train.global_batch
-    return "samples", 1
+        rule = f"with {warmup} steps of warm-up longer than the {whole} decay steps"
+        advice = None if whole > warmup else "make the decay longer"
+        near = whole - warmup or None
+        raise ConfigError("optim.wsd_decay_steps", last, rule, nearest=near, advice=advice)
 
 
 def check_rollback(run: Run) -> None:

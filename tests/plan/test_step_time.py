@@ -240,7 +240,7 @@ def test_data_sheet_is_used_without_a_profile_of_the_dtype():
         assert plan.stage_seconds == stage_seconds(run, plan.stages.in_order, plan.layout)
 
 
-def test_where_the_time_goes_is_shown_and_drawn(tmp_path: Path, capsys):
+def test_where_the_time_goes_is_shown(tmp_path: Path, capsys):
     typed = ["+experiment=small", "hardware=h200", "parallel.pp=2", f"out={tmp_path}"]
     assert main(["what=schedule", *typed]) == 0
     out = capsys.readouterr().out
@@ -248,8 +248,6 @@ def test_where_the_time_goes_is_shown_and_drawn(tmp_path: Path, capsys):
     shown = [kind for kind, seconds in kinds.items() if seconds > 1e-3 * sum(kinds.values())]
     assert {"GEMMs", "attention", "optimizer", IDLE} <= set(shown)
     assert all(f"\n{kind} " in out for kind in shown) and "by the speeds of H200" in out
-    picture = (tmp_path / "times.svg").read_text()
-    assert all(f">{kind}<" in picture for kind in kinds)
     assert main(["what=schedule", "hardware=auto", *typed[:1], "out=null"]) == 0
     assert "Where the time goes" not in capsys.readouterr().out
 

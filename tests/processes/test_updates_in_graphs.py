@@ -288,8 +288,8 @@ def test_rerun_step_updates_only_once(parallel: str):
 
 
 def test_whole_runs_with_schedules_and_a_resume(tmp_path: Path):
-    """Two stages, a split backward, warm-up and decay of the learning rate, a rising weight decay;
-    a stop and a second process in the middle.
+    """Two stages, a split backward, warm-up and decay of the learning rate; a stop and a
+    second process in the middle.
     """
     fixed = (
         *corpus_in(tmp_path),
@@ -298,8 +298,6 @@ def test_whole_runs_with_schedules_and_a_resume(tmp_path: Path):
         "schedule=zero_bubble_h1",
         "optim.warmup_steps=4",
         "optim.decay_steps=12",
-        "optim.weight_decay_end=0.3",
-        "optim.weight_decay_ramp=linear",
         "train.eval_interval=3",
     )
     graphs = (
@@ -326,7 +324,6 @@ def test_whole_runs_with_schedules_and_a_resume(tmp_path: Path):
         row.pop("graph_count", None)
     assert resumed == eager
     assert len({row["lr"] for row in eager} - {None}) == 12
-    assert len({row["weight_decay"] for row in eager} - {None}) == 12
 
 
 @pytest.mark.parametrize("impl", [GraphImpl.none, GraphImpl.local])

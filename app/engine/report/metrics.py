@@ -83,7 +83,6 @@ class StepReport:
     fp8_overflow_grads: float | None = None
     fp8_overflow_worst: float | None = None  # the largest entry over the FP8 maximum
     loss_scale: float | None = None  # factor on the loss in this step
-    grad_zeros: int | None = None  # zero elements of the gradient
     # time that saving the step before blocked this one, ms
     checkpoint_blocked_ms: float | None = None
 
@@ -189,7 +188,6 @@ class Meter:
             mfu=tflops / self.peak if self.peak else None,
             reruns=facts.reruns,
             loss_scale=facts.scale,
-            grad_zeros=int(facts.zeros) if self.run.optim.count_zeros else None,
             checkpoint_blocked_ms=None if times.blocked is None else times.blocked * 1e3,
             **self._clones(facts),
             **measured,

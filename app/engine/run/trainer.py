@@ -57,7 +57,7 @@ from app.engine.start.start import Data, Start
 from app.engine.step.engine import Engine
 from app.engine.step.step import TrainingStep, Validation
 from app.errors import Diverged, writing
-from app.optim.lr import lr_at, weight_decay_at
+from app.optim.lr import lr_at
 from app.version import VERSION, Version
 
 
@@ -291,7 +291,7 @@ class Trainer:
         run = self.run
         updates = self.progress.updates + 1
         lr = lr_at(updates, run)
-        decay = weight_decay_at(updates, run)
+        decay = run.optim.weight_decay
         following = self.feed.look_ahead if self.progress.step + 1 < run.train.steps else None
         began = time.perf_counter()
         batches = self.feed.next_step()

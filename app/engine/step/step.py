@@ -36,7 +36,6 @@ class Passes:
 
     totals: StepTotals
     norm_sq: Tensor  # fp32 scalar; squared norm of this rank's gradients
-    zeros: Tensor | float  # number of zero gradient elements, if counted
 
 
 def run_passes(engine: Engine, forward_backward: ForwardBackward, step: StepInput) -> Passes:
@@ -48,11 +47,7 @@ def run_passes(engine: Engine, forward_backward: ForwardBackward, step: StepInpu
         state.start_step()
     totals = forward_backward(step)
     optimizer.finish_grads()
-    return Passes(
-        totals,
-        optimizer.local_norm_sq(),
-        optimizer.local_zeros() if engine.plan.run.optim.count_zeros else 0.0,
-    )
+    return Passes(totals, optimizer.local_norm_sq())
 
 
 def run_forwards(engine: Engine, forwards: ForwardBackward, step: StepInput) -> StepTotals:
@@ -80,7 +75,6 @@ class StepFacts:
     loss: float
     aux_loss: float
     z_loss: float
-    zeros: float  # zero elements of the gradient, if counted
     missing: float  # ranks whose experts lacked memory for dispatched tokens
     stop: float  # ranks that were told to stop
     skipped: float
@@ -252,7 +246,6 @@ class TrainingStep:
                 "loss": totals.loss,
                 "aux_loss": totals.aux_loss,
                 "z_loss": totals.z_loss,
-                "zeros": passes.zeros,
                 "missing": 0.0 if self.shortage is None else self.shortage.lacks(),
                 "stop": self._wanted() if given.stop is None else given.stop,
                 **{name: each for state in states for name, each in state.sums().items()},
