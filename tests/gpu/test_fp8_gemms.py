@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from app.fp8.lost import LARGEST
+from app.fp8.reference import LARGEST
 from torch import Tensor, nn
 
 from app.choices import Fp8Recipe, LinearBackendKind

@@ -137,7 +137,7 @@ def test_captured_like_eager(layout: str):
         ],
         [{"static": StaticConfig(paged_buffer=1.1)}],
     ),
-    ids=["buffer, in 16s", "buffer", "overlap", "capacity"],
+    ids=["buffer", "overlap", "capacity"],
 )
 def test_with_what_else_an_moe_layer_may_have(layout: str, options: dict[str, Any]):
     runs = {"full iteration": run_of(layout, CHOICES["full iteration"], echo=CLONED, **options)}
