@@ -193,14 +193,6 @@ class WsdDecay(Enum):
     minus_sqrt = "minus_sqrt"
 
 
-class Ramp(Enum):
-    """Shape of weight decay between its first and its last value."""
-
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
-
-
 class BadFile(Enum):
     """Reaction to a corpus file that cannot be read or has the wrong format."""
 

@@ -52,9 +52,9 @@ class ConfigError(ValueError):
     """A user's mistake: the key, its value, the rule it breaks, and what may work instead.
 
     nearest: a value of the key, `Instead`, `FirstOf`, or a tuple of such alternatives. They are
-    shown as guesses until `app.cli.options.trial` has tried them. guess: the word that the user may
-    have meant. advice: an imperative, for mistakes that no other value mends. tried: `nearest` has
-    been found to work.
+    shown as guesses until `app.cli.options.advice` has tried them. guess: the word that the user
+    may have meant. advice: an imperative, for mistakes that no other value mends. tried: `nearest`
+    has been found to work.
     """
 
     def __init__(

@@ -33,10 +33,10 @@ from torch import Tensor, nn
 
 from app.choices import Dtype, Fp8Recipe, LinearBackendKind
 from app.engine.fp8 import Maker, arithmetic_maker, experts_arithmetic
-from app.model.fp8.delayed import DelayedScales
-from app.model.fp8.experts import Fp8GroupedLinear
-from app.model.fp8.linear import Fp8Linear
-from app.model.fp8.lost import LARGEST
+from app.fp8.delayed import DelayedScales
+from app.fp8.experts import Fp8GroupedLinear
+from app.fp8.linear import Fp8Linear
+from app.fp8.reference import LARGEST
 from app.model.layers.linear import ColumnParallelLinear, GroupedLinear
 from app.model.layers.weight_grads import MainGradSink, WeightGrad
 from app.plan.model.weight import Weight

@@ -11,7 +11,7 @@ of output, input gradient and weight gradient. Scales of `delayed` are those tha
 from __future__ import annotations
 
 import argparse
-from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -27,8 +27,9 @@ from app.engine.report.metrics import Stopwatch
 from app.engine.run.trainer import Trainer
 from app.engine.start.start import choose_device, find_start, load_all_data
 from app.engine.step.engine import Engine
-from app.model.fp8.delayed import EACH, GRAD, INPUT, WEIGHT
-from app.model.layers.quantised import Fp8Arithmetic, Quantised
+from app.fp8.delayed import EACH, GRAD, INPUT, WEIGHT
+from app.fp8.linear import Fp8Layers, Fp8Linear
+from app.fp8.quantised import Fp8Arithmetic, Quantised
 from app.planner.plan import Plan
 
 FIXED = ("precision=bf16", "precision.fp8.recipe=delayed", "parallel.dp=1", "log=none",
@@ -40,12 +41,22 @@ Three = tuple[Tensor, Tensor, Tensor]  # output, input gradient, weight gradient
 class Seen:
     """Matrices of a layer, and what they have become; of the last time, by kind."""
 
-    def __init__(self) -> None:
+    def __init__(self, linear: Fp8Linear) -> None:
+        """Watch a layer from here on; its weight is that of the next forward."""
         self.matrices = [torch.empty(0)] * EACH
         self.made: dict[int, Quantised] = {}
+        self._take(WEIGHT, linear.weight, linear.held)
+        linear.quantised_input = partial(self._operand, INPUT, linear.quantised_input)
+        linear.quantised_grad = partial(self._operand, GRAD, linear.quantised_grad)
 
-    def take(self, which: int, matrix: Tensor, made: Quantised) -> None:
-        """As `Fp8Linear.count`."""
+    def _operand(
+        self, which: int, quantised: Callable[[Tensor], Quantised], x: Tensor
+    ) -> Quantised:
+        made = quantised(x)
+        self._take(which, x.flatten(0, -2), made)
+        return made
+
+    def _take(self, which: int, matrix: Tensor, made: Quantised) -> None:
         self.matrices[which], self.made[which] = matrix.detach().clone(), made
 
 
@@ -76,13 +87,12 @@ def train(run: Run, engine: Engine, steps: int) -> dict[str, Seen]:
     """What layers have had in the last of these steps."""
     data = load_all_data(run, engine.groups, 0)
     trainer, stopwatch = Trainer(engine, data, find_start(run, None)), Stopwatch()
-    seen: defaultdict[str, Seen] = defaultdict(Seen)
-    for number in range(steps):
-        if number == steps - 1:
-            engine.fp8.expire()
-            for name, linear in engine.fp8.linears.items():
-                linear.count = partial(Seen.take, seen[name])
+    for _ in range(steps - 1):
         trainer.step(stopwatch)
+    fp8 = engine.state(Fp8Layers)
+    assert fp8 is not None, "the run has a recipe"
+    seen = {name: Seen(linear) for name, linear in fp8.linears.items()}
+    trainer.step(stopwatch)
     return seen
 
 

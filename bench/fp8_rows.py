@@ -26,12 +26,13 @@ import torch
 from timing import gpu_time
 from torch import Tensor
 
-from app.kernels import peer_rows, rows
+from app.fp8.row_scaled import RowScaled, on_tensor_cores
+from app.kernels import rows
 from app.kernels.fp8 import swiglu as swiglu_in_8
 from app.kernels.fp8 import weights
 from app.kernels.quantise import empty_fp8_rows, quantise_rows
+from app.kernels.rows import OfRanks
 from app.kernels.swiglu import swiglu
-from app.model.fp8.row_scaled import RowScaled, on_tensor_cores
 from app.moe.dispatch.expert_rows import place_rows
 
 RANKS, TOKENS, TOP_K, EXPERTS, WIDTH, HIDDEN = 2, 4096, 8, 128, 2048, 768
@@ -47,7 +48,7 @@ OTHER_TILES: tuple[dict[str, Any], ...] = (
 )
 ALTERNATIVES: dict[str, tuple[ModuleType, tuple[dict[str, Any], ...]]] = {
     "gradients of rows": (
-        peer_rows,
+        rows,
         ({"REGISTERS": None}, {"REGISTERS": 64}, {"WIDE_BLOCK": 1024, "REGISTERS": 128}),
     ),
     "activation": (swiglu_in_8, OTHER_TILES),
@@ -149,18 +150,24 @@ def of_tokens() -> Iterator[Piece]:
     addresses_P = torch.tensor([part.data_ptr() for part in x_ND.chunk(RANKS)], device=DEVICE)
     rows_RD, fp8_rows = normal(ROWS, WIDTH), empty_fp8_rows((ROWS, WIDTH), DEVICE)
     probs_NK = torch.rand(tokens, TOP_K, device=DEVICE)
-    dots_NK = torch.empty_like(probs_NK)
+    dots_NK, grad_RD = torch.empty_like(probs_NK), torch.empty_like(rows_RD)
     dots_P = torch.tensor([part.data_ptr() for part in dots_NK.chunk(RANKS)], device=DEVICE)
 
     def pull(fp8_rows: Any) -> Tensor:
-        return peer_rows.pull_rows(
-            addresses_P, row_of_NK, ROWS, width=WIDTH, dtype=x_ND.dtype, fp8_rows=fp8_rows
-        )
+        rows.spread_into(rows_RD, OfRanks(addresses_P), row_of_NK, fp8_rows)
+        return rows_RD
 
     def pull_gradients(fp8_rows: Any) -> Tensor:
-        return peer_rows.pull_gradients(
-            addresses_P, rows_RD, probs_NK, row_of_NK, dots_P, fp8_rows=fp8_rows
+        rows.gradients_into(
+            grad_RD,
+            OfRanks(dots_P),
+            OfRanks(addresses_P),
+            rows_RD=rows_RD,
+            probs_TK=probs_NK,
+            row_of_TK=row_of_NK,
+            fp8_rows=fp8_rows,
         )
+        return grad_RD
 
     once = BF16 * x_ND.numel()
     for way, given, more in (("bf16", None, 0), ("FP8", fp8_rows, used * (WIDTH + SCALE))):
@@ -218,7 +225,7 @@ def at_home() -> Iterator[Piece]:
         yield Piece(
             "gradients of rows at home",
             way,
-            partial(rows.combine_gradients, grad_TD, rows_RD, probs_TK, row_of_TK, None, given),
+            partial(rows.combine_gradients, grad_TD, rows_RD, probs_TK, row_of_TK, fp8_rows=given),
             moved + more,
         )
 

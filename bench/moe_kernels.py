@@ -35,7 +35,7 @@ from torch import Tensor
 import app.model.layers.loss as loss
 import app.moe.permute as permute
 import app.moe.router as router
-from app.model.layers.weight_grads import GroupedLinearGrad, LinearGrad, PairedGrad
+from app.model.layers.weight_grads import GroupedLinearGrad, LinearGrad
 
 try:
     import transformer_engine.pytorch as te
@@ -176,7 +176,6 @@ def everything(table: Table) -> None:
     for sizes in PRODUCTS:
         gemms(table, *sizes)
         weight_gradients(table, *sizes)
-        paired_gradients(table, *sizes)
     if te is not None:
         grouped_linears(table, "default")
         with_cutlass(table)
@@ -468,32 +467,6 @@ def weight_gradients(table: Table, total: int, experts: int, width: int, wide: i
             f"weight gradients R={total} E={experts} {width}->{wide}",
             name,
             gemm_work(total, width, wide),
-            run,
-        )
-
-
-def paired_gradients(table: Table, total: int, experts: int, width: int, wide: int) -> None:
-    """Of two microbatches, added to fp32 sums one behind the other, and by one product."""
-    pair = [
-        GroupedLinearGrad(
-            torch.randn(total, width, device="cuda").bfloat16(),
-            torch.randn(total, wide, device="cuda").bfloat16(),
-            torch.tensor(uneven(total, experts), device="cuda").cumsum(0).int(),
-        )
-        for _ in range(2)
-    ]
-    sums_EDN = torch.zeros(experts, width, wide, device="cuda")
-
-    def apart() -> None:
-        for each in pair:
-            each.add_to(sums_EDN)
-
-    ways = {"one behind the other": apart, "in one": lambda: PairedGrad(*pair).add_to(sums_EDN)}
-    for name, run in ways.items():
-        table.add(
-            f"weight gradients of two microbatches R={total} E={experts} {width}->{wide}",
-            name,
-            gemm_work(2 * total, width, wide),
             run,
         )
 

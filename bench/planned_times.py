@@ -27,7 +27,7 @@ import yaml
 
 from app.cli.options.compose import load_overrides
 from app.config import HardwareProfile, Run
-from app.config.renamed import with_new_names
+from app.config.renamed import removed, with_new_names
 from app.plan.cost.flops import flops_per_token
 from app.plan.cost.times import stage_times
 from app.planner.plan import Plan
@@ -181,9 +181,13 @@ def _load(found: dict[str, Any], run: Run) -> float | None:
 
 
 def planned_run(overrides: Sequence[str], hardware: str) -> Run | None:
-    """The run of a row with a profile; None: not a training step's overrides."""
+    """The run of a row with a profile; None: not a training step's overrides, or of a removed
+    key.
+    """
     renamed = [word.replace("=h200_small", "=small") for word in overrides]
     if not any(word.startswith("+experiment=") for word in renamed):
+        return None
+    if any(removed(word.partition("=")[0]) for word in renamed):
         return None
     typed = [*(word for word in renamed if word != "hardware=h200"), f"hardware={hardware}"]
     values = dict(word.removeprefix("parallel.").split("=", 1) for word in renamed)

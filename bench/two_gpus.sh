@@ -17,7 +17,6 @@ experts="precision.fp8.include=[linear,experts]"
 all="precision.fp8.include=[linear,head]"
 every="precision.fp8.include=[linear,head,experts]"
 updates=cuda_graph.optimizer=true
-pairs=optim.pair_expert_grads=true
 whole="train.micro_batch=1 train.global_batch=16 cuda_graph=full_iteration"
 moe="+experiment=smallmoe model=qwen3_30b_a3b model.moe.aux_loss_coeff=0.001 model.num_layers=12 $whole"
 dense="+experiment=small model=llama3_8b model.num_layers=16 $whole"
@@ -42,7 +41,7 @@ run_part() {
       "pp2vpp2-moe/partial,$te" "pp2vpp2-dense/layer,$te,$fp8=current" \
       "ep2-moe/full_iteration,$static,$fp8=current" \
       "ep2-moe/full_iteration,$static,$fp8=current,$experts" \
-      "ep2-moe/full_iteration,$updates,$pairs,$static" \
+      "ep2-moe/full_iteration,$updates,$static" \
       "ep2-moe/full_iteration,$updates,$static,model.moe.static.capacity=factor,model.moe.static.factor=1.05" \
       "pp2-dense/full_iteration,$updates,schedule=zero_bubble_h1,$fp8=delayed" \
       "pp2-moe/full_iteration,$updates,schedule=zero_bubble_h1,$fp8=current,$experts" ;;
@@ -64,23 +63,22 @@ run_part() {
       $moe $v $every $fp8=delayed cuda_graph=none / $moe $two $every $fp8=delayed cuda_graph=partial ;;
   levers) # with and without, in one call
     steps 600 two_gpus_levers.jsonl \
-      $dense parallel.dp=2 / $dense parallel.dp=2 $updates / $moe $ep / $moe $ep $updates / $moe $ep $pairs / \
-      $moe $v / $moe $v $pairs
+      $dense parallel.dp=2 / $dense parallel.dp=2 $updates / $moe $ep / $moe $ep $updates / \
+      $moe $v
     NCCL_MAX_P2P_NCHANNELS=1 steps 100 two_gpus_levers.jsonl $dense $even schedule=zero_bubble_v / $dense $even
     steps 100 two_gpus_levers.jsonl $dense $even schedule=zero_bubble_v / $dense $even ;;
   captured) # by Transformer Engine beside our own: times, memory
     steps 300 two_gpus_captured.jsonl \
       $dense $two cuda_graph=layer / $dense $two cuda_graph=layer $te / \
       $moe parallel.dp=2 parallel.ep=2 cuda_graph=partial / $moe parallel.dp=2 parallel.ep=2 cuda_graph=partial $te ;;
-  small) # where FP8 may not help; what counting entries costs while nobody looks
+  small) # where FP8 may not help
     small="+experiment=small parallel.dp=2 cuda_graph=full_iteration"
     smallmoe="+experiment=smallmoe parallel.dp=2 cuda_graph=full_iteration"
-    counted="precision.fp8.count_entries=true"
     steps 300 two_gpus_small.jsonl \
       $small / $small $updates / $small $fp8=current / $small $fp8=delayed / $small $all $fp8=current / $small $all $fp8=delayed / \
-      $small $all $fp8=block / $small $all $fp8=delayed $counted / \
+      $small $all $fp8=block / \
       $smallmoe / $smallmoe $all $fp8=delayed / $smallmoe $every $fp8=delayed / \
-      $dense parallel.dp=2 $all $fp8=delayed / $dense parallel.dp=2 $all $fp8=delayed $counted ;;
+      $dense parallel.dp=2 $all $fp8=delayed ;;
   losses) # half as many tokens as the experiments have: 24 and nine runs of 500 steps, each a minute
     : "${CORPUS:?a folder that bench/corpus.py has made of books}"
     words=(train.seq_len=2048 data=text "data.path=$CORPUS/texts/*.txt" "data.tokenizer=$CORPUS/tokenizer.json")

@@ -26,11 +26,10 @@ DOCS, README = ROOT / "docs", ROOT / "README.md"
 # pages without pictures
 TEXTS = (README, *(DOCS / f"{name}.md" for name in ("quickstart", "two-gpus", "planning")))
 PAGES = ("parallelism",)  # pages with pictures
-DRAWN = {"groups": "layout", "schedule": "timeline"}  # what= -> the picture of that name
 CONSOLE = re.compile(r"```console\n\$ (python -m app\.cli\.plan .*)\n((?:.*\n)*?)```")
 LEFT_OUT = "…"
 PICTURE = re.compile(
-    r"^python -m app\.cli\.plan what=(?P<what>\w+) out=plan/(?P<name>\w+).*$", re.MULTILINE
+    r"^python -m app\.cli\.plan what=schedule out=plan/(?P<name>\w+).*$", re.MULTILINE
 )
 
 
@@ -84,8 +83,8 @@ def refresh(name: str) -> None:
     page.write_text(refreshed(page.read_text()))
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for command in PICTURE.finditer(page.read_text()):
-            what, picture = command["what"], command["name"]
-            said, drawn = printed(command[0]), Path(f"plan/{picture}/{DRAWN[what]}.svg")
+            picture = command["name"]
+            said, drawn = printed(command[0]), Path(f"plan/{picture}/timeline.svg")
             assert drawn.exists(), said
             shutil.copy(drawn, DOCS / f"{name}/{picture}.svg")
 

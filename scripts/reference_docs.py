@@ -30,6 +30,7 @@ import yaml
 from app.cli.options.compose import load_overrides
 from app.cli.options.keys import all_keys, is_section, type_of
 from app.config import Run
+from app.config.advanced import is_advanced
 from app.errors import typed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,7 +38,8 @@ CONF, DOCS = ROOT / "conf", ROOT / "docs"
 COMMAND = "python scripts/reference_docs.py"
 PROGRAMS = ("train", "plan", "report", "convert", "generate", "evaluate", "calibrate", "torchrun")
 SCRIPTS = ("train_local.sh", "train.sbatch", "sweep.sbatch")
-TOP = "Top level"
+TOP, ADVANCED = "Top level", "Advanced"
+KEYS_TABLE = ("| key | type | default | unit | meaning |", "|---|---|---|---|---|")
 TYPES = {int: "int", float: "float", bool: "bool", str: "text", Any: "any"}
 UNITS = {
     "_gib": "GiB", "_gb_s": "GB/s", "_tflops": "TFLOP/s", "_us": "µs", "_ms": "ms", "_s": "s",
@@ -52,6 +54,8 @@ KEYS_HEAD = """\
 Every key that `train.py` and the other programs take as `section.key=value`, and every option that
 a group takes as `group=option`. An unknown key, a wrong type or an impossible combination is
 refused before training starts. `python train.py --cfg job` prints the composed configuration.
+Keys that few runs set are under [Advanced](#advanced), at the end. Completion and `--cfg job` leave
+them out unless they are set (`--cfg all` prints them); otherwise they are like all keys.
 
 `{command}` writes this page from `app/config` and `conf/`.
 
@@ -194,14 +198,14 @@ def sections() -> list[str]:
     return ["", *filter(is_section, all_keys())]
 
 
-def rows_of(section: str) -> Iterator[str]:
-    """Yield the table rows of a section's own keys."""
+def rows_of(section: str, *, advanced: bool = False) -> Iterator[str]:
+    """Yield the table rows of a section's own keys: of the advanced ones, or of the others."""
     kind = owner_of(section)
     said = comments(kind)
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         key = f"{section}.{field.name}" if section else field.name
-        if is_section(key):
+        if is_section(key) or is_advanced(key) != advanced:
             continue
         hint, comment = hints[field.name], said[field.name]
         if not (comment or choices(hint)):
@@ -268,6 +272,8 @@ def keys_page() -> str:
     """Return the contents of docs/keys.md."""
     index, parts = [], []
     for section in sections():
+        if is_advanced(section):
+            continue
         heading = section or TOP
         options = [path.stem for path in sorted((CONF / section).glob("*.yaml")) if section]
         listed = ", ".join(f"`{name}`" for name in options)
@@ -278,10 +284,16 @@ def keys_page() -> str:
         if options:
             parts += ["| option | what it is |", "|---|---|", *options_of(section), ""]
         if rows := [*rows_of(section)]:
-            parts += ["| key | type | default | unit | meaning |", "|---|---|---|---|---|", *rows]
+            parts += [*KEYS_TABLE, *rows]
     index.append(f"| [experiment](#experiment) | {experiments()} |")
     parts += ["\n## experiment\n", "A whole run in one option, added by `+`.\n"]
     parts += ["| option | what it is |", "|---|---|", *options_of("experiment")]
+    index.append(f"| [{ADVANCED}](#{anchor(ADVANCED)}) | keys that few runs set |  |")
+    whole = [section for section in sections() if is_advanced(section)]
+    parts += [f"\n## {ADVANCED}\n", "Sections all of whose keys are advanced:\n"]
+    parts += [f"- `{section}`: {summary_of(section)}" for section in whole]
+    rows = [row for section in sections() for row in rows_of(section, advanced=True)]
+    parts += ["", *KEYS_TABLE, *rows]
     return KEYS_HEAD.format(command=COMMAND) + "\n".join([*index, *parts]) + "\n"
 
 

@@ -29,6 +29,10 @@ torch.set_num_threads(1)
 # brings Triton along, whose own functions are interpreted only if the variable is set before
 from tests.cases import mark_beyond_cover  # noqa: E402
 from tests.forks import Patches, Server  # noqa: E402
+from tests.interpreter import speed_up  # noqa: E402
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    speed_up()
 
 ENVIRON = os.environ
 

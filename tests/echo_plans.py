@@ -15,7 +15,6 @@ import app.moe.echo
 from app.choices import CloneAlgorithm
 from app.kernels.clones import plan as kernels
 from app.kernels.clones.reroute import reroute
-from app.kernels.clones.target_search import search_clones
 from app.kernels.expert_rows import count_choices
 from tests.moe_kernels import DEVICE, twice
 
@@ -51,11 +50,8 @@ def check_kernel(
 
     def plan() -> tuple[Tensor, ...]:
         sums_4 = torch.arange(4, device=DEVICE)
-        if algorithm is SEARCHES:
-            return *search_clones(counts_RE, spares, threshold, sums_4=sums_4), sums_4
-        packs = algorithm is PACKS
-        found = kernels.plan_clones(counts_RE, spares, packs, threshold=threshold, sums_4=sums_4)
-        return *found, sums_4
+        given = counts_RE, spares, algorithm
+        return *kernels.plan_clones(*given, threshold=threshold, sums_4=sums_4), sums_4
 
     expert_S, *found = twice(plan)
     sums_4 = torch.arange(4, device=DEVICE)

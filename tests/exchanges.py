@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.moe.dispatch.expert_rows import place_rows, zero_gaps
+from app.moe.dispatch.expert_rows import place_rows
 from app.moe.dispatch.transport import TokenTransport
 
 
@@ -23,7 +23,6 @@ class Sizes:
     top_k: int
     width: int
     etp: int = 1
-    multiple: int = 1
     dtype: torch.dtype = torch.float32
 
     def local(self, ranks: int) -> int:
@@ -32,8 +31,7 @@ class Sizes:
 
     def rows(self, ranks: int) -> int:
         """Return rows enough for any routing."""
-        needed = ranks * self.tokens * self.top_k + self.local(ranks) * self.multiple
-        return -(-needed // self.multiple) * self.multiple
+        return ranks * self.tokens * self.top_k
 
 
 @dataclass(frozen=True)
@@ -77,9 +75,8 @@ def all_exchanges(
     local, num_rows = sizes.local(ranks), sizes.rows(ranks)
     first = rank // sizes.etp * local
     chosen_NK = transport.gather_choices(given.experts_TK)
-    placed = place_rows(chosen_NK, first, local, num_rows, multiple=sizes.multiple)
+    placed = place_rows(chosen_NK, first, local, num_rows)
     rows_RD = transport.spread(given.x_TD, placed.row_of_NK, num_rows)
-    rows_RD = zero_gaps(rows_RD, placed.filled_E, placed.ends_E)
     # each row times another number, as if of an expert
     factor_R1 = 1 + torch.arange(num_rows, device=rows_RD.device)[:, None] % 7 / 8
     out_RD = rows_RD * factor_R1.to(rows_RD.dtype)

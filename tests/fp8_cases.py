@@ -15,13 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.kernels import peer_rows
+from app.fp8 import row_scaled
 from app.kernels import rows as rows_kernels
 from app.kernels.fp8.swiglu import swiglu_rows, swiglu_rows_gradient
 from app.kernels.fp8.weights import quantise_weight_into
 from app.kernels.quantise import quantise_rows
 from app.kernels.swiglu import swiglu
-from app.model.fp8 import row_scaled
 from tests.forks import Patches
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -108,31 +107,27 @@ def check_spread(tokens: int, top_k: int, width: int, dtype: torch.dtype) -> Non
     row_of = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     row_of = row_of.view(tokens, top_k).to(DEVICE)
     some = row_of.int().masked_fill(row_of % 5 == 0, count)
-    addresses = peer_rows.addresses_in
 
     def empty() -> tuple[Tensor, Tensor]:
         return torch.zeros(count, width, device=DEVICE).to(E4M3), torch.zeros(count, device=DEVICE)
 
-    dots = torch.empty(tokens, top_k, device=DEVICE)
     makers: list[tuple[bool, Callable[[tuple[Tensor, Tensor]], Tensor]]] = [
-        (True, lambda fp8_rows: rows_kernels.spread_rows(x, row_of, None, count, fp8_rows)),
+        (True, lambda fp8_rows: rows_kernels.spread_rows(x, row_of, count, fp8_rows=fp8_rows)),
         (
             True,
             lambda fp8_rows: rows_kernels.combine_gradients(
-                grad, rows, probs, row_of, None, fp8_rows
+                grad, rows, probs, row_of, fp8_rows=fp8_rows
             )[0],
         ),
         (
             False,
-            lambda fp8_rows: peer_rows.pull_rows(
-                addresses(x), some, count, width=width, dtype=dtype, fp8_rows=fp8_rows
-            ),
+            lambda fp8_rows: rows_kernels.spread_rows(x, some, count, fp8_rows=fp8_rows),
         ),
         (
             False,
-            lambda fp8_rows: peer_rows.pull_gradients(
-                addresses(grad), rows, probs, some, addresses(dots), fp8_rows=fp8_rows
-            ),
+            lambda fp8_rows: rows_kernels.combine_gradients(
+                grad, rows, probs, some, fp8_rows=fp8_rows
+            )[0],
         ),
     ]
     for whole, make in makers:

@@ -19,7 +19,7 @@ import app.moe.echo
 import app.moe.permute
 import app.moe.router
 from app.kernels import cross_entropy, rows
-from app.kernels.grouped_gradient import Operands, add_grouped_gradient
+from app.kernels.grouped_gradient import add_grouped_gradient
 from app.kernels.routing.top_experts import top_experts
 from app.moe.permute import Permutation, combine_gradients, sort_by_expert, sum_rows
 from tests.forks import Patches
@@ -108,9 +108,7 @@ def check_into_gradient(
 
 @dataclass(frozen=True)
 class Rows:
-    """Tokens, their experts with E for a dropped choice, and where the rows are; without drops
-    `kept_TK` is None.
-    """
+    """Tokens, and where their rows are."""
 
     x_TD: Tensor
     probs_TK: Tensor
@@ -138,8 +136,7 @@ def draw_rows(
         chosen_TK = chosen_TK.masked_fill(gone_TK, experts)
     record = sort_by_expert(chosen_TK, experts, drops, rows_per_expert=rows_per_expert)
     owned_R = torch.zeros(len(record.token_of_row_R), dtype=torch.bool, device=DEVICE)
-    kept_TK = chosen_TK < experts
-    owned_R[record.row_of_TK[kept_TK]] = True
+    owned_R[record.row_of_TK[chosen_TK < experts]] = True
     return Rows(
         torch.randn(tokens, width, **FACTS).to(dtype),
         torch.rand(tokens, top_k, **FACTS),
@@ -154,7 +151,7 @@ def check_spread(drawn: Rows) -> None:
     (found,) = twice(
         lambda: (
             rows.spread_rows(
-                drawn.x_TD, record.row_of_TK, record.kept_TK, num_rows=len(record.token_of_row_R)
+                drawn.x_TD, record.row_of_TK, len(record.token_of_row_R), zeros=record.drops
             ),
         )
     )
@@ -172,9 +169,9 @@ def check_sums(drawn: Rows) -> None:
     )
     for weights_TK in (None, drawn.probs_TK):
         for dtype in (torch.float32, drawn.x_TD.dtype):
-            places = rows_RD, record.row_of_TK, weights_TK, record.kept_TK, dtype
-            (found,) = twice(lambda places=places: (rows.sum_rows(*places),))
-            assert_same(found, sum_rows(*places))
+            places = rows_RD, record.row_of_TK, weights_TK
+            (found,) = twice(lambda places=places, dtype=dtype: (rows.sum_rows(*places, dtype),))
+            assert_same(found, sum_rows(*places, record.drops, dtype))
 
 
 def check_gradients(drawn: Rows) -> None:
@@ -186,21 +183,18 @@ def check_gradients(drawn: Rows) -> None:
         torch.randn(len(record.token_of_row_R), drawn.x_TD.shape[1], **FACTS).to(drawn.x_TD.dtype),
         drawn,
     )
-    places = record.row_of_TK, record.kept_TK
+    places = record.row_of_TK, record.drops
     grad_RD, dots_TK = twice(
         lambda: rows.combine_gradients(drawn.x_TD, rows_RD, drawn.probs_TK, *places)
     )
-    wanted_RD, wanted_TK = combine_gradients(
-        drawn.x_TD, rows_RD, drawn.probs_TK, record.token_of_row_R, *places
-    )
+    wanted_RD, wanted_TK = combine_gradients(drawn.x_TD, rows_RD, drawn.probs_TK, *places)
     assert_same(grad_RD[drawn.owned_R], wanted_RD[drawn.owned_R])
     assert grad_RD[~drawn.owned_R].eq(0).all()
     wide = (value.double() for value in (drawn.x_TD, rows_RD, drawn.probs_TK))
     with in_fp64():
-        _, exact_TK = combine_gradients(*wide, record.token_of_row_R, *places)
+        _, exact_TK = combine_gradients(*wide, *places)
     expect_alike({"dots": dots_TK}, {"dots": wanted_TK}, {"dots": exact_TK})
-    if record.kept_TK is not None:
-        assert dots_TK[~record.kept_TK].eq(0).all()
+    assert dots_TK[record.row_of_TK >= len(rows_RD)].eq(0).all()
 
 
 def spoiled(rows_RD: Tensor, drawn: Rows) -> Tensor:
@@ -256,44 +250,6 @@ def check_grouped_gradient(
         rounding = 2e-6 * (1 + count) ** 0.5 + 2.0**-27 * count**1.5
         torch.testing.assert_close(found[expert].double(), wanted_IO, rtol=1e-5, atol=rounding)
         assert count or torch.equal(found[expert], base_EIO[expert])
-
-
-def check_paired_gradient(
-    counts: tuple[list[int], list[int]], width: int, columns: int, dtype: torch.dtype
-) -> None:
-    """Check one GEMM over two microbatches against one per microbatch.
-
-    Tolerance as in `check_grouped_gradient`; experts without rows in either keep their gradients.
-    """
-    torch.manual_seed(6)
-    drawn = []
-    for each in counts:
-        rows_TI, grad_TO = (
-            torch.randn(sum(each) + 3, wide, **FACTS).to(dtype) for wide in (width, columns)
-        )
-        rows_TI[sum(each) :], grad_TO[sum(each) :] = float("nan"), float("nan")
-        ends_E = torch.tensor(each, device=DEVICE).cumsum(0).int()
-        drawn.append(Operands(rows_TI, grad_TO, ends_E))
-    before_EIO = torch.randn(len(counts[0]), width, columns, **FACTS)
-
-    def run() -> tuple[Tensor]:
-        sums_EIO = before_EIO.clone()
-        add_grouped_gradient(sums_EIO, *drawn[0], later=drawn[1])
-        return (sums_EIO,)
-
-    (found,) = twice(run)
-    wanted_EIO = before_EIO.double()
-    for operands, each in zip(drawn, counts, strict=True):
-        left, right = (x[: sum(each)].double().split(each) for x in operands[:2])
-        for expert, (mine, grads) in enumerate(zip(left, right, strict=True)):
-            wanted_EIO[expert] += mine.T @ grads
-    for expert, both in enumerate(zip(*counts, strict=True)):
-        count = sum(both)
-        rounding = 2e-6 * (1 + count) ** 0.5 + 2.0**-27 * count**1.5
-        torch.testing.assert_close(
-            found[expert].double(), wanted_EIO[expert], rtol=1e-5, atol=rounding
-        )
-        assert count or torch.equal(found[expert], before_EIO[expert])
 
 
 def check_top_experts(

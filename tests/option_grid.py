@@ -86,7 +86,6 @@ NUMBERS: dict[str, tuple[Value, ...]] = {
     "model.moe.bias_update_rate": (0.0, 0.01),
     "model.moe.jitter_eps": (0.0, 0.1),
     "model.moe.static.factor": (1.5, 1.0),
-    "model.moe.static.multiple": (1, 16),
     "model.moe.static.paged_buffer": (None, 2.0),
     "model.moe.echo.spares": (0, 1),
     "model.moe.echo.threshold": (0.05, 0.0),
@@ -99,13 +98,9 @@ NUMBERS: dict[str, tuple[Value, ...]] = {
     "precision.fp8.amax_history": (16, 1),
     "precision.fp8.margin": (0, 1),
     "optim.warmup_steps": (None, 1),
-    "optim.warmup_samples": (None, 4),
     "optim.decay_steps": (None, 10),
-    "optim.decay_samples": (None, 40),
     "optim.wsd_decay_steps": (None, 2),
-    "optim.wsd_decay_samples": (None, 8),
     "optim.weight_decay": (0.1, 0.0),
-    "optim.weight_decay_end": (None, 0.2),
     "optim.clip_norm": (1.0, 0.0),
     "optim.bucket_numel": (None, 1500),
     "loss.chunk_tokens": (None, 7),
@@ -157,7 +152,6 @@ LEFT_OUT = {
     "precision.loss_scale_window": SIZE,
     "precision.loss_scale_hysteresis": SIZE,
     "optim.min_lr": SIZE,
-    "optim.init_lr": SIZE,
     "optim.beta1": SIZE,
     "optim.beta2": SIZE,
     "optim.eps": SIZE,
@@ -455,14 +449,17 @@ def _by_nearness(keys: Sequence[str], error: ConfigError) -> list[list[str]]:
 
 
 class Grid:
-    """Runs drawn one after the other, each with as many new pairs as are found."""
+    """Runs drawn one after the other, each with as many new pairs as are found.
 
-    def __init__(self, ranks: int, seed: int) -> None:
+    Values for which `attempts` searches find no run are left out.
+    """
+
+    def __init__(self, ranks: int, seed: int, *, attempts: int = VALUE_ATTEMPTS) -> None:
         self.draw = random.Random(seed)
         options = options_of(ranks)
         search = Search(options, self.draw)
         single = {
-            (key, value): search.accepted({key: value}, attempts=VALUE_ATTEMPTS)
+            (key, value): search.accepted({key: value}, attempts=attempts)
             for key, values in options.values.items()
             for value in values
         }

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.kernels import peer_rows as kernels
-from app.kernels import peer_sums
+from app.kernels import peer_rows, rows
 from app.kernels.expert_rows import count_choices, expert_rows
+from app.kernels.rows import OfRanks
 from app.moe.dispatch import expert_rows as plain
+from app.moe.permute import sum_rows
 from tests.moe_kernels import DEVICE, FACTS, assert_same, twice
 from tests.rounding import expect_alike, in_fp64
 
@@ -69,13 +70,13 @@ def draw_peers(
     etp: int = 1,
     spare: int = 16,
 ) -> Drawn:
-    """This is the last rank; `spare` rows beyond those that are needed, at a multiple of 16."""
+    """This is the last rank; `spare` rows beyond those that are needed."""
     torch.manual_seed(3)
     experts_NK = draw_choices(ranks * tokens, experts, top_k)
     local = experts * etp // ranks
     first = experts - local
-    needed = int(plain.place_rows(experts_NK, first, local, 1 << 24, multiple=16).needed)
-    placed = plain.place_rows(experts_NK, first, local, needed + spare, multiple=16)
+    needed = int(plain.place_rows(experts_NK, first, local, 1 << 24).needed)
+    placed = plain.place_rows(experts_NK, first, local, needed + spare)
     drawn = Drawn(
         ranks,
         etp,
@@ -101,15 +102,14 @@ def check_expert_rows(
     experts: int,
     top_k: int,
     local: int,
-    multiple: int,
     dtype: torch.dtype = torch.int64,
 ) -> None:
     """Every integer is the same, with enough rows and without."""
     torch.manual_seed(6)
     chosen_NK = draw_choices(tokens, experts, top_k).to(dtype)
     for first in (0, experts - local):
-        needed = int(plain.place_rows(chosen_NK, first, local, 1 << 24, multiple).needed)
-        for num_rows in (needed + multiple, needed // 2 // multiple * multiple):
+        needed = int(plain.place_rows(chosen_NK, first, local, 1 << 24).needed)
+        for num_rows in (needed + 1, needed // 2):
             counts_L = count_choices(chosen_NK, first, local).sum(dim=0)
             token_of_R = torch.full((num_rows,), -1, device=chosen_NK.device)
             found = expert_rows(
@@ -117,14 +117,13 @@ def check_expert_rows(
                 first,
                 local,
                 num_rows=num_rows,
-                multiple=multiple,
                 token_of_R=token_of_R,
             )
             assert counts_L.tolist() == [
                 int((chosen_NK == first + nth).sum()) for nth in range(local)
             ]
-            wanted = plain.place_rows(chosen_NK, first, local, num_rows, multiple)
-            names = ("row_of_NK", "ends_E", "filled_E", "needed")
+            wanted = plain.place_rows(chosen_NK, first, local, num_rows)
+            names = ("row_of_NK", "ends_E", "needed")
             for name, ours in zip(names, found, strict=True):
                 theirs = getattr(wanted, name)
                 assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), name
@@ -137,34 +136,31 @@ def check_expert_rows(
 
 def check_pull(drawn: Drawn) -> None:
     """Copies, wherever the tokens lie."""
-    num_rows, width = drawn.rows_RD.shape
-    given = {"width": width, "dtype": drawn.x_ND.dtype}
+    num_rows = len(drawn.rows_RD)
     _parts, addresses_P = memory(drawn.x_ND, drawn.ranks)
     wanted = plain.spread_rows(drawn.x_ND, drawn.row_of_NK, num_rows)[drawn.owned_R]
-    for rank in {0, drawn.ranks - 1}:
-        found = kernels.pull_rows(addresses_P, drawn.row_of_NK, num_rows, **given, rank=rank)
+    for source in (*(OfRanks(addresses_P, rank) for rank in {0, drawn.ranks - 1}), drawn.x_ND):
+        found = torch.full_like(drawn.rows_RD, UNTOUCHED)
+        rows.spread_into(found, source, drawn.row_of_NK, None)
         assert torch.equal(found[drawn.owned_R], wanted)
-    alone = kernels.addresses_in(drawn.x_ND)
-    found = kernels.pull_rows(alone, drawn.row_of_NK, num_rows, **given)
-    assert torch.equal(found[drawn.owned_R], wanted)
+        assert found[~drawn.owned_R].eq(UNTOUCHED).all()
 
 
 def check_push(drawn: Drawn) -> None:
     """Bit for bit what torch adds up; nothing is written for tokens without a row."""
     untouched_ND = torch.full_like(drawn.x_ND, UNTOUCHED)
     for probs_NK in (None, drawn.probs_NK):
-        given = drawn.rows_RD, probs_NK, drawn.row_of_NK
+        given = drawn.rows_RD, drawn.row_of_NK, probs_NK
 
-        def run(given: tuple[Tensor, Tensor | None, Tensor] = given) -> tuple[Tensor, ...]:
+        def run(given: tuple[Tensor, Tensor, Tensor | None] = given) -> tuple[Tensor, ...]:
             parts, addresses_P = memory(untouched_ND, drawn.ranks)
-            peer_sums.push_sums(*given, addresses_P, rank=drawn.ranks - 1)
+            rows.sum_into(OfRanks(addresses_P, drawn.ranks - 1), *given)
             return (torch.cat(parts),)
 
         (found,) = twice(run)
-        whole_ND = untouched_ND.clone()
-        peer_sums.push_sums(*given, kernels.addresses_in(whole_ND))
-        assert torch.equal(whole_ND, found)
-        assert_same(found[drawn.here_N], plain.partial_sums(*given)[drawn.here_N])
+        alone = rows.sum_rows(*given, dtype=drawn.rows_RD.dtype)
+        assert torch.equal(alone[drawn.here_N], found[drawn.here_N])
+        assert_same(alone, sum_rows(*given, drops=True, dtype=drawn.rows_RD.dtype))
         assert found[~drawn.here_N].eq(UNTOUCHED).all()
 
 
@@ -178,10 +174,10 @@ def check_sums_at_home(drawn: Drawn) -> None:
     partial_PTD = torch.randn(shape, **FACTS).to(drawn.x_ND.dtype)
     partial_PTD[~sent_PTK.any(dim=2)] = float("nan")
     given = experts_TK, drawn.local, drawn.etp
-    (found,) = twice(lambda: (peer_sums.sum_partials(partial_PTD, *given),))
+    (found,) = twice(lambda: (peer_rows.sum_partials(partial_PTD, *given),))
     assert_same(found, plain.sum_partials(partial_PTD, *given))
     dots_PTK = torch.randn(sent_PTK.shape, **FACTS).masked_fill(~sent_PTK, float("nan"))
-    (found,) = twice(lambda: (peer_sums.sum_dots(dots_PTK, *given),))
+    (found,) = twice(lambda: (peer_rows.sum_dots(dots_PTK, *given),))
     assert_same(found, plain.sum_dots(dots_PTK, *given))
 
 
@@ -193,22 +189,24 @@ def check_pull_gradients(drawn: Drawn) -> None:
     untouched_NK = torch.full_like(drawn.probs_NK, UNTOUCHED)
     _parts, addresses_P = memory(drawn.x_ND, drawn.ranks)
     given = drawn.rows_RD, drawn.probs_NK, drawn.row_of_NK
+    names = "rows_RD", "probs_TK", "row_of_TK"
 
     def run() -> tuple[Tensor, ...]:
         dots, dots_addresses_P = memory(untouched_NK, drawn.ranks)
-        grad_RD = kernels.pull_gradients(
-            addresses_P, *given, dots_addresses_P, rank=drawn.ranks - 1
+        grad_RD = torch.empty_like(drawn.rows_RD)
+        of_ranks = (OfRanks(each, drawn.ranks - 1) for each in (dots_addresses_P, addresses_P))
+        rows.gradients_into(
+            grad_RD, *of_ranks, **dict(zip(names, given, strict=True)), fp8_rows=None
         )
         return grad_RD[drawn.owned_R], torch.cat(dots)
 
     grad_RD, dots_NK = twice(run)
-    alone_NK = untouched_NK.clone()
-    addresses = (kernels.addresses_in(values) for values in (drawn.x_ND, alone_NK))
-    alone_RD = kernels.pull_gradients(next(addresses), *given, next(addresses))[drawn.owned_R]
-    assert torch.equal(alone_RD, grad_RD) and torch.equal(alone_NK, dots_NK)
+    kept_NK = drawn.row_of_NK < len(drawn.rows_RD)
+    alone_RD, alone_NK = rows.combine_gradients(drawn.x_ND, *given)
+    assert torch.equal(alone_RD[drawn.owned_R], grad_RD) and alone_NK[~kept_NK].eq(0).all()
+    assert torch.equal(alone_NK[kept_NK], dots_NK[kept_NK])
     wanted_RD, wanted_NK = plain.row_gradients(drawn.x_ND, *given)
     assert_same(grad_RD, wanted_RD[drawn.owned_R])
-    kept_NK = drawn.row_of_NK < len(drawn.rows_RD)
     assert dots_NK[~kept_NK].eq(UNTOUCHED).all()
     if kept_NK.any():
         wide = drawn.x_ND.double(), drawn.rows_RD.double(), drawn.probs_NK.double()
@@ -218,20 +216,11 @@ def check_pull_gradients(drawn: Drawn) -> None:
         expect_alike(found, wanted, exact)
 
 
-def check_gaps(drawn: Drawn) -> None:
-    """Zero in the gaps, the same as before elsewhere."""
-    filled_E, ends_E = drawn.placed.filled_E, drawn.placed.ends_E
-    found = drawn.rows_RD.clone()
-    kernels.zero_gaps(found, filled_E, ends_E)
-    wanted = plain.zero_gaps(drawn.rows_RD.clone(), filled_E, ends_E)
-    assert torch.equal(found.nan_to_num(UNTOUCHED), wanted.nan_to_num(UNTOUCHED))
-
-
 def check_push_values(drawn: Drawn) -> None:
     """Check that every rank's memory holds the pushed values."""
     parts, addresses_P = memory(torch.full_like(drawn.experts_NK, 9).short(), drawn.ranks)
     experts_TK = drawn.experts_NK[: len(parts[0])]
-    kernels.push_values(experts_TK, addresses_P, torch.int16)
+    peer_rows.push_values(experts_TK, addresses_P, torch.int16)
     assert all(torch.equal(part, experts_TK.short()) for part in parts)
 
 
@@ -240,6 +229,5 @@ CHECKS = (
     check_push,
     check_sums_at_home,
     check_pull_gradients,
-    check_gaps,
     check_push_values,
 )

@@ -19,19 +19,37 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-import matplotlib.figure  # noqa: F401 - loaded once instead of in every program
+import PIL.Image  # noqa: F401 - what is imported here is not loaded in every program
 from hydra.core.global_hydra import GlobalHydra
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 import app.cli.torchrun
+import app.cli.train
 import app.data.hub
+import app.engine.report.summary
+import app.engine.run.train
 import app.engine.run.trainer  # noqa: F401 - likewise
 from app.cli.processes import parent
 from app.cli.processes.parent import end_with_parent
 from tests.forks import Process, Server, begin_fork
+from tests.training import composed
 
 TIMEOUT_S = 600  # a machine may be busy
 POLL_S = 0.005  # seconds between looks at a program that is waited for
+
+
+def _warm_up() -> None:
+    """Do what every program would do anew: find plugins, parse conf/ and look for fonts."""
+    composed([], 1)
+    GlobalHydra.instance().clear()
+    FigureCanvasAgg(figure := Figure()).draw()
+    figure.clear()
+
+
+if Server.own is None:  # the process that forks programs
+    _warm_up()
 
 
 def run_forked(

@@ -259,7 +259,6 @@ def _optim(draw: random.Random) -> Values:
         "optim.bucket_numel": draw.choice((None, 500, 1500)),
         "optim.overlap_grads": draw.random() < 0.7,
         "optim.overlap_params": draw.random() < 0.7,
-        "optim.count_zeros": draw.random() < 0.3,
     }
 
 

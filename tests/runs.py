@@ -17,6 +17,7 @@ from app.engine.build import build_engine
 from app.engine.ranks.groups import create_groups
 from app.engine.step.engine import Engine
 from app.engine.step.step import TrainingStep
+from app.fp8.linear import Fp8Layers
 from app.plan.sharding.reshard import Slice
 from app.planner.plan import Plan
 from app.rules import check
@@ -71,6 +72,13 @@ def engine_of(run: Run, rank: int = 0) -> Engine:
     """The engine of one rank on CPU, inside an initialised process group."""
     plan = Plan(run)
     return build_engine(plan, create_groups(plan.layout, rank), torch.device("cpu"))
+
+
+def fp8_of(engine: Engine) -> Fp8Layers:
+    """The FP8 layers of an engine that has some."""
+    found = engine.state(Fp8Layers)
+    assert found is not None
+    return found
 
 
 def batches_of(run: Run, step: int, dp_rank: int) -> list[Batch]:

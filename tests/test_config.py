@@ -12,11 +12,13 @@ from itertools import pairwise
 
 import pytest
 
-from app.cli.options import messages
+from app.cli.options import advice
+from app.cli.options.advice import Asked
 from app.cli.options.arguments import Typed
 from app.cli.options.compose import load_typed
-from app.cli.options.keys import all_keys
-from app.cli.options.messages import Asked, readable_errors
+from app.cli.options.keys import all_keys, is_section
+from app.cli.options.messages import readable_errors
+from app.config.advanced import ADVANCED, is_advanced
 from app.errors import ConfigError
 from tests.config import CONF, ROOT, load
 
@@ -35,6 +37,12 @@ NEEDS = {
 def test_option_surface_is_a_decision():
     """A new key changes this list in the same commit: tests/golden/options.txt."""
     assert all_keys() == (ROOT / "tests/golden/options.txt").read_text().split()
+
+
+def test_few_keys_are_listed_by_default():
+    keys = all_keys()
+    assert set(ADVANCED) <= set(keys)
+    assert sum(not (is_section(key) or is_advanced(key)) for key in keys) <= 150
 
 
 @pytest.mark.every(4)
@@ -104,8 +112,8 @@ def test_ctrl_c_while_a_mistake_is_told_ends_at_once(monkeypatch: pytest.MonkeyP
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(messages, "tried", interrupted)
-    monkeypatch.setattr(messages.time, "sleep", interrupted)
+    monkeypatch.setattr(advice, "tried", interrupted)
+    monkeypatch.setattr(time, "sleep", interrupted)
     asked = lambda: Asked(Typed(), load_typed)  # noqa: E731
     with pytest.raises(SystemExit) as ended, readable_errors("train.py", speak, asked=asked):
         load("parallel.ep=3")

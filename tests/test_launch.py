@@ -15,11 +15,11 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from app.cli.processes import openmp
+from app.cli.processes.environment import waiting_threads
 from app.cli.processes.home import PACKAGE
 from app.cli.processes.launcher import STARTED_AS, Launch, started_as
-from app.cli.processes.openmp import LOOKS, crowded, waiting_threads
 from app.cli.start.launch import carry_out, start_ranks, submitted_job_ends_quietly
+from app.engine.files.signals import stop_signals
 from app.errors import ConfigError
 from app.shell import shell_word
 from tests.programs import run_forked
@@ -118,43 +118,27 @@ def test_an_environment_that_cannot_be_true(changed: dict[str, str], said: str):
     assert str(refused.value).startswith(said)
 
 
-@pytest.mark.parametrize("crowd", [False, True])
-def test_waiting_threads_spin_for_a_moment(monkeypatch: pytest.MonkeyPatch, crowd: bool):
-    monkeypatch.setattr(openmp, "crowded", lambda: crowd)
-    assert waiting_threads({}) == {"GOMP_SPINCOUNT": "1000" if crowd else "2000"}
+def test_waiting_threads_spin_for_a_moment():
+    assert waiting_threads({}) == {"GOMP_SPINCOUNT": "2000"}
     for chosen in ({"OMP_WAIT_POLICY": "passive"}, {"GOMP_SPINCOUNT": "7"}):
         assert waiting_threads(chosen) == {}
 
 
-def test_a_crowd_wants_all_cores_at_every_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """/proc/loadavg counts this thread among the running ones."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    load = tmp_path / "loadavg"
-    for running, found in ((1, False), (4, False), (5, True), (40, True)):
-        load.write_text(f"9.00 9.00 9.00 {running}/812 4711\n")
-        assert crowded(load) is found
-    for nothing in ("", "0.1 0.2 0.3\n", "0.1 0.2 0.3 many/few 7\n"):
-        load.write_text(nothing)
-        assert not crowded(load)
-    assert not crowded(tmp_path / "missing")
-    looks = iter([40] * (LOOKS - 1) + [1])
-    monkeypatch.setattr(openmp, "_others", lambda *_, **__: next(looks))
-    assert not crowded(load)
+@pytest.fixture
+def same_handlers() -> Iterator[None]:
+    """Give signals the handlers back that they had: what starts ranks ends soon after them."""
+    before = {number: signal.getsignal(number) for number in stop_signals()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
-@pytest.mark.skipif(not openmp.LOAD.exists(), reason="Linux counts them")
-def test_this_process_is_among_those_that_linux_counts():
-    """Each look is at another moment; this process runs at all of them."""
-    counts = [openmp._others(openmp.LOAD, wait=False) for _ in range(5)]
-    assert min(counts) >= 0 and max(counts) < 100_000
-
-
+@pytest.mark.usefixtures("same_handlers")
 def test_ranks_and_their_launcher_take_the_threads_policy(monkeypatch: pytest.MonkeyPatch):
     """Variables that `carry_out` sets are there when torch is loaded, and are passed on."""
     from app.engine.run import train
 
     run, env = composed(["log=none"], 1), dict[str, str]()
-    monkeypatch.setattr(openmp, "crowded", lambda: False)
     monkeypatch.setattr(train, "train", lambda *_, **__: int(env["GOMP_SPINCOUNT"]))
     alone = Launch(0, 0, 1, one_host=True)
     assert carry_out(run, alone, "train.py", env=env) == 2_000

@@ -265,8 +265,7 @@ class _Search:
         They do not depend on pp if pipeline ranks vary slowest and the same rules hold for every
         pp.
         """
-        order = self.run.parallel.order.lower()
-        alike = order.endswith("dp-pp") and not self.run.optim.pair_expert_grads
+        alike = self.run.parallel.order.lower().endswith("dp-pp")
         key = dataclasses.replace(shape, pp=1 if alike else shape.pp), size, rung
         if key not in self.least:
             values = shape.values(self.run) | self.ladder[rung] | {"train.micro_batch": size}

@@ -220,13 +220,6 @@ def smaller_elements(run: Run) -> Iterator[Change]:
         )
 
 
-def unpaired_gradients(run: Run) -> Iterator[Change]:
-    """Do not keep dispatched tokens until the next microbatch's."""
-    if run.optim.pair_expert_grads:
-        cost = "experts' main gradients are read and written for every microbatch"
-        yield Change({"optim.pair_expert_grads": False}, cost)
-
-
 def fewer_graph_buffers(run: Run) -> Iterator[Change]:
     """Share graphs between microbatches by slot, or capture none."""
     graph = run.cuda_graph
@@ -274,7 +267,6 @@ KEEP_GPUS: tuple[Move, ...] = (
     more_expert_parallel,
     dispatcher_options,
     fewer_in_flight,
-    unpaired_gradients,
     smaller_elements,
     fewer_graph_buffers,
 )

@@ -15,7 +15,7 @@ if __name__ == "__main__":
     stop_quietly("convert")  # before the imports, which take seconds
 
 from app.cli.options.messages import readable_errors
-from app.cli.processes.reader import ends_with_its_reader
+from app.cli.processes.output import ends_with_its_reader
 from app.engine.export.export import export_checkpoint
 from app.engine.export.imported import import_model
 from app.engine.report.telling import telling

@@ -57,7 +57,6 @@ OWN = (
     "batch",
     "graph",
 )
-BEHIND = ("a", "the", "A", "The", "1")  # sample continuations, to see how a prompt's end tokenizes
 HELP = """\
 == Graphfold: generate text with a trained model ==
 Usage:  python -m app.cli.generate RUN_OR_CHECKPOINT prompt=TEXT [option …] [override …]
@@ -194,30 +193,6 @@ def ends_of(
                 raise ConfigError("stop", text, rule, nearest=token, advice=advice)
         stop.append(text)
     return stop, frozenset(ends)
-
-
-def joined_blank(prompts: Sequence[str], tokenizer: Tokenizer) -> str | None:
-    """Return a warning if prompts end with a blank that the tokenizer joins to the next word, since
-    the model has rarely seen a word follow such a lone blank. None if no prompt does.
-    """
-    found = []
-    for number, text in enumerate(prompts, 1):
-        blank = text[len(text.rstrip()) :]
-        ids = [*tokenizer.encode(text)]
-        words = [[*tokenizer.encode(text + word)] for word in BEHIND] if blank else []
-        if any(each[: len(ids)] != ids for each in words):
-            found.append(number)
-    if not found:
-        return None
-    which = (
-        "the prompt ends"
-        if len(prompts) == 1
-        else (f"{count_of(len(found), 'prompt')}, the first of them number {found[0]}, end")
-    )
-    return (
-        f"prompt: {which} with a blank, which this tokenizer joins to the next word; without it "
-        "the model writes the blank itself"
-    )
 
 
 def sizes_of(request: Request, prompts: Sequence[list[int]], run: Run) -> DecodingSizes:
@@ -357,13 +332,9 @@ def generate(arguments: Sequence[str], launch: Launch) -> int:
         check_room(run, usable_gpus(run))
         return start_ranks(run.world_size, __file__, arguments, env=environment())
     sizes = sizes_of(request, prompts, run)
-    if launch.rank == 0:
-        for note in (
-            changed_end(source.manifest, run.data.tokenizer, kept=False),
-            joined_blank(request.prompts, tokenizer),
-        ):
-            if note is not None:
-                warn(note, "generate")
+    note = changed_end(source.manifest, run.data.tokenizer, kept=False)
+    if note is not None and launch.rank == 0:
+        warn(note, "generate")
     device = choose_device(run, launch.local_rank)
     check_decoding_memory(Plan(run), sizes, memory_of(run, device), gpu=device.type == "cuda")
     with loaded_model(source, run, launch) as model:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import inf
@@ -23,12 +23,13 @@ if __name__ == "__main__":
 from app.advice.faster import faster
 from app.advice.layouts import compare_layouts
 from app.advice.suggest import suggest
+from app.cli.options.advice import Asked
 from app.cli.options.arguments import Typed, flags_to_overrides
 from app.cli.options.compose import load_typed
-from app.cli.options.messages import Asked, readable_errors
+from app.cli.options.messages import readable_errors
 from app.cli.options.unknown import no_such_flag
 from app.cli.plan_views.tables import print_comparison, print_plan
-from app.cli.processes.reader import ends_with_its_reader
+from app.cli.processes.output import ends_with_its_reader
 from app.cli.start.overlaid import overlaid
 from app.config import Run
 from app.errors import ConfigError, nearest, warn
@@ -61,7 +62,7 @@ Usage:  python -m app.cli.plan [what=…] [--json] [out=FOLDER] [gpu_memory_gib=
   what=layouts         the fastest layouts on the same number of GPUs, with GPU hours, also on a
                        slower network; takes half a minute or more
   what=all             everything but decoding and layouts (the default); also writes plan/:
-                       plan.json and pictures of layout and timeline
+                       plan.json and a picture of the timeline
   --json               JSON on stdout instead of tables; writes no files
   out=FOLDER           folder for files, written for every what= if given; null: no files
   tokens=N             with what=layouts: tokens to train on, for GPU hours; default: train.steps
@@ -180,9 +181,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             print_plan(plan, asked.what, *advice)
         if asked.out:
-            described = plan_json(plan, asked.what, *advice)
-            content = {VERSION: Version.of().record(), **described}
-            _write(asked.out, content, lambda folder: _pictures(plan, folder))
+            _write(asked.out, plan_json(plan, asked.what, *advice), plan)
     if asked.what == DECODING:
         return int(not Decoding.of(plan).together)
     return int(asked.with_memory and not plan.fits)
@@ -201,10 +200,7 @@ def _layouts(plan: Plan, asked: PlanRequest) -> int:
     else:
         print_comparison(plan, found)
     if asked.out:
-        from app.cli.plan_views.compared_picture import save_layouts
-
-        content = {VERSION: Version.of().record(), **described}
-        _write(asked.out, content, lambda folder: save_layouts(found, folder))
+        _write(asked.out, described)
     return int(found.fastest is None)
 
 
@@ -231,23 +227,14 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
 
-@literal_text()
-def _pictures(plan: Plan, folder: Path) -> list[Path]:
-    from app.cli.plan_views.layout_picture import save_layout  # matplotlib is slow to load
-    from app.cli.plan_views.timeline_picture import save_timeline
-    from app.cli.plan_views.times_picture import save_times
+def _write(folder: Path, described: dict[str, Any], plan: Plan | None = None) -> None:
+    """Write plan.json, and the timeline of a plan."""
+    from app.cli.plan_views.timeline_picture import save_timeline  # matplotlib is slow to load
 
-    return [
-        *save_layout(plan, folder),
-        *save_timeline(plan, folder),
-        *save_times(plan, folder),
-    ]
-
-
-def _write(folder: Path, content: dict[str, Any], draw: Callable[[Path], list[Path]]) -> None:
-    with _writing(folder):
+    content = {VERSION: Version.of().record(), **described}
+    with _writing(folder), literal_text():
         (folder / "plan.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
-        pictures = draw(folder)
+        pictures = save_timeline(plan, folder) if plan is not None else []
     print(f"written: {', '.join(str(path) for path in (folder / 'plan.json', *pictures))}")
 
 

@@ -24,9 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from app.cli.options.messages import readable_errors
-from app.cli.processes.reader import ends_with_its_reader
-from app.cli.processes.width import table_width
-from app.cli.run_report.table import Report, heads_and_cells, read_report
+from app.cli.processes.output import ends_with_its_reader, table_width
+from app.cli.run_report.table import COLUMNS, Report, cells, read_report
 from app.errors import ConfigError
 
 TEXT, CSV, PAGE = "report.txt", "report.csv", "report.html"
@@ -44,22 +43,19 @@ Usage:  python -m app.cli.report FOLDER
 Prints the table and writes it into FOLDER as report.txt, report.csv and report.html (with plots, in
 one file that needs no network).
 Tokens/s and TFLOP/s per rank: median over the second half of a run's steps. Loss: of the last
-validation; with *, of the last step. FP8: its recipe, and as the largest over inputs, weights,
-gradients and log lines: share of matrices with clipped entries (overflow) and, if counted, share of
-entries rounded to zero (underflow)."""
+validation; with *, of the last step."""
 
 
 def print_table(report: Report, stream: TextIO) -> None:
     """Print the table, as wide as the terminal is or COLUMNS says."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
-    heads, lines = heads_and_cells(report.rows)
-    for number, name in enumerate(heads):
-        numeric = 0 < number < len(heads) - 1
+    for number, name in enumerate(COLUMNS):
+        numeric = 0 < number < len(COLUMNS) - 1
         table.add_column(
             name, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold"
         )
-    for line in lines:
-        table.add_row(*line)
+    for row in report.rows:
+        table.add_row(*cells(row))
     Console(
         file=stream,
         width=table_width(stream, WIDTH),
@@ -73,8 +69,7 @@ def as_csv(report: Report) -> str:
     """Return the table as CSV: all numbers at full precision, one line per run."""
     text = StringIO()
     measured = ("step", "steps", "tokens", "tokens_per_s", "tokens_per_s_planned", "tflops_per_gpu",
-                "memory_peak_gib", "memory_planned_gib", "loss", "val_loss", "reruns", "fp8_recipe",
-                "fp8_overflow", "fp8_overflow_worst", "fp8_underflow", "fp8_clipped")  # fmt: skip
+                "memory_peak_gib", "memory_planned_gib", "loss", "val_loss", "reruns")  # fmt: skip
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("run", "overrides", "state", "reason", "seconds", *measured))
     for row in report.rows:

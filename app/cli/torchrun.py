@@ -11,11 +11,9 @@
 from __future__ import annotations
 
 from app.cli.processes.ctrl_c import stop_quietly
-from app.cli.processes.slurm_step import end_with_daemon
 
 if __name__ == "__main__":
     stop_quietly("torchrun")  # before the imports, which take seconds
-    end_with_daemon()
 
 import errno
 import logging
@@ -23,6 +21,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 import uuid
 from argparse import Namespace
@@ -46,9 +45,8 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from app.cli.processes import one_host
+from app.cli.processes.output import ENDED as ENDED_WITH_READER
 from app.cli.processes.parent import bound
-from app.cli.processes.reader import ENDED as ENDED_WITH_READER
-from app.cli.processes.scratch import scratch_folder
 from app.engine.files.signals import INTERRUPTED, PRESS_S, exit_code, stop_signals
 from app.engine.ranks.address import LOOPBACK
 from app.engine.ranks.meeting import CONNECT_S, join_store
@@ -167,9 +165,9 @@ def main(arguments: Sequence[str]) -> int:
     logging.disable(logging.ERROR)  # failed ranks are reported below, in one line
     try:
         _settle_meeting_point(options)
-        with scratch_folder() as scratch:
+        with tempfile.TemporaryDirectory(prefix="graphfold-torchrun-") as scratch:
             # torch would make a log folder in /tmp and leave it there
-            options.log_dir = options.log_dir or str(scratch)
+            options.log_dir = options.log_dir or scratch
             run(options)
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode

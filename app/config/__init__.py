@@ -114,31 +114,17 @@ class Run:
         return max(1, self.train.eval_sequences // (self.train.micro_batch * self.dp))
 
     @property
-    def decay_steps(self) -> float:
-        """Step at which the learning rate reaches its minimum.
-
-        A fraction if the given samples end within a step.
-        """
-        steps = self._steps(self.optim.decay_steps, self.optim.decay_samples)
-        return self.train.steps if steps is None else steps
+    def decay_steps(self) -> int:
+        """Step at which the learning rate reaches its minimum."""
+        return self.train.steps if self.optim.decay_steps is None else self.optim.decay_steps
 
     @property
-    def warmup_steps(self) -> float:
-        """Warm-up steps of the learning rate; may be a fraction, as decay_steps."""
-        steps = self._steps(self.optim.warmup_steps, self.optim.warmup_samples)
+    def warmup_steps(self) -> int:
+        """Warm-up steps of the learning rate."""
+        steps = self.optim.warmup_steps
         return self.decay_steps // 20 if steps is None else steps
 
     @property
-    def wsd_decay_steps(self) -> float:
-        """Steps of the final decay of warm-up-stable-decay; may be a fraction.
-
-        0 if none are given.
-        """
-        return self._steps(self.optim.wsd_decay_steps, self.optim.wsd_decay_samples) or 0
-
-    def _steps(self, steps: int | None, samples: int | None) -> float | None:
-        """Convert a length given in steps or samples to steps of train.global_batch samples."""
-        if samples is None:
-            return steps
-        whole, rest = divmod(samples, self.train.global_batch)
-        return samples / self.train.global_batch if rest else whole
+    def wsd_decay_steps(self) -> int:
+        """Steps of the final decay of warm-up-stable-decay; 0 if none are given."""
+        return self.optim.wsd_decay_steps or 0

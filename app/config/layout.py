@@ -153,7 +153,7 @@ class CudaGraphConfig:
 # Keys of precision.fp8 that only recipe=delayed reads, and keys that every recipe reads. Set
 # without that recipe they are refused; other keys may stay set when FP8 is turned off.
 OF_DELAYED = ("amax_history", "margin")
-OF_ALL = ("first_layers", "last_layers", "count_entries")
+OF_ALL = ("first_layers", "last_layers")
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,6 @@ class Fp8Config:
     # with recipe=delayed: headroom over the amax history, in powers of two
     margin: int = 0
     backend: LinearBackendKind = LinearBackendKind.auto  # library that computes them
-    # report, at the log interval, the shares of entries that underflow to zero or are clipped
-    count_entries: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "include", tuple(self.include))
@@ -182,10 +180,6 @@ class Fp8Config:
         elif self.recipe is not Fp8Recipe.delayed:
             rule = f"recipe={self.recipe.value} keeps no history of largest entries"
             self._refuse(rule, "delayed", *OF_DELAYED)
-        if self.count_entries and not self.by_library:
-            rule = "counts entries of linear layers and the head, and include has neither"
-            with_some = (False, Instead("precision.fp8.include=[linear,experts]"))
-            raise ConfigError("precision.fp8.count_entries", True, rule, nearest=with_some)
         if self.recipe is not None and not self.include:
             rule = f"precision.fp8.recipe={self.recipe.value} needs layers to apply to"
             near = ("[linear]", Instead("precision.fp8.recipe=null"))

@@ -30,18 +30,13 @@ class StaticConfig:
     transport: StaticTransport = StaticTransport.auto  # transport of tokens between ranks
     capacity: StaticCapacity = StaticCapacity.worst  # dispatched tokens that a rank has memory for
     factor: float = 1.5  # capacity=factor: capacity over the mean number of dispatched tokens
-    multiple: int = 1  # pad every expert's tokens with zeros to a multiple of this
     # reaction to two steps in a row that exceeded the capacity
     on_overflow: StaticOverflow = StaticOverflow.grow
     # memory for dispatched tokens saved for backward, over their mean; null: the full capacity
     paged_buffer: float | None = None
 
     def __post_init__(self) -> None:
-        at_least("model.moe.static", self, 1, "factor", "multiple", "paged_buffer")
-        if ROUNDED_ROWS % self.multiple:
-            rule = f"must divide {ROUNDED_ROWS}, to which capacities are rounded"
-            near = nearest_divisors(self.multiple, ROUNDED_ROWS)
-            raise ConfigError("model.moe.static.multiple", self.multiple, rule, nearest=near)
+        at_least("model.moe.static", self, 1, "factor", "paged_buffer")
 
 
 @dataclass(frozen=True)

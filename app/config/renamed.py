@@ -1,4 +1,4 @@
-"""Keys and values of earlier versions: CHANGED is the record, one line per change.
+"""Keys and values of earlier versions: CHANGED is the record, one entry per change.
 
 Whatever reads a configuration by name applies it: typed overrides and YAML files
 (`app.cli.options.old_names`), saved settings of runs and manifests of checkpoints
@@ -8,8 +8,8 @@ Whatever reads a configuration by name applies it: typed overrides and YAML file
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,14 +38,29 @@ class RenamedValue:
 @dataclass(frozen=True, slots=True)
 class Removed:
     """A key that is gone. Typed or in a file of the user's it is an error, unless it has the value
-    with which it did nothing.
+    that is now a constant. Saved by a run it is left out, or refused as `instead` says.
     """
 
     key: str  # by its last name
-    advice: str  # what to do instead, as an imperative
-    idle: Any = None  # value with which it did nothing
-    # Saved with another value: True refuses to continue the run, False leaves the key out.
-    fixed: bool = False
+    now: str  # what happens in its place
+    idle: Any = None  # value that is now a constant, so that it does nothing
+    # Key that decides in its place: a run that has saved another value continues only if that key
+    # is typed. None: results do not depend on the removed key.
+    instead: str | None = None
+
+    def idles(self, value: Any) -> bool:
+        """Return whether a value, as typed or saved, is the one that is now a constant."""
+        text = _text(value)
+        if isinstance(self.idle, float):
+            with suppress(ValueError):
+                return float(text) == self.idle
+        return text == _text(self.idle)
+
+    def refused(self, value: Any, key: str | None = None) -> ConfigError:
+        """Return the error for a value that had an effect; `key` is its name as typed."""
+        advice = None if self.instead is None else f"type {self.instead}=…"
+        rule = f"was removed: {self.now}"
+        return ConfigError(key or self.key, value, rule, advice=advice)
 
 
 Change = Renamed | RenamedValue | Removed
@@ -56,6 +71,35 @@ CHANGED: tuple[Change, ...] = (
     Renamed("hardware.profile.product_tflops", "hardware.profile.gemm_tflops"),
     Renamed("hardware.profile.product_memory", "hardware.profile.gemm_memory"),
     RenamedValue("model.moe.echo.algorithm", "exact", "target_search"),
+    Removed(
+        "optim.pair_expert_grads", "each microbatch's gradient is added as it arrives", idle=False
+    ),
+    Removed("model.moe.static.multiple", "experts' rows are not padded", idle=1),
+    Removed("precision.fp8.count_entries", "lost entries are not counted", idle=False),
+    Removed(
+        "optim.warmup_samples",
+        "warm-up is given in steps, samples / train.global_batch",
+        instead="optim.warmup_steps",
+    ),
+    Removed(
+        "optim.decay_samples",
+        "decay is given in steps, samples / train.global_batch",
+        instead="optim.decay_steps",
+    ),
+    Removed(
+        "optim.wsd_decay_samples",
+        "the final decay is given in steps, samples / train.global_batch",
+        instead="optim.wsd_decay_steps",
+    ),
+    Removed("optim.init_lr", "warm-up begins at 0", 0.0, instead="optim.warmup_steps"),
+    Removed(
+        "optim.weight_decay_end",
+        "weight decay is constant",
+        instead="optim.weight_decay",
+    ),
+    Removed("optim.weight_decay_ramp", "weight decay is constant", "constant"),
+    Removed("optim.count_zeros", "zero gradients are not counted", False),
+    Removed("log.job_type", "the job type is train"),
 )
 
 
@@ -72,37 +116,33 @@ def removed(key: str) -> Removed | None:
     return next((each for each in CHANGED if isinstance(each, Removed) and each.key == key), None)
 
 
-def new_references(text: str) -> str:
-    """Return a text whose references, as `${model.moe.top_k}`, have present names."""
-    if "${" not in text:
-        return text
-    for change in CHANGED:
-        if isinstance(change, Renamed):
-            old = rf"(?<=\$\{{){re.escape(change.old)}(?=[.}}])"
-            text = re.sub(old, change.new, text)
-    return text
-
-
-def changes_inside(section: str) -> bool:
-    """Return whether keys below a dotted name (empty: any) were renamed or removed."""
-    return any(_path(_key_of(change), section) for change in CHANGED)
-
-
 def with_new_names(
-    values: Mapping[Any, Any], section: str = "", *, saved: bool
+    values: Mapping[Any, Any],
+    section: str = "",
+    *,
+    saved: bool,
+    typed_keys: Collection[str] | None = None,
 ) -> tuple[dict[Any, Any], list[str]]:
     """Return nested settings by their present names, and a line per change.
 
     `section` is the dotted name of what they are settings of, empty for a whole configuration.
-    `saved`: a run has written them, so that removed keys are left out, and texts are no references.
+    `saved`: a run has written them, so that removed keys are left out.
+    `typed_keys`: the run continues with the saved settings and these keys, so that removed keys
+    that had an effect are refused unless the key that decides in their place is typed.
     Raises ConfigError for an old and a new name of one key, and for removed keys.
     """
     found: dict[Any, Any] = copy.deepcopy(dict(values))
     told = list[str]()
     for change in CHANGED:
         if path := _path(_key_of(change), section):
-            told += _APPLIED[type(change)](found, path, change, section, saved)
-    return found if saved else _referring(found), told
+            match change:
+                case Renamed():
+                    told += _rename(found, path, change, section)
+                case RenamedValue():
+                    told += _replace(found, path, change)
+                case Removed():
+                    told += _remove(found, path, change, saved=saved, typed_keys=typed_keys)
+    return found, told
 
 
 def _key_of(change: Change) -> str:
@@ -117,7 +157,7 @@ def _path(key: str, section: str) -> list[str]:
 
 
 def _rename(
-    values: dict[Any, Any], path: list[str], change: Renamed, section: str, saved: bool
+    values: dict[Any, Any], path: list[str], change: Renamed, section: str
 ) -> Iterator[str]:
     value = _take(values, path)
     if value is ABSENT:
@@ -128,9 +168,7 @@ def _rename(
     yield f"{change.old} is now {change.new}"
 
 
-def _replace(
-    values: dict[Any, Any], path: list[str], change: RenamedValue, section: str, saved: bool
-) -> Iterator[str]:
+def _replace(values: dict[Any, Any], path: list[str], change: RenamedValue) -> Iterator[str]:
     above = _section(values, path[:-1])
     value = ABSENT if above is None else above.get(path[-1], ABSENT)
     listed = value if isinstance(value, list) else [value]
@@ -142,21 +180,20 @@ def _replace(
 
 
 def _remove(
-    values: dict[Any, Any], path: list[str], change: Removed, section: str, saved: bool
+    values: dict[Any, Any],
+    path: list[str],
+    change: Removed,
+    *,
+    saved: bool,
+    typed_keys: Collection[str] | None,
 ) -> Iterator[str]:
     value = _take(values, path)
-    if value is ABSENT or _text(value) == _text(change.idle):
+    if value is ABSENT or change.idles(value):
         return
-    if not saved or change.fixed:
-        raise ConfigError(change.key, value, "was removed", advice=change.advice)
-    yield f"{change.key}={_text(value)} is left out, as the key was removed; {change.advice}"
-
-
-_APPLIED: dict[type, Callable[..., Iterator[str]]] = {
-    Renamed: _rename,
-    RenamedValue: _replace,
-    Removed: _remove,
-}
+    decides = typed_keys is not None and change.instead is not None
+    if not saved or (decides and change.instead not in (typed_keys or ())):
+        raise change.refused(value)
+    yield f"{change.key}={_text(value)} is left out, as the key was removed: {change.now}"
 
 
 def _text(value: Any) -> str:
@@ -198,15 +235,3 @@ def both_names(old: str, value: Any, new: str) -> ConfigError:
     """Return the error for the old and the new name of a key side by side."""
     rule = f"is {new} now, and that is given too"
     return ConfigError(old, value, rule, advice=f"give {new} alone")
-
-
-def _referring(value: Any) -> Any:
-    """Return plain values whose references have present names."""
-    match value:
-        case dict():
-            return {key: _referring(each) for key, each in value.items()}
-        case list():
-            return [_referring(each) for each in value]
-        case str():
-            return new_references(value)
-    return value

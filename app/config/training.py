@@ -12,7 +12,6 @@ from app.choices import (
     Decay,
     Device,
     Normalize,
-    Ramp,
     Source,
     WandbMode,
     WsdDecay,
@@ -27,109 +26,50 @@ EXAMPLE = "give for example data.path='folder/*'"
 class OptimConfig:
     """AdamW (Loshchilov & Hutter 2019) and its schedules.
 
-    Steps are optimizer updates. A length may be given in samples (sequences) instead, of which an
-    update has train.global_batch.
+    Steps are optimizer updates.
     """
 
     lr: float = 3e-3  # peak learning rate
     min_lr: float = 3e-4  # learning rate after decay
-    init_lr: float = 0.0  # learning rate at step 0 of warm-up
-    # steps from init_lr to lr; null: a twentieth of the decay steps
+    # steps in which the learning rate rises from 0 to lr; null: a twentieth of the decay steps
     warmup_steps: int | None = None
-    warmup_samples: int | None = None  # warmup_steps in samples
     decay: Decay = Decay.cosine  # shape after warm-up
     decay_steps: int | None = None  # step at which min_lr is reached; null: train.steps
-    decay_samples: int | None = None  # decay_steps in samples
     wsd_decay_steps: int | None = None  # length of the final decay, steps (decay=wsd)
-    wsd_decay_samples: int | None = None  # wsd_decay_steps in samples
     wsd_decay: WsdDecay = WsdDecay.exponential  # shape of the final decay
     beta1: float = 0.9  # decay of the first moment per step
     beta2: float = 0.95  # decay of the second moment per step
     eps: float = 1e-8  # added to the root of the second moment
     weight_decay: float = 0.1  # decoupled decay of matrices; vectors (norms, biases) have none
-    weight_decay_end: float | None = None  # last weight decay; null: constant
-    # shape between first and last weight decay over decay_steps
-    weight_decay_ramp: Ramp = Ramp.constant
     clip_norm: float = 1.0  # largest global gradient norm; 0: no clipping
     # overlap the data-parallel reduction of gradients with the last backward of a step
     overlap_grads: bool = True
-    # accumulate expert gradients of two microbatches in one GEMM (docs/architecture.md)
-    pair_expert_grads: bool = False
     # overlap the all-gather of updated parameters with what follows the update
     overlap_params: bool = True
     # parameters per bucket of reduce-scatter and all-gather; null: 40 million, or 1 million × dp
     bucket_numel: int | None = None
-    count_zeros: bool = False  # report how many gradient elements are zero
 
     def __post_init__(self) -> None:
         above_zero("optim", self, "lr", "eps")
-        at_least(
-            "optim", self, 0, "min_lr", "init_lr", "weight_decay", "weight_decay_end", "clip_norm"
-        )
+        at_least("optim", self, 0, "min_lr", "weight_decay", "clip_norm", "warmup_steps")
+        at_least("optim", self, 1, "decay_steps", "wsd_decay_steps")
         at_least("optim", self, 1, "bucket_numel")
         finite("optim", self, "beta1", "beta2")
-        for name in ("init_lr", "min_lr"):
-            if getattr(self, name) > self.lr:
-                raise ConfigError(
-                    f"optim.{name}",
-                    getattr(self, name),
-                    f"above the peak optim.lr={self.lr}",
-                    nearest=self.lr,
-                )
+        if self.min_lr > self.lr:
+            rule = f"above the peak optim.lr={self.lr}"
+            raise ConfigError("optim.min_lr", self.min_lr, rule, nearest=self.lr)
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(
                     f"optim.{name}", getattr(self, name), "must be in [0, 1)", nearest=0.95
                 )
-        self._check_lengths()
-        self._check_weight_decay()
-
-    def _check_lengths(self) -> None:
-        at_least("optim", self, 0, "warmup_steps", "warmup_samples")
-        at_least(
-            "optim", self, 1, "decay_steps", "decay_samples", "wsd_decay_steps", "wsd_decay_samples"
-        )
-        for name in ("warmup", "decay", "wsd_decay"):
-            steps = getattr(self, f"{name}_steps")
-            samples = getattr(self, f"{name}_samples")
-            if steps is not None and samples is not None:
-                rule = f"optim.{name}_steps={steps} says the same in steps: set one of them"
-                raise ConfigError(
-                    f"optim.{name}_samples",
-                    samples,
-                    rule,
-                    nearest=(None, Instead(f"optim.{name}_steps=null")),
-                )
-        if (
-            self.decay is Decay.wsd
-            and self.wsd_decay_steps is None
-            and self.wsd_decay_samples is None
-        ):
-            rule = (
-                "optim.decay=wsd needs the length of its last part, in steps or as "
-                "optim.wsd_decay_samples"
-            )
+        if self.decay is Decay.wsd and self.wsd_decay_steps is None:
+            rule = "optim.decay=wsd needs the length of its last part"
             raise ConfigError(
                 "optim.wsd_decay_steps",
                 None,
                 rule,
                 advice="give a tenth of train.steps, for example",
-            )
-
-    def _check_weight_decay(self) -> None:
-        if self.weight_decay_end is not None and self.weight_decay_end < self.weight_decay:
-            raise ConfigError(
-                "optim.weight_decay_end",
-                self.weight_decay_end,
-                f"below its start optim.weight_decay={self.weight_decay}",
-                nearest=(self.weight_decay, None),
-            )
-        if (self.weight_decay_end is not None) != (self.weight_decay_ramp is not Ramp.constant):
-            raise ConfigError(
-                "optim.weight_decay_ramp",
-                self.weight_decay_ramp,
-                f"weight_decay_end={self.weight_decay_end}: set both or neither",
-                nearest=Instead("optim.weight_decay_ramp=constant", "optim.weight_decay_end=null"),
             )
 
 
@@ -253,8 +193,6 @@ class LogConfig:
     project: str = "graphfold"  # Weights & Biases project
     # Weights & Biases group; null: none, or the sweep's name for a job of a sweep
     group: str | None = None
-    # Weights & Biases job type; null: train, or sweep for a job of a sweep
-    job_type: str | None = None
     tensorboard: bool = False  # events for TensorBoard, in the run folder
 
     def __post_init__(self) -> None:

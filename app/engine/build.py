@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from app.choices import AttentionBackendKind, GraphImpl
+from app.choices import AttentionBackendKind, Balance, Fp8Part, GraphImpl
 from app.config import ModelConfig, Run
 from app.engine.capture.recorder import CudaRecorder, Recorder
 from app.engine.capture.stand_in import HostRecorder
 from app.engine.capture.transformer_engine import graphed_callables
-from app.engine.dispatchers import build_dispatcher
+from app.engine.dispatchers import BuiltDispatcher, build_dispatcher
 from app.engine.fast_paths import check_capturable
 from app.engine.fp8 import build_fp8
 from app.engine.ranks.agreement import all_succeed
@@ -26,6 +26,8 @@ from app.engine.ranks.groups import Groups
 from app.engine.step.engine import Engine
 from app.engine.step.transport import Transport
 from app.engine.watchdog.watchdog import Watchdog
+from app.fp8.linear import Fp8Layers
+from app.fp8.ready import ReadyRows
 from app.hf.chunks import fill_chunks, fill_main_params
 from app.hf.pretrained import Pretrained
 from app.model.attention.chosen import library_attention
@@ -34,9 +36,9 @@ from app.model.chunk import Chunk
 from app.model.init import init_weights
 from app.model.layers.attend import Attend, TorchAttention
 from app.model.layers.layer_groups import LayerGroups
+from app.model.step_state import StepState
 from app.moe.dispatch.paged_buffer import build_paged_buffer
-from app.moe.dispatch.static import StaticDispatcher
-from app.moe.phases import MoEBody
+from app.moe.phases import MoEBody, Router
 from app.moe.protocol import Dispatcher
 from app.optim.buffers import ParamSpec
 from app.optim.distributed import DistributedOptimizer, OptimizerGroups
@@ -61,20 +63,21 @@ def build_engine(
     """
     run = plan.run
     # 1. Chunks, on the meta device first, then with memory; 2. their weights.
-    rank = groups.pp_rank
-    paged_buffer = build_paged_buffer(
-        run, plan.stages.stages[rank], plan.actions[rank], device=device
-    )
-    dispatcher = build_dispatcher(
-        run, groups.layer_groups(run.parallel.cp_comm_type), device, paged_buffer=paged_buffer
-    )
+    recipe, include = run.precision.fp8.recipe, run.precision.fp8.include
+    ready = ReadyRows() if recipe is not None and Fp8Part.experts in include else None
+    built = _build_dispatcher(plan, groups, device, ready=ready)
     attend = _attention(run, groups, device)
     chunks = build_chunks(
-        run, plan.stages, groups, dispatcher=dispatcher, device=device, attend=attend
+        run,
+        plan.stages,
+        groups,
+        dispatcher=built.dispatcher,
+        device=device,
+        attend=attend,
     )
     _set_weights(run, chunks, groups, pretrained=pretrained)
     # 3. FP8 layers, and 4. the optimizer with its fp32 main parameters; both need the weights set.
-    fp8 = build_fp8(run, chunks, groups, device)
+    fp8 = build_fp8(run, chunks, groups, device=device, ready=ready)
     optimizer = _build_optimizer(plan, chunks, groups, device)
     if pretrained is not None:
         # main parameters from the files again, which may be more precise than the weights
@@ -82,15 +85,16 @@ def build_engine(
     if run.optim.overlap_params:
         for chunk in chunks:
             _wait_for_parameters(chunk, optimizer)
-    optimizer.changed = fp8.expire  # an update invalidates quantised copies of weights
-    fp8.watch()
+    if fp8 is not None:
+        optimizer.changed = fp8.expire  # an update invalidates quantised copies of weights
+        fp8.watch()
     # 5. Transport between stages, and the watchdog over all of it.
     pp_ranks = dist.get_process_group_ranks(groups.pp)
     transport = Transport(groups.pp, pp_ranks, run.schedule.batch_p2p)
     watchdog = watchdog or Watchdog(groups.rank, run.schedule.timeout_s)
     watchdog.pending_p2p = transport.unfinished
     watchdog.spins = device.type == "cuda"
-    watchdog.replays = _waits_unseen(run, dispatcher, device)
+    watchdog.replays = _waits_unseen(run, built, device)
     watchdog.reads = not _records_captured_events(run)
     loss_scale = LossScale.start(run.precision, device)
     return Engine(
@@ -102,9 +106,38 @@ def build_engine(
         transport=transport,
         watchdog=watchdog,
         loss_scale=loss_scale,
-        static=dispatcher if isinstance(dispatcher, StaticDispatcher) else None,
+        static=built.static,
         recorder=build_recorder(run, device),
-        fp8=fp8,
+        paging=built.paging,
+        states=tuple(_states(run, chunks, built, fp8=fp8)),
+    )
+
+
+def _states(
+    run: Run, chunks: Sequence[Chunk], built: BuiltDispatcher, *, fp8: Fp8Layers | None
+) -> Iterator[StepState]:
+    """Yield the state that the run's features keep per step."""
+    if run.model.moe is not None and run.model.moe.balance is Balance.global_batch:
+        for chunk in chunks:
+            yield from (module for module in chunk.modules() if isinstance(module, Router))
+    if built.cloning is not None:
+        yield built.cloning
+    if fp8 is not None:
+        yield fp8
+
+
+def _build_dispatcher(
+    plan: Plan, groups: Groups, device: torch.device, *, ready: ReadyRows | None
+) -> BuiltDispatcher:
+    """Build the dispatcher of this rank's MoE layers, with a paged buffer if the run has one."""
+    run, rank = plan.run, groups.pp_rank
+    stages, actions = plan.stages.stages[rank], plan.actions[rank]
+    return build_dispatcher(
+        run,
+        groups.layer_groups(run.parallel.cp_comm_type),
+        device,
+        paged_buffer=build_paged_buffer(run, stages, actions, device=device),
+        ready=ready,
     )
 
 
@@ -136,14 +169,14 @@ def _attention(run: Run, groups: Groups, device: torch.device) -> Attend:
     return all_succeed(groups, lambda: library_attention(run, dtype, device))
 
 
-def _waits_unseen(run: Run, dispatcher: Dispatcher[Any, Any] | None, device: torch.device) -> bool:
+def _waits_unseen(run: Run, built: BuiltDispatcher, device: torch.device) -> bool:
     """Return whether ranks wait for each other in ways that torch's flight recorder cannot see.
 
     Those are collectives inside CUDA graphs, and kernels that wait on peer memory.
     """
-    layer_groups = isinstance(dispatcher, StaticDispatcher) and dispatcher.peer is not None
+    by_peer = built.static is not None and built.static.peer is not None
     captures = run.cuda_graph.impl is not GraphImpl.none and device.type == "cuda"
-    return captures or layer_groups
+    return captures or by_peer
 
 
 def _records_captured_events(run: Run) -> bool:

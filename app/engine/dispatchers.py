@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from app.choices import StaticTransport
 from app.config import Run
 from app.engine.ranks.dtypes import DTYPES
 from app.errors import ConfigError
+from app.fp8.dispatch import Fp8LocalDispatcher, Fp8PeerTransport, Fp8Transport
+from app.fp8.ready import ReadyRows
 from app.kernels.common import moves_tiles, triton
 from app.model.layers.layer_groups import LayerGroups
 from app.moe.clones.cloning import Cloning
@@ -18,11 +21,12 @@ from app.moe.clones.peer import PeerClones
 from app.moe.clones.transport import CloneTransport, CollectiveClones
 from app.moe.dispatch.all_gather import AllGatherDispatcher
 from app.moe.dispatch.all_to_all import AllToAllDispatcher
+from app.moe.dispatch.cloning import CloningDispatcher
 from app.moe.dispatch.local import LocalDispatcher
-from app.moe.dispatch.paged_buffer import PagedBuffer
+from app.moe.dispatch.paged_buffer import PagedBuffer, PagingDispatcher
 from app.moe.dispatch.peer import PeerTransport
 from app.moe.dispatch.static import StaticDispatcher
-from app.moe.dispatch.transport import CollectiveTransport
+from app.moe.dispatch.transport import CollectiveTransport, SizedTransport, TokenTransport
 from app.moe.protocol import Dispatcher
 from app.plan.model.experts import ExpertWeights
 from app.plan.parts.all_gather import PlannedAllGather
@@ -33,39 +37,76 @@ from app.plan.parts.static import PlannedStatic
 from app.plan.sharding.blocks import ShardCoords
 
 
+@dataclass(frozen=True, slots=True)
+class BuiltDispatcher:
+    """Dispatcher of all MoE layers of a rank, and what it is made of."""
+
+    dispatcher: Dispatcher[Any, Any] | None  # None: a dense model
+    static: StaticDispatcher | None = None  # None: of another kind
+    cloning: Cloning | None = None  # None: without clones
+    paging: PagingDispatcher[Any, Any] | None = None  # None: without a paged buffer
+
+
 def build_dispatcher(
     run: Run,
     layer_groups: LayerGroups,
     device: torch.device,
     paged_buffer: PagedBuffer | None = None,
-) -> Dispatcher[Any, Any] | None:
-    """Build the one dispatcher of all MoE layers of a rank; None for a dense model."""
+    ready: ReadyRows | None = None,
+) -> BuiltDispatcher:
+    """Build the one dispatcher of all MoE layers of a rank.
+
+    `paged_buffer` keeps the rows that backward needs; None leaves them to autograd. Kernels leave
+    rows in FP8 in `ready`; None if experts read no FP8.
+    """
     planned = run_dispatcher(run)
     if planned is None:
-        return None
+        return BuiltDispatcher(None)
     experts, group = planned.moe.num_experts, layer_groups.etp_ep
     if isinstance(planned, PlannedLocal):
-        return LocalDispatcher(experts)
+        local = LocalDispatcher(experts) if ready is None else Fp8LocalDispatcher(experts, ready)
+        return BuiltDispatcher(local)
     assert group is not None, "experts on several ranks have a group"
     match planned:
         case PlannedAllGather():
-            return AllGatherDispatcher(experts, group, planned.etp)
+            return BuiltDispatcher(AllGatherDispatcher(experts, group, planned.etp))
         case PlannedAllToAll():
-            return AllToAllDispatcher(experts, group, planned.etp)
+            return BuiltDispatcher(AllToAllDispatcher(experts, group, planned.etp))
         case PlannedStatic():
-            collective = CollectiveTransport(group, planned.experts, planned.etp)
-            peer = build_peer_transport(run, planned, group, device=device)
-            cloning = build_cloning(run, planned, group, device=device, peer=peer is not None)
-            return StaticDispatcher(
-                planned,
-                collective,
-                peer,
-                ep_rank=layer_groups.ep_rank,
-                device=device,
-                paged_buffer=paged_buffer,
-                cloning=cloning,
+            return _build_static(
+                run, planned, layer_groups, device=device, paged_buffer=paged_buffer, ready=ready
             )
     raise AssertionError(f"{planned.kind} has no module")
+
+
+def _build_static(
+    run: Run,
+    planned: PlannedStatic,
+    layer_groups: LayerGroups,
+    *,
+    device: torch.device,
+    paged_buffer: PagedBuffer | None,
+    ready: ReadyRows | None,
+) -> BuiltDispatcher:
+    """Build the static dispatcher, wrapped for FP8, clones and the paged buffer as the run asks."""
+    group = layer_groups.etp_ep
+    assert group is not None
+    collective: TokenTransport = CollectiveTransport(group, planned.experts, planned.etp)
+    peer: SizedTransport | None = build_peer_transport(run, planned, group, device=device)
+    if ready is not None:
+        collective = Fp8Transport(CollectiveTransport(group, planned.experts, planned.etp), ready)
+        peer = Fp8PeerTransport(peer, ready) if isinstance(peer, PeerTransport) else None
+    static = StaticDispatcher(
+        planned, collective, peer, ep_rank=layer_groups.ep_rank, device=device
+    )
+    dispatcher: Dispatcher[Any, Any] = static
+    cloning = build_cloning(run, planned, group, device=device, peer=peer is not None)
+    if cloning is not None:
+        dispatcher = CloningDispatcher(static, cloning)
+    if paged_buffer is None:
+        return BuiltDispatcher(dispatcher, static, cloning)
+    paging = PagingDispatcher(dispatcher, static, paged_buffer)
+    return BuiltDispatcher(paging, static, cloning, paging=paging)
 
 
 def build_cloning(

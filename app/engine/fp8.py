@@ -13,14 +13,14 @@ from app.choices import Dtype, Fp8Part, Fp8Recipe, LinearBackendKind
 from app.config import Run
 from app.engine.ranks.groups import Groups
 from app.errors import ConfigError, Instead
+from app.fp8.delayed import DelayedScales, LinearScales
+from app.fp8.linear import Fp8Layers
+from app.fp8.quantised import Fp8Arithmetic
+from app.fp8.ready import ReadyRows
+from app.fp8.reference import LARGEST, BlockScaled, TensorScaled
+from app.fp8.row_scaled import RowScaled, by_reference, on_tensor_cores
+from app.fp8.transformer_engine import TransformerEngine, fp8_library
 from app.model.chunk import Chunk
-from app.model.fp8.delayed import DelayedScales, LinearScales
-from app.model.fp8.linear import Fp8Layers
-from app.model.fp8.lost import LARGEST, LostEntries
-from app.model.fp8.reference import BlockScaled, TensorScaled
-from app.model.fp8.row_scaled import RowScaled, by_reference, on_tensor_cores
-from app.model.fp8.transformer_engine import TransformerEngine, fp8_library
-from app.model.layers.quantised import Fp8Arithmetic
 from app.model.layers.transformer_engine import library_version
 from app.plan.model.fp8 import fp8_weights, part_of
 from app.plan.model.stage import NamedWeight
@@ -31,14 +31,22 @@ REFERENCE = "the reference in torch, multiplied in fp32: slow"
 HOPPER = 9  # major compute capability
 
 
-def build_fp8(run: Run, chunks: Sequence[Chunk], groups: Groups, device: torch.device) -> Fp8Layers:
-    """Build the FP8 layers of these chunks, whose weights must be set already.
+def build_fp8(
+    run: Run,
+    chunks: Sequence[Chunk],
+    groups: Groups,
+    *,
+    device: torch.device,
+    ready: ReadyRows | None = None,
+) -> Fp8Layers | None:
+    """Build the FP8 layers of these chunks, whose weights must be set already; None without any.
 
-    Raises ConfigError for what this host lacks.
+    `ready` is where kernels leave rows of experts in FP8. Raises ConfigError for what this host
+    lacks.
     """
     fp8 = run.precision.fp8
     if fp8.recipe is None:
-        return Fp8Layers(chunks, None)
+        return None
     named = [_weights(run, chunk) for chunk in chunks]
     scales = None
     if fp8.recipe is Fp8Recipe.delayed and fp8.by_library:
@@ -57,11 +65,10 @@ def build_fp8(run: Run, chunks: Sequence[Chunk], groups: Groups, device: torch.d
         def make(name: str) -> Fp8Arithmetic:
             return maker(scales.of[name] if scales else None)
 
-    lost = LostEntries(device) if fp8.count_entries else None
     experts = None
     if Fp8Part.experts in fp8.include:
         experts = experts_arithmetic(fp8.backend, run.precision.params, device, include=fp8.include)
-    layers = Fp8Layers(chunks, make, scales, lost=lost, experts=experts)
+    layers = Fp8Layers(chunks, make, scales, experts=experts, ready=ready)
     for chunk, weights in zip(chunks, named, strict=True):
         layers.use(chunk, [each.name for each in weights])
     return layers

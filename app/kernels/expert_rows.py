@@ -76,30 +76,28 @@ def expert_rows(
     first: int,
     local: int,
     num_rows: int,
-    multiple: int,
     token_of_R: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the row of each choice, end and first unused row of each of the `local` experts from
-    id `first` on, and the number of rows needed: int32 [N, K], [L], [L], [1].
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the row of each choice, the end of each of the `local` experts from id `first` on, and
+    the number of rows needed: int32 [N, K], [L], [1].
 
-    Expert-major, tokens ascending; an expert's rows start at a multiple of `multiple`. A choice of
-    no expert here, or beyond `num_rows`, has the row `num_rows`; ends are at most that. A token's
-    ids must differ. Writes the token of each used row to `token_of_R` if given.
+    Expert-major, tokens ascending. A choice of no expert here, or beyond `num_rows`, has the row
+    `num_rows`; ends are at most that. A token's ids must differ. Writes the token of each used row
+    to `token_of_R` if given.
     """
     tokens, top_k = chosen_NK.shape
     chosen_NK = chosen_NK.contiguous()
     counts_CL = count_choices(chosen_NK, first, local)
     blocks = len(counts_CL)
-    row_of_NK, ends_L, filled_L, needed = (
+    row_of_NK, ends_L, needed = (
         torch.empty(shape, dtype=torch.int32, device=chosen_NK.device)
-        for shape in (chosen_NK.shape, (local,), (local,), (1,))
+        for shape in (chosen_NK.shape, (local,), (1,))
     )
     _place[(blocks,)](
         chosen_NK,
         counts_CL,
         row_of_NK,
         ends_L,
-        filled_L,
         needed,
         token_of_R,
         tokens,
@@ -107,12 +105,11 @@ def expert_rows(
         num_rows,
         blocks,
         local=local,
-        multiple=multiple,
         K=top_k,
         PLACES=block_of(top_k),
         **_two_tiles(block_sizes(tokens, local, blocks), local),
     )
-    return row_of_NK, ends_L, filled_L, needed
+    return row_of_NK, ends_L, needed
 
 
 @jit
@@ -203,7 +200,6 @@ def _place(
     counts: tl.tensor,
     row_of: tl.tensor,
     ends: tl.tensor,
-    filled: tl.tensor,
     needed: tl.tensor,
     token_of: tl.tensor,
     tokens: int,
@@ -211,7 +207,6 @@ def _place(
     num_rows: int,
     blocks: int,
     local: tl.constexpr,
-    multiple: tl.constexpr,
     K: tl.constexpr,
     PLACES: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -220,12 +215,11 @@ def _place(
     REST: tl.constexpr,
 ) -> None:
     this = tl.program_id(0)
-    space = _place_tile(
+    used = _place_tile(
         chosen,
         counts,
         row_of,
         ends,
-        filled,
         token_of,
         tokens,
         first,
@@ -234,35 +228,32 @@ def _place(
         0,
         begin=0,
         local=local,
-        multiple=multiple,
         K=K,
         CHUNK=CHUNK,
         B=B,
         E=E,
     )
     if REST > 0:
-        space += _place_tile(
+        used += _place_tile(
             chosen,
             counts,
             row_of,
             ends,
-            filled,
             token_of,
             tokens,
             first,
             num_rows,
             blocks,
-            space,
+            used,
             begin=E,
             local=local,
-            multiple=multiple,
             K=K,
             CHUNK=CHUNK,
             B=B,
             E=REST,
         )
     if this == 0:
-        tl.store(needed, space)
+        tl.store(needed, used)
     token = (this * B + tl.arange(0, B))[:, None]
     k = tl.arange(0, PLACES)[None, :]
     real = (token < tokens) & (k < K)
@@ -277,7 +268,6 @@ def _place_tile(
     counts: tl.tensor,
     row_of: tl.tensor,
     ends: tl.tensor,
-    filled: tl.tensor,
     token_of: tl.tensor,
     tokens: int,
     first: int,
@@ -286,7 +276,6 @@ def _place_tile(
     taken: tl.tensor,
     begin: tl.constexpr,
     local: tl.constexpr,
-    multiple: tl.constexpr,
     K: tl.constexpr,
     CHUNK: tl.constexpr,
     B: tl.constexpr,
@@ -298,13 +287,10 @@ def _place_tile(
     this = tl.program_id(0)
     expert = begin + tl.arange(0, E)
     total, before = sums_of_blocks(counts, blocks, begin=begin, local=local, CHUNK=CHUNK, E=E)
-    space = (total + multiple - 1) // multiple * multiple
-    end = taken + tl.cumsum(space, axis=0)
-    start = end - space
+    end = taken + tl.cumsum(total, axis=0)
+    start = end - total
     if this == 0:
-        here = expert < local
-        tl.store(ends + expert, tl.minimum(end, num_rows), mask=here)
-        tl.store(filled + expert, tl.minimum(start + total, num_rows), mask=here)
+        tl.store(ends + expert, tl.minimum(end, num_rows), mask=expert < local)
     found = chosen_of_block(chosen, tokens, first + begin, local=local - begin, K=K, B=B, E=E)
     own = (found > 0).to(tl.int32)
     row = (start + before)[:, None] + tl.cumsum(own, axis=1) - own
@@ -314,4 +300,4 @@ def _place_tile(
     if token_of is not None:
         of_row = (token[None, :] + tl.zeros_like(row)).to(token_of.dtype.element_ty)
         tl.store(token_of + row, of_row, mask=(found > 0) & (row < num_rows))
-    return tl.sum(space, axis=0)
+    return tl.sum(total, axis=0)

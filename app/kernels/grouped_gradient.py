@@ -7,8 +7,6 @@ Shapes: T rows grouped by expert, E experts, I input width, O output width.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -21,14 +19,6 @@ TILE_FP32 = (64, 64, 16)  # without tensor cores the operands take registers too
 OPTIONS = {"num_warps": 4, "num_stages": 6}
 
 
-class Operands(NamedTuple):
-    """Input rows and output gradients of a microbatch, and the end offset of each expert's rows."""
-
-    rows_TI: Tensor
-    grad_TO: Tensor
-    ends_E: Tensor  # int32
-
-
 def add_grouped_gradient(
     sums_EIO: Tensor,
     rows_TI: Tensor,
@@ -36,7 +26,6 @@ def add_grouped_gradient(
     ends_E: Tensor,
     first: int = 0,
     adds: bool = True,
-    later: Operands | None = None,
     fills: bool = False,
 ) -> None:
     """Compute sums[e] += rows[e]ᵀ · grad[e]: in fp32, rounded once to the dtype of `sums`.
@@ -46,17 +35,10 @@ def add_grouped_gradient(
     ignored. Without `adds` the previous sums are overwritten instead of added to; experts without
     rows keep them, or get zeros with `fills`. Rows are bf16, fp16 or fp32; matrices and each of
     their rows start at a multiple of 16 bytes (AssertionError). Equal calls give equal bits.
-
-    `later`: another microbatch whose gradient is added to the same sums before they are rounded, so
-    that the sums are read and written only once.
     """
     experts, width, columns = sums_EIO.shape
-    if later is not None and not len(later.rows_TI):
-        later = None
     if not len(rows_TI):  # a TMA descriptor cannot be empty
-        if later is not None:
-            add_grouped_gradient(sums_EIO, *later, first=first, adds=adds, fills=fills)
-        elif fills:
+        if fills:
             sums_EIO.zero_()
         return
     height, across, step = TILE_FP32 if rows_TI.dtype == torch.float32 else TILE
@@ -66,7 +48,6 @@ def add_grouped_gradient(
         rows_TI=TensorDescriptor.from_tensor(rows_TI.contiguous(), [step, height]),
         grad_TO=TensorDescriptor.from_tensor(grad_TO.contiguous(), [step, across]),
         ends_E=ends_E,
-        **_described(later, height, across, step=step),
         first=first,
         columns=columns,
         ADDS=adds,
@@ -78,50 +59,12 @@ def add_grouped_gradient(
     )
 
 
-def _described(
-    later: Operands | None, height: int, across: int, *, step: int
-) -> dict[str, TensorDescriptor | Tensor | None]:
-    """Return the kernel's arguments for a later microbatch."""
-    rows = grad = ends_E = None
-    if later is not None:
-        rows = TensorDescriptor.from_tensor(later.rows_TI.contiguous(), [step, height])
-        grad = TensorDescriptor.from_tensor(later.grad_TO.contiguous(), [step, across])
-        ends_E = later.ends_E
-    return {"later_rows_TI": rows, "later_grad_TO": grad, "later_ends_E": ends_E}
-
-
-@jit
-def _gemm(
-    total: tl.tensor,
-    rows_TI: tl.tensor_descriptor,
-    grad_TO: tl.tensor_descriptor,
-    begin: tl.tensor,
-    end: tl.tensor,
-    i: tl.tensor,
-    o: tl.tensor,
-    STEP: tl.constexpr,
-) -> tl.tensor:
-    """Return total + rowsᵀ · grad over the rows of an expert."""
-    rest = begin + (end - begin) // STEP * STEP
-    for t in range(begin, rest, STEP):
-        total = tl.dot(rows_TI.load([t, i]).T, grad_TO.load([t, o]), total, input_precision="ieee")
-    if rest < end:  # mask the rest: those rows belong to the next expert or to none
-        own = (rest + tl.arange(0, STEP) < end)[:, None]
-        left = tl.where(own, rows_TI.load([rest, i]), 0.0)
-        right = tl.where(own, grad_TO.load([rest, o]), 0.0)
-        total = tl.dot(left.T, right, total, input_precision="ieee")
-    return total
-
-
 @jit
 def _grouped_gradient(
     sums_EIO: tl.tensor_descriptor,
     rows_TI: tl.tensor_descriptor,
     grad_TO: tl.tensor_descriptor,
     ends_E: tl.tensor,
-    later_rows_TI: tl.tensor_descriptor,
-    later_grad_TO: tl.tensor_descriptor,
-    later_ends_E: tl.tensor,
     first: int,
     columns: int,
     ADDS: tl.constexpr,
@@ -137,25 +80,18 @@ def _grouped_gradient(
     group = first + expert
     begin = tl.load(ends_E + group - 1, mask=group > 0, other=0)
     end = tl.load(ends_E + group)
-    count = end - begin
-    if later_ends_E is not None:
-        later_begin = tl.load(later_ends_E + group - 1, mask=group > 0, other=0)
-        later_end = tl.load(later_ends_E + group)
-        count += later_end - later_begin
-    if FILLS or count > 0:
+    if FILLS or end > begin:
         total = tl.zeros((HEIGHT, COLUMNS), tl.float32)
-        total = _gemm(total, rows_TI, grad_TO, begin=begin, end=end, i=i, o=o, STEP=STEP)
-        if later_ends_E is not None:
-            total = _gemm(
-                total,
-                later_rows_TI,
-                later_grad_TO,
-                begin=later_begin,
-                end=later_end,
-                i=i,
-                o=o,
-                STEP=STEP,
+        rest = begin + (end - begin) // STEP * STEP
+        for t in range(begin, rest, STEP):
+            total = tl.dot(
+                rows_TI.load([t, i]).T, grad_TO.load([t, o]), total, input_precision="ieee"
             )
+        if rest < end:  # mask the rest: those rows belong to the next expert or to none
+            own = (rest + tl.arange(0, STEP) < end)[:, None]
+            left = tl.where(own, rows_TI.load([rest, i]), 0.0)
+            right = tl.where(own, grad_TO.load([rest, o]), 0.0)
+            total = tl.dot(left.T, right, total, input_precision="ieee")
         if ADDS:
             before = sums_EIO.load([expert, i, o]).reshape(HEIGHT, COLUMNS).to(tl.float32)
             total = before + total

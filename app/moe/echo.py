@@ -21,11 +21,10 @@ from app.choices import CloneAlgorithm
 from app.kernels.clones import plan as planner
 from app.kernels.clones import reroute as kernels
 from app.kernels.clones.slots import PRIORITIES
-from app.kernels.clones.target_search import search_clones
 from app.kernels.common import usable
 from app.kernels.expert_rows import count_choices as kernel_counts
 from app.moe.permute import sort_by_expert
-from app.moe.target_search import search_slots
+from app.moe.target_search import loads_after, search_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +106,17 @@ def plan_slots(
     # no rank exceeds R times the average; keeps the limit within int64
     threshold = min(threshold, ranks)
     if counts_RE.is_cuda and usable():
-        if known is CloneAlgorithm.target_search:
-            return ClonePlan(*search_clones(counts_RE, spares_per_rank, threshold, sums_4=sums_4))
-        packs = known is CloneAlgorithm.approx_bin_packing
         return ClonePlan(
             *planner.plan_clones(
-                counts_RE, spares_per_rank, packs, threshold=threshold, sums_4=sums_4
+                counts_RE, spares_per_rank, known, threshold=threshold, sums_4=sums_4
             )
         )
     load_RL = counts_RE.sum(dim=0).view(ranks, -1)
     expert_S, moved_S = _slots(load_RL, spares_per_rank, known, threshold=threshold)
     if sums_4 is not None:
-        sums_4 += _loads(load_RL, expert_S, moved_S)
+        load_R, filled = load_RL.sum(dim=1), (moved_S > 0).sum()
+        after_R = loads_after(load_RL, expert_S[None], moved_S[None])[0]
+        sums_4 += torch.stack((load_R.max(), after_R.max(), load_R.sum(), filled))
     return ClonePlan(expert_S, moved_S, _sources(counts_RE, expert_S, moved_S))
 
 
@@ -184,15 +182,6 @@ def _slots(
     if threshold > 0:
         moved_S = moved_S * _needed(expert_S // load_RL.shape[1], moved_S, load_R, limit=limit)
     return expert_S, moved_S
-
-
-def _loads(load_RL: Tensor, expert_S: Tensor, moved_S: Tensor) -> Tensor:
-    """Return what `plan_slots` adds to `sums_4`."""
-    before_R = load_RL.sum(dim=1)
-    given_R = torch.zeros_like(before_R).scatter_add(0, expert_S // load_RL.shape[1], moved_S)
-    after_R = before_R - given_R + moved_S.view(len(before_R), -1).sum(dim=1)
-    filled = (moved_S > 0).sum()
-    return torch.stack((before_R.max(), after_R.max(), before_R.sum(), filled))
 
 
 def _spill(load_RL: Tensor, average: Tensor) -> Tensor:

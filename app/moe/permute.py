@@ -19,8 +19,7 @@ from torch.autograd.function import once_differentiable
 from app.kernels import rows as kernels
 from app.kernels.common import usable
 from app.kernels.expert_rows import counts_fast, expert_rows
-from app.kernels.quantise import Fp8Rows, empty_fp8_rows
-from app.model.layers.ready import ReadyRows
+from app.kernels.quantise import Fp8Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +27,13 @@ class Permutation:
     """Map between tokens and rows grouped by expert.
 
     R is T·K, unless rows are left out because nobody chose them here, or added to pad experts. A
-    dropped choice has no row: its entry of `row_of_TK` is meaningless, and no row is read for it.
+    dropped choice has no row: its entry of `row_of_TK` is R or more.
     """
 
     token_of_row_R: Tensor  # int64: the token each row is a copy of
     row_of_TK: Tensor  # int64: the row of each token's k-th expert
     ends_E: Tensor  # int32: cumulative row counts, the `offs` of `grouped_mm`
-    kept_TK: Tensor | None = None  # bool: choices that have a row; None means all
+    drops: bool = False  # some choices may have no row, and some rows no choice
 
 
 def sort_by_expert(
@@ -54,8 +53,8 @@ def sort_by_expert(
     rows_R = torch.arange(place_of_row_R.numel(), device=experts_TK.device)
     ids_E = torch.arange(num_experts, device=experts_TK.device, dtype=sorted_R.dtype)
     tokens_R = place_of_row_R // experts_TK.shape[1]
-    kept_TK = experts_TK < num_experts if drops or rows_per_expert is not None else None
     if rows_per_expert is not None:
+        drops = True
         sorted_R = sorted_R.long()
         ids_E = ids_E.long()
         starts_E = torch.searchsorted(sorted_R, ids_E)
@@ -67,8 +66,10 @@ def sort_by_expert(
         ends_E = ((ids_E + 1) * rows_per_expert).to(torch.int32)
     else:
         ends_E = torch.searchsorted(sorted_R, ids_E, right=True, out_int32=True)
+        if drops:
+            rows_R = rows_R.masked_fill(sorted_R >= num_experts, len(rows_R))
     row_of_R = torch.empty_like(place_of_row_R).scatter_(0, place_of_row_R, rows_R)
-    return Permutation(tokens_R, row_of_R.view_as(experts_TK), ends_E, kept_TK=kept_TK)
+    return Permutation(tokens_R, row_of_R.view_as(experts_TK), ends_E, drops=drops)
 
 
 def _placed(experts_TK: Tensor, num_experts: int, drops: bool) -> Permutation:
@@ -78,45 +79,27 @@ def _placed(experts_TK: Tensor, num_experts: int, drops: bool) -> Permutation:
     count = experts_TK.numel()
     make = experts_TK.new_zeros if drops else experts_TK.new_empty
     token_of_R = make(count, dtype=torch.int64)
-    row_of_TK, ends_E, _, _ = expert_rows(
-        experts_TK, 0, num_experts, num_rows=count, multiple=1, token_of_R=token_of_R
+    row_of_TK, ends_E, _ = expert_rows(
+        experts_TK, 0, num_experts, num_rows=count, token_of_R=token_of_R
     )
-    kept_TK = experts_TK < num_experts if drops else None
-    return Permutation(token_of_R, row_of_TK.long(), ends_E, kept_TK=kept_TK)
+    return Permutation(token_of_R, row_of_TK.long(), ends_E, drops=drops)
 
 
-def permute(x_TD: Tensor, permutation: Permutation, ready: ReadyRows | None = None) -> Tensor:
-    """Return token rows grouped by expert: [R, D]; a token's gradient sums its K rows in fp32.
-
-    Kernels also leave rows in `ready` as FP8, if every row is a token's.
-    """
-    if ready is not None and (permutation.kept_TK is not None or not usable(x_TD)):
-        ready = None
+def permute(x_TD: Tensor, permutation: Permutation) -> Tensor:
+    """Return token rows grouped by expert: [R, D]; a token's gradient sums its K rows in fp32."""
     rows_RD: Tensor = _Permute.apply(
-        x_TD, permutation.token_of_row_R, permutation.row_of_TK, permutation.kept_TK, ready
+        x_TD, permutation.token_of_row_R, permutation.row_of_TK, permutation.drops
     )
     return rows_RD
 
 
-def combine(
-    rows_RD: Tensor, probs_TK: Tensor, permutation: Permutation, ready: ReadyRows | None = None
-) -> Tensor:
+def combine(rows_RD: Tensor, probs_TK: Tensor, permutation: Permutation) -> Tensor:
     """Return out[t] = Σ_k probs[t, k] · rows[row_of[t, k]], in fp32 in order of k: [T, D], rows'
     dtype.
 
-    Dropped choices count as 0, and so does their gradient, whatever the rows hold. The gradient of
-    rows is left in `ready`, as `permute` does.
+    Dropped choices count as 0, and so does their gradient, whatever the rows hold.
     """
-    if ready is not None and (permutation.kept_TK is not None or not usable(rows_RD)):
-        ready = None
-    out_TD: Tensor = _Combine.apply(
-        rows_RD,
-        probs_TK,
-        permutation.token_of_row_R,
-        permutation.row_of_TK,
-        permutation.kept_TK,
-        ready,
-    )
+    out_TD: Tensor = _Combine.apply(rows_RD, probs_TK, permutation.row_of_TK, permutation.drops)
     return out_TD
 
 
@@ -130,22 +113,20 @@ def sum_rows(
     rows_RD: Tensor,
     row_of_TK: Tensor,
     weights_TK: Tensor | None,
-    kept_TK: Tensor | None,
+    drops: bool,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return Σ_k weights[t, k] · rows[row_of[t, k]], weight 1 for None, accumulated in fp32: [T,
     D].
 
-    Without a gradient; fp64 for fp64 rows. Choices not in `kept_TK` count as 0. The result has
-    `dtype`, by default that of the accumulator.
+    Without a gradient; fp64 for fp64 rows. With `drops` choices may have no row, and count as 0.
+    The result has `dtype`, by default that of the accumulator.
     """
     if usable(rows_RD):
-        return kernels.sum_rows(
-            rows_RD, row_of_TK, weights_TK, kept_TK=kept_TK, dtype=dtype or torch.float32
-        )
+        return kernels.sum_rows(rows_RD, row_of_TK, weights_TK, dtype=dtype or torch.float32)
     total_TD: Tensor | None = None
     for k in range(row_of_TK.shape[1]):
-        part_TD = widened(pick_rows(rows_RD, row_of_TK, kept_TK, k=k))
+        part_TD = widened(pick_rows(rows_RD, row_of_TK, drops, k=k))
         part_TD = part_TD if weights_TK is None else part_TD.mul_(weights_TK[:, k, None])
         total_TD = part_TD if total_TD is None else total_TD.add_(part_TD)
     assert total_TD is not None, "every token has at least one expert"
@@ -156,33 +137,42 @@ def combine_gradients(
     grad_TD: Tensor,
     rows_RD: Tensor,
     probs_TK: Tensor,
-    token_of_row_R: Tensor,
     row_of_TK: Tensor,
-    kept_TK: Tensor | None,
+    drops: bool,
     fp8_rows: Fp8Rows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of `combine`: of the rows [R, D] and of the probabilities [T, K].
 
-    Kernels also fill `fp8_rows` with the rows' gradients.
+    With `drops` those of rows without a choice are 0, and of choices without a row. Kernels also
+    fill `fp8_rows` with the rows' gradients.
     """
     if usable(rows_RD):
         return kernels.combine_gradients(
-            grad_TD, rows_RD, probs_TK, row_of_TK=row_of_TK, kept_TK=kept_TK, fp8_rows=fp8_rows
+            grad_TD, rows_RD, probs_TK, row_of_TK, zeros=drops, fp8_rows=fp8_rows
         )
     assert fp8_rows is None, "only kernels write fp8_rows"
     count = len(rows_RD)
-    if kept_TK is None:
-        probs_R = probs_TK.new_empty(count).scatter_(0, row_of_TK.flatten(), probs_TK.flatten())
-    else:  # one extra entry takes choices without a row
-        places_R = row_of_TK.masked_fill(~kept_TK, count).flatten()
+    if drops:  # one extra entry takes choices without a row
+        places_R = row_of_TK.clamp(max=count).flatten()
         probs_R = probs_TK.new_zeros(count + 1).scatter_(0, places_R, probs_TK.flatten())[:count]
+    else:
+        probs_R = probs_TK.new_empty(count).scatter_(0, row_of_TK.flatten(), probs_TK.flatten())
     # in place: rows · fp32 probabilities is rounded once and never stored in fp32
+    token_of_row_R = choice_of_rows(row_of_TK, count) // row_of_TK.shape[1]
     grad_RD = grad_TD.index_select(0, token_of_row_R).mul_(probs_R[:, None])
     dots_KT = [
-        dot_rows(pick_rows(rows_RD, row_of_TK, kept_TK, k=k), grad_TD)
+        dot_rows(pick_rows(rows_RD, row_of_TK, drops, k=k), grad_TD)
         for k in range(row_of_TK.shape[1])
     ]
     return grad_RD, torch.stack(dots_KT, dim=1).to(probs_TK.dtype)
+
+
+def choice_of_rows(row_of_TK: Tensor, num_rows: int) -> Tensor:
+    """Return the choice, of T·K, of each row; 0 for rows without one: int64 [R]."""
+    choices = torch.arange(row_of_TK.numel(), device=row_of_TK.device)
+    choice_R = choices.new_zeros(num_rows + 1)  # the last entry takes choices without a row
+    places = row_of_TK.flatten().long().clamp(max=num_rows)
+    return choice_R.scatter_(0, places, choices)[:num_rows]
 
 
 class _Permute(torch.autograd.Function):
@@ -192,30 +182,20 @@ class _Permute(torch.autograd.Function):
         x_TD: Tensor,
         token_of_row_R: Tensor,
         row_of_TK: Tensor,
-        kept_TK: Tensor | None,
-        ready: ReadyRows | None,
+        drops: bool,
     ) -> Tensor:
-        ctx.save_for_backward(row_of_TK, kept_TK)
-        if ready is not None:
-            rows = len(token_of_row_R)
-            fp8_rows = empty_fp8_rows((rows, x_TD.shape[1]), x_TD.device)
-            rows_RD = kernels.spread_rows(x_TD, row_of_TK, None, num_rows=rows, fp8_rows=fp8_rows)
-            return ready.put((rows_RD, *fp8_rows))
+        ctx.save_for_backward(row_of_TK)
+        ctx.drops = drops
         if usable(x_TD):
-            return kernels.spread_rows(x_TD, row_of_TK, kept_TK, num_rows=len(token_of_row_R))
+            return kernels.spread_rows(x_TD, row_of_TK, len(token_of_row_R), zeros=drops)
         return x_TD.index_select(0, token_of_row_R)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
-        row_of_TK, kept_TK = ctx.saved_tensors
-        return (
-            sum_rows(grad_RD, row_of_TK, None, kept_TK=kept_TK, dtype=grad_RD.dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+        (row_of_TK,) = ctx.saved_tensors
+        grad_TD = sum_rows(grad_RD, row_of_TK, None, drops=ctx.drops, dtype=grad_RD.dtype)
+        return grad_TD, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -224,32 +204,19 @@ class _Combine(torch.autograd.Function):
         ctx: Any,
         rows_RD: Tensor,
         probs_TK: Tensor,
-        token_of_row_R: Tensor,
         row_of_TK: Tensor,
-        kept_TK: Tensor | None,
-        ready: ReadyRows | None,
+        drops: bool,
     ) -> Tensor:
-        ctx.ready = ready
-        ctx.save_for_backward(rows_RD, probs_TK, token_of_row_R, row_of_TK, kept_TK)
-        return sum_rows(rows_RD, row_of_TK, probs_TK, kept_TK=kept_TK, dtype=rows_RD.dtype)
+        ctx.drops = drops
+        ctx.save_for_backward(rows_RD, probs_TK, row_of_TK)
+        return sum_rows(rows_RD, row_of_TK, probs_TK, drops=drops, dtype=rows_RD.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        rows_RD, probs_TK, token_of_row_R, row_of_TK, kept_TK = ctx.saved_tensors
-        fp8_rows = None if ctx.ready is None else empty_fp8_rows(rows_RD.shape, grad_TD.device)
-        grad_RD, dots_TK = combine_gradients(
-            grad_TD,
-            rows_RD,
-            probs_TK,
-            token_of_row_R=token_of_row_R,
-            row_of_TK=row_of_TK,
-            kept_TK=kept_TK,
-            fp8_rows=fp8_rows,
-        )
-        if fp8_rows is not None:
-            ctx.ready.put((grad_RD, *fp8_rows))
-        return grad_RD, dots_TK, None, None, None, None
+        rows_RD, probs_TK, row_of_TK = ctx.saved_tensors
+        grad_RD, dots_TK = combine_gradients(grad_TD, rows_RD, probs_TK, row_of_TK, drops=ctx.drops)
+        return grad_RD, dots_TK, None, None, None
 
 
 class _Reorder(torch.autograd.Function):
@@ -286,12 +253,12 @@ def dot_rows(a_TD: Tensor, b_TD: Tensor) -> Tensor:
     return (widened(a_TD) * b_TD).sum(dim=-1)
 
 
-def pick_rows(rows_RD: Tensor, row_of_TK: Tensor, kept_TK: Tensor | None, k: int) -> Tensor:
+def pick_rows(rows_RD: Tensor, row_of_TK: Tensor, drops: bool, k: int) -> Tensor:
     """Return the rows of the tokens' k-th experts, zero if there is none: [T, D], new memory."""
-    if kept_TK is None:
+    if not drops:
         return rows_RD.index_select(0, row_of_TK[:, k])
     if not len(rows_RD):
         return rows_RD.new_zeros(len(row_of_TK), rows_RD.shape[1])
     picked_TD = rows_RD.index_select(0, row_of_TK[:, k].clamp(max=len(rows_RD) - 1))
     # selected, not multiplied: the row may hold NaN
-    return picked_TD.masked_fill_(~kept_TK[:, k, None], 0)
+    return picked_TD.masked_fill_(row_of_TK[:, k, None] >= len(rows_RD), 0)

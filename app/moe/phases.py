@@ -23,11 +23,11 @@ from app.config import ModelConfig, MoEConfig
 from app.model.block import Body, Phase, RoutingReport
 from app.model.layers.layer_groups import LayerGroups, rank, size
 from app.model.layers.layers import Context, Mlp, RMSNorm
-from app.model.layers.ready import ReadyRows
 from app.model.layers.weight_grads import WeightGradSink
+from app.model.step_state import StepState
 from app.moe.capacity import within_capacity
-from app.moe.experts import Experts
-from app.moe.protocol import Dispatched, Dispatcher, Origin, Prepared
+from app.moe.experts import Dispatched, Experts
+from app.moe.protocol import Dispatcher, Origin, Prepared
 from app.moe.router import aux_loss, aux_routing, choose, in_turn, sequence_aux_loss, z_loss
 from app.moe.router_matmul import router_matmul
 from app.plan.model.experts import MoEBodyWeights, RouterWeights
@@ -36,7 +36,7 @@ from app.plan.parts.dispatcher import planned_dispatcher
 from app.plan.phases import PhaseName
 
 
-class Router(nn.Module):
+class Router(StepState, nn.Module):
     """Scores tokens in fp32, chooses `top_k` experts for each, and computes the auxiliary losses.
 
     The ranks of `layer_groups.tp_cp_control` hold parts of the same sequences. For a balancing loss
@@ -187,18 +187,17 @@ class MoEBody(Body, Generic[Prepared, Origin]):
         # 2. Lay out the rows as far as the device knows: sorted by expert, counted.
         prepared = preprocess(chosen)
         # 3. Dispatch tokens to the ranks of their experts, expert-major there.
-        dispatched, origin, ready = dispatch(h, prepared)
+        dispatched, origin = dispatch(h, prepared)
         # 4. Two grouped GEMMs over the rows of this rank's experts.
-        expert_out = experts(dispatched, ready, context)
+        expert_out = experts(dispatched, context)
         # 5. Combine: return rows to the source ranks; sum a token's K, weighted, in a fixed order.
-        y = combine(expert_out, probs, origin, ready)
+        y = combine(expert_out, probs, origin)
 
         x = finish(x, y, shared)
 
     `prepared` and `origin` are private records of the dispatcher, `dispatched` has one type for all
     (`app.moe.protocol`). Only `dispatch` may synchronize with the device. Captured intervals and
-    recomputed parts are ranges of this list. With FP8 experts, kernels that produce rows, in
-    forward or backward, leave them quantised in `ready`.
+    recomputed parts are ranges of this list.
 
     `layer_groups.ep_rank` of `layer_groups.ep` ranks holds experts [ep_rank·E/ep,
     (ep_rank+1)·E/ep), or a part of each of them.
@@ -243,19 +242,19 @@ class MoEBody(Body, Generic[Prepared, Origin]):
                 name.dispatch,
                 self._dispatch,
                 ("h", "prepared"),
-                outputs=("dispatched", "origin", "ready"),
+                outputs=("dispatched", "origin"),
                 host_sync=waits,
             ),
             Phase(
                 name.experts,
                 self._experts,
-                ("dispatched", "ready", "context"),
+                ("dispatched", "context"),
                 outputs=("expert_out",),
             ),
             Phase(
                 name.combine,
                 self._combine,
-                ("expert_out", "probs", "origin", "ready"),
+                ("expert_out", "probs", "origin"),
                 outputs=("y",),
             ),
             Phase(name.finish, self._finish, summed, outputs=("x",)),
@@ -270,36 +269,14 @@ class MoEBody(Body, Generic[Prepared, Origin]):
         rows = self.planned.rows_per_expert(len(experts_TK))
         return (self.dispatcher.preprocess(experts_TK, drops, rows),)
 
-    def _dispatch(
-        self, h_BsD: Tensor, prepared: Prepared
-    ) -> tuple[Dispatched, Origin, ReadyRows | None]:
-        holder = self.experts.w_up.backend.ready_rows
-        ready = None if holder is None else holder()
-        return *self.dispatcher.dispatch(h_BsD.flatten(0, -2), prepared, ready), ready
+    def _dispatch(self, h_BsD: Tensor, prepared: Prepared) -> tuple[Dispatched, Origin]:
+        return self.dispatcher.dispatch(h_BsD.flatten(0, -2), prepared)
 
-    def _experts(
-        self, dispatched: Dispatched, ready: ReadyRows | None, context: Context
-    ) -> tuple[Tensor]:
-        return (
-            self.experts(
-                dispatched.rows_RD,
-                dispatched.ends_E,
-                context.sink,
-                recompute=context.recompute,
-                keep=dispatched.keep,
-                replicas=dispatched.replicas,
-                ready=ready,
-            ),
-        )
+    def _experts(self, dispatched: Dispatched, context: Context) -> tuple[Tensor]:
+        return (self.experts(dispatched, context.sink, recompute=context.recompute),)
 
-    def _combine(
-        self,
-        expert_out_RD: Tensor,
-        probs_TK: Tensor,
-        origin: Origin,
-        ready: ReadyRows | None,
-    ) -> tuple[Tensor]:
-        return (self.dispatcher.combine(expert_out_RD, probs_TK, origin, ready),)
+    def _combine(self, expert_out_RD: Tensor, probs_TK: Tensor, origin: Origin) -> tuple[Tensor]:
+        return (self.dispatcher.combine(expert_out_RD, probs_TK, origin),)
 
     def _shared(self, h: Tensor, context: Context) -> tuple[Tensor]:
         if self.side is None:

@@ -32,7 +32,7 @@ def all_to_all_rows(
 def gather_and_permute(x_TD: Tensor, permutation: Permutation, group: dist.ProcessGroup) -> Tensor:
     """All-gather the tokens of all ranks and `permute` them: R × D."""
     rows_RD: Tensor = _GatherRows.apply(
-        x_TD, permutation.token_of_row_R, permutation.row_of_TK, permutation.kept_TK, group
+        x_TD, permutation.token_of_row_R, permutation.row_of_TK, group
     )
     return rows_RD
 
@@ -41,14 +41,7 @@ def combine_and_scatter(
     rows_RD: Tensor, probs_TK: Tensor, permutation: Permutation, group: dist.ProcessGroup
 ) -> Tensor:
     """`combine` for the tokens of all ranks, reduce-scattered to the source ranks: T × D."""
-    out_TD: Tensor = _CombineAndScatter.apply(
-        rows_RD,
-        probs_TK,
-        permutation.token_of_row_R,
-        permutation.row_of_TK,
-        permutation.kept_TK,
-        group,
-    )
+    out_TD: Tensor = _CombineAndScatter.apply(rows_RD, probs_TK, permutation.row_of_TK, group)
     return out_TD
 
 
@@ -118,19 +111,18 @@ class _GatherRows(torch.autograd.Function):
         x_TD: Tensor,
         token_of_row_R: Tensor,
         row_of_NK: Tensor,
-        kept_NK: Tensor,
         group: dist.ProcessGroup,
     ) -> Tensor:
-        ctx.save_for_backward(row_of_NK, kept_NK)
+        ctx.save_for_backward(row_of_NK)
         ctx.group = group
         return gathered(x_TD, group).index_select(0, token_of_row_R)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
-        row_of_NK, kept_NK = ctx.saved_tensors
-        grad_ND = sum_rows(grad_RD, row_of_NK, None, kept_TK=kept_NK)
-        return _scattered(grad_ND, ctx.group).to(grad_RD.dtype), None, None, None, None
+        (row_of_NK,) = ctx.saved_tensors
+        grad_ND = sum_rows(grad_RD, row_of_NK, None, drops=True)
+        return _scattered(grad_ND, ctx.group).to(grad_RD.dtype), None, None, None
 
 
 class _CombineAndScatter(torch.autograd.Function):
@@ -141,22 +133,22 @@ class _CombineAndScatter(torch.autograd.Function):
         ctx: Any,
         rows_RD: Tensor,
         probs_TK: Tensor,
-        token_of_row_R: Tensor,
         row_of_NK: Tensor,
-        kept_NK: Tensor,
         group: dist.ProcessGroup,
     ) -> Tensor:
         probs_NK = gathered(probs_TK, group)
-        ctx.save_for_backward(rows_RD, probs_NK, token_of_row_R, row_of_NK, kept_NK)
+        ctx.save_for_backward(rows_RD, probs_NK, row_of_NK)
         ctx.group = group
-        own_TD = _scattered(sum_rows(rows_RD, row_of_NK, probs_NK, kept_TK=kept_NK), group)
+        own_TD = _scattered(sum_rows(rows_RD, row_of_NK, probs_NK, drops=True), group)
         return own_TD.to(rows_RD.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        grad_RD, grad_NK = combine_gradients(gathered(grad_TD, ctx.group), *ctx.saved_tensors)
-        return grad_RD, _scattered(grad_NK, ctx.group), None, None, None, None
+        grad_ND = gathered(grad_TD, ctx.group)
+        rows_RD, probs_NK, row_of_NK = ctx.saved_tensors
+        grad_RD, grad_NK = combine_gradients(grad_ND, rows_RD, probs_NK, row_of_NK, drops=True)
+        return grad_RD, _scattered(grad_NK, ctx.group), None, None
 
 
 def _scattered(all_N: Tensor, group: dist.ProcessGroup) -> Tensor:

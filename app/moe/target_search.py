@@ -30,7 +30,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from app.kernels.clones import target_search as kernels
+from app.kernels.clones import plan as kernels
 
 
 def search_slots(
@@ -57,7 +57,7 @@ def search_slots(
         for first_CS, others_S in zip(filled, zip(*others, strict=True), strict=True)
     )
     clones_C = (moved_CS > 0).sum(dim=1)
-    largest_C = _loads(load_RL, spares, expert_CS, moved_CS=moved_CS).amax(dim=1)
+    largest_C = loads_after(load_RL, expert_CS, moved_CS).amax(dim=1)
     paid_C = price * _busiest(load_RL, spares, expert_CS, moved_CS=moved_CS)
     cost_C = (torch.maximum(largest_C, even) + paid_C) * (moved_CS.shape[1] + 1) + clones_C
     best = cost_C.argmin(dim=0, keepdim=True)
@@ -92,7 +92,7 @@ def _filled(
         more_C1 = passes_on_C1 & (over_CR.sum(dim=1, keepdim=True) > over_C1)
         wanted_C1 = torch.where(more_C1, room_C1, torch.minimum(room_C1, over_C1))
         own_CE = torch.where(owner_E == giver_C1, left_CE, -1)
-        order_CE = torch.where(fits_C1 & (own_CE >= wanted_C1), kernels.FIRST - own_CE, own_CE)
+        order_CE = torch.where(fits_C1 & (own_CE >= wanted_C1), 2**62 - own_CE, own_CE)
         expert_C1 = order_CE.argmax(dim=1, keepdim=True)
         moved_C1 = torch.minimum(wanted_C1, left_CE.gather(1, expert_C1))
         slot_C1 = host_C1 * spares + (spares - free_CR.gather(1, host_C1)).clamp(max=spares - 1)
@@ -105,12 +105,12 @@ def _filled(
     return expert_CS, moved_CS
 
 
-def _loads(load_RL: Tensor, spares: int, expert_CS: Tensor, moved_CS: Tensor) -> Tensor:
+def loads_after(load_RL: Tensor, expert_CS: Tensor, moved_CS: Tensor) -> Tensor:
     """Return the tokens of each rank under each candidate: [C, R]."""
     ranks, local = load_RL.shape
     load_CR = load_RL.sum(dim=1).repeat(len(moved_CS), 1)
     load_CR.scatter_add_(1, expert_CS // local, -moved_CS)
-    return load_CR + moved_CS.view(-1, ranks, spares).sum(dim=2)
+    return load_CR + moved_CS.view(len(moved_CS), ranks, -1).sum(dim=2)
 
 
 def _busiest(load_RL: Tensor, spares: int, expert_CS: Tensor, moved_CS: Tensor) -> Tensor:

@@ -148,7 +148,6 @@ class DistributedOptimizer:
                     buffer,
                     group,
                     self.config.overlap_grads,
-                    pairs=self.config.pair_expert_grads,
                     writes_first=expert and self.writes_first,
                 )
 
@@ -232,13 +231,6 @@ class DistributedOptimizer:
             return torch.zeros((), device=self.device)
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
         return torch.stack(norms).square().sum()
-
-    def local_zeros(self) -> Tensor:
-        """Return this rank's share of the gradient's zero elements, an fp32 scalar to be summed
-        over ranks.
-        """
-        counts = [(owned.grad == 0).sum() for owned in self.param_shards() if owned.spec.counted]
-        return torch.stack(counts).sum().float() if counts else torch.zeros((), device=self.device)
 
     def step(self, rates_2: Tensor, norm: Tensor, scale: Tensor | None = None) -> Tensor:
         """Clip to `clip_norm` and update this rank's shards; return 1.0 if the update was skipped,

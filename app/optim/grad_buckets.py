@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from app.collectives import reduce_scatter
-from app.model.layers.weight_grads import GroupedLinearGrad, PairedGrad, WeightGrad
+from app.model.layers.weight_grads import WeightGrad
 from app.optim.buffers import FlatBuffer
 
 
@@ -64,14 +64,9 @@ class GradBuckets:
     [2] Complete buckets start in order; after the last one the state is reducing. More gradients
     than a bucket has parameters are a bug.
 
-    With `pairs`, the gradient of an experts' weight in every other microbatch is held back and
-    added with the next one's by one grouped GEMM. The last of an odd number is added alone: on
-    arrival if it is expected, otherwise before the buckets are reduced.
-
     With `writes_first`, main gradients are not cleared: the first gradient of a step overwrites
     them, and those without a gradient are cleared before they are reduced. This is impossible if
-    one captured graph serves the first microbatch and others. There the next replay also overwrites
-    the offsets of experts' rows, so that a gradient held back keeps a copy of them.
+    one captured graph serves the first microbatch and others.
 
     A bug is an AssertionError. While arrivals are listed, `arrive` lists in every state.
     """
@@ -82,17 +77,13 @@ class GradBuckets:
         group: dist.ProcessGroup,
         overlaps: bool,
         *,
-        pairs: bool = False,
         writes_first: bool = False,
     ) -> None:
         self.buffer = buffer
         self.group = group
         self.overlaps = overlaps  # reduce-scatters overlap the rest of backward
-        self.pairs = pairs  # experts' gradients of two microbatches are added by one grouped GEMM
         self.writes_first = writes_first
         self._unwritten: set[nn.Parameter] = set()  # main gradients still hold the previous step's
-        # gradient of the first of two microbatches
-        self._held: dict[nn.Parameter, GroupedLinearGrad] = {}
         self.state = GradState.accumulating
         layout = buffer.layout
         rank = group.rank()
@@ -119,7 +110,6 @@ class GradBuckets:
         assert self.state in (GradState.accumulating, GradState.reduced), (
             "the previous step has not been finished"
         )
-        assert not self._held, "buckets were reduced without the gradients held back"
         if self.writes_first:
             self._unwritten.update(self._sums)
         else:
@@ -136,16 +126,7 @@ class GradBuckets:
             self.state = GradState.expecting
 
     def add(self, param: nn.Parameter, gradient: WeightGrad) -> None:
-        """Add a gradient that does not come from autograd to its main gradient, or hold it back
-        until that of the next microbatch has arrived too.
-        """
-        if self.pairs and isinstance(gradient, GroupedLinearGrad):
-            earlier = self._held.pop(param, None)
-            if earlier is not None:
-                gradient = PairedGrad(earlier, gradient)
-            elif self.state is GradState.accumulating:
-                self._held[param] = gradient if self.writes_first else gradient.with_own_ends()
-                return
+        """Add a gradient that does not come from autograd to its main gradient."""
         bucket, total = self._sums[param]
         if param in self._unwritten:
             self._unwritten.remove(param)
@@ -182,24 +163,8 @@ class GradBuckets:
     def reduce(self) -> None:
         """Start the reduce-scatters that have not begun."""
         assert self.state is not GradState.reduced, "the gradients have been reduced already"
-        self._add_held()
         while self._started < self.num_buckets:
             self._start_next()
-
-    @torch.no_grad()
-    def _add_held(self) -> None:
-        """Add the gradients still held back, which after an odd number of microbatches have no
-        partner.
-        """
-        assert not self._held or self._started == 0, (
-            "the reduce-scatter of these gradients has begun already"
-        )
-        for param, gradient in self._held.items():
-            assert param not in self._unwritten, (
-                "an unpaired gradient cannot be the step's first write"
-            )
-            gradient.add_to(self._sums[param][1])
-        self._held.clear()
 
     def finish(self) -> None:
         """Start the reduce-scatters that have not begun, and wait for all."""

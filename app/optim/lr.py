@@ -1,16 +1,14 @@
-"""Learning rate and weight decay as functions of the step: plain floats, no state, no torch.
+"""Learning rate as a function of the step: plain floats, no state, no torch.
 
-`step` is 0 before the first update, n for the n-th. The two functions on plain numbers serve
-parameter groups with a peak or minimum of their own; `lr_at` and `weight_decay_at` read a run.
-Lengths in steps may be fractions if they were given in samples: step n then means n ·
-train.global_batch samples.
+`step` is 0 before the first update, n for the n-th. `learning_rate` on plain numbers serves
+parameter groups with a peak or minimum of their own; `lr_at` reads a run.
 """
 
 from __future__ import annotations
 
 import math
 
-from app.choices import Decay, Ramp, WsdDecay
+from app.choices import Decay, WsdDecay
 from app.config import Run
 
 
@@ -19,7 +17,6 @@ def lr_at(step: int, run: Run) -> float:
     config = run.optim
     return learning_rate(
         step,
-        init=config.init_lr,
         peak=config.lr,
         low=config.min_lr,
         warmup_steps=run.warmup_steps,
@@ -30,38 +27,25 @@ def lr_at(step: int, run: Run) -> float:
     )
 
 
-def weight_decay_at(step: int, run: Run) -> float:
-    """Return the weight decay at `step`; it reaches its last value when the learning rate's decay
-    ends.
-    """
-    config = run.optim
-    start = run.optim.weight_decay
-    end = start if config.weight_decay_end is None else config.weight_decay_end
-    return weight_decay(
-        step, start=start, end=end, ramp_steps=run.decay_steps, ramp=config.weight_decay_ramp
-    )
-
-
 def learning_rate(
     step: int,
     *,
-    init: float,
     peak: float,
     low: float,
-    warmup_steps: float,
-    decay_steps: float,
+    warmup_steps: int,
+    decay_steps: int,
     decay: Decay,
-    wsd_steps: float,
+    wsd_steps: int,
     wsd_decay: WsdDecay,
 ) -> float:
-    """Return the rate: linear from `init` to `peak` over `warmup_steps`, then `decay` to `low` at
+    """Return the rate: linear from 0 to `peak` over `warmup_steps`, then `decay` to `low` at
     step `decay_steps`, then `low`.
 
     Constant decay stays at `peak`. Inverse square root is peak·√(warmup_steps / step), never below
     `low` (Vaswani et al. 2017). Needs warmup_steps < decay_steps.
     """
     if warmup_steps > 0 and step <= warmup_steps:
-        return init + (peak - init) * step / warmup_steps
+        return peak * step / warmup_steps
     if decay is Decay.constant:
         return peak
     if step > decay_steps:
@@ -75,17 +59,7 @@ def learning_rate(
     return low + (peak - low) * (_half_cosine(done) if decay is Decay.cosine else 1 - done)
 
 
-def weight_decay(step: int, *, start: float, end: float, ramp_steps: float, ramp: Ramp) -> float:
-    """Return the decay: from `start` to `end` over `ramp_steps`, then `end`; a constant ramp is
-    `end` throughout.
-    """
-    if ramp is Ramp.constant or step > ramp_steps:
-        return end
-    done = step / ramp_steps
-    return start + (end - start) * (_half_cosine(1 - done) if ramp is Ramp.cosine else done)
-
-
-def _wsd_share(step: float, steps: float, shape: WsdDecay) -> float:
+def _wsd_share(step: int, steps: int, shape: WsdDecay) -> float:
     """Return the share of (peak - low) left `step` steps into WSD's decay of `steps` (Hu et al.
     2024).
     """

@@ -1,12 +1,10 @@
-"""Rules on batches, learning-rate schedules, paired gradients and rollbacks."""
+"""Rules on batches, learning-rate schedules and rollbacks."""
 
 from __future__ import annotations
 
 from app.choices import BadStep, Decay
 from app.config import Run
 from app.errors import ConfigError, FirstOf, Instead, nearest_divisors, nearest_multiples
-from app.plan.phases import PhaseName
-from app.plan.select import captured_phases
 
 
 def check_batch(run: Run) -> None:
@@ -35,60 +33,16 @@ def _batch_of(run: Run) -> tuple[FirstOf, ...]:
 
 
 def check_lr_schedule(run: Run) -> None:
-    """Refuse warm-up and final decay that do not fit into the decay steps, in whole samples."""
-    lengths = run.warmup_steps, run.wsd_decay_steps, run.decay_steps
-    warmup, last, whole = (round(steps * run.train.global_batch) for steps in lengths)
+    """Refuse warm-up and final decay that do not fit into the decay steps."""
+    warmup, last, whole = run.warmup_steps, run.wsd_decay_steps, run.decay_steps
     if warmup >= whole:
-        word, size = _unit(run, "warmup")
-        rule = f"must be below the {whole / size:.10g} decay {word}"
-        raise ConfigError(f"optim.warmup_{word}", warmup // size, rule, nearest=whole // size // 10)
+        rule = f"must be below the {whole} decay steps"
+        raise ConfigError("optim.warmup_steps", warmup, rule, nearest=whole // 10)
     if run.optim.decay is Decay.wsd and warmup + last > whole:
-        word, size = _unit(run, "wsd_decay")
-        rule = (
-            f"with {warmup / size:.10g} {word} of warm-up longer than the {whole / size:.10g} "
-            f"decay {word}"
-        )
-        room = (whole - warmup) // size
-        advice = None if room else "make the decay longer"
-        raise ConfigError(
-            f"optim.wsd_decay_{word}", last // size, rule, nearest=room or None, advice=advice
-        )
-
-
-def _unit(run: Run, name: str) -> tuple[str, int]:
-    """Return the unit that a length of the schedule was given in, and the samples in one unit."""
-    if getattr(run.optim, f"{name}_samples") is None:
-        return "steps", run.train.global_batch
-    return "samples", 1
-
-
-def check_paired_grads(run: Run) -> None:
-    """Refuse paired expert gradients whose inputs cannot stay until the next microbatch."""
-    moe = run.model.moe
-    if not run.optim.pair_expert_grads:
-        return
-    rule = ""
-    near: list[Instead] = []
-    if moe is None:
-        rule = f"applies to experts, and model={run.model.name} has none"
-    elif run.num_microbatches < 2:
-        rule = "needs two microbatches per step, and there is one"
-    elif run.precision.grads is run.precision.params:
-        rule = f"needs main gradients of more bits than parameters in {run.precision.params.value}"
-        near.append(Instead("precision=bf16"))
-    elif PhaseName.experts in captured_phases(run.cuda_graph):
-        rule = (
-            "keeps experts' inputs in buffers that the next microbatch's partial graphs overwrite"
-        )
-        near.append(Instead("cuda_graph=full_iteration"))
-    elif moe.static.paged_buffer is not None:
-        rule = "keeps experts' inputs longer than model.moe.static.paged_buffer has pages for"
-        near.append(Instead("model.moe.static.paged_buffer=null"))
-    elif moe.echo.spares:
-        rule = "would delay the gradients of clones (model.moe.echo.spares), which return at once"
-        near.append(Instead("model.moe.echo.spares=0"))
-    if rule:
-        raise ConfigError("optim.pair_expert_grads", True, rule, nearest=(False, *near))
+        rule = f"with {warmup} steps of warm-up longer than the {whole} decay steps"
+        advice = None if whole > warmup else "make the decay longer"
+        near = whole - warmup or None
+        raise ConfigError("optim.wsd_decay_steps", last, rule, nearest=near, advice=advice)
 
 
 def check_rollback(run: Run) -> None:

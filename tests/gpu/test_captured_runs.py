@@ -136,8 +136,6 @@ def test_split_backwards_and_skipped_updates_in_one_graph(tmp_path: Path, precis
         "schedule=zero_bubble_h1",
         "optim.warmup_steps=4",
         "optim.decay_steps=40",
-        "optim.weight_decay_end=0.3",
-        "optim.weight_decay_ramp=linear",
         "train.steps=40",
     )
     eager, captured = (

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from app.choices import Dtype, LinearBackendKind
 from app.engine.fp8 import experts_arithmetic
-from app.model.fp8.experts import Fp8GroupedLinear
-from app.model.fp8.row_scaled import RowScaled, by_reference, on_tensor_cores
+from app.fp8.experts import Fp8GroupedLinear
+from app.fp8.row_scaled import RowScaled, by_reference, on_tensor_cores
 from app.model.layers.linear import GroupedLinear
 from app.model.layers.weight_grads import MainGradSink
 from app.plan.model.weight import Weight

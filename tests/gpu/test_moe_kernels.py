@@ -17,7 +17,6 @@ from tests.moe_kernels import (
     check_gradients,
     check_grouped_gradient,
     check_into_gradient,
-    check_paired_gradient,
     check_spread,
     check_statistics,
     check_sums,
@@ -75,16 +74,6 @@ def test_grouped_gradient_of_some_experts(first: int, adds: bool, dtype: torch.d
     check_grouped_gradient(counts, spare=3, first=first, adds=adds, **given)
     if not adds:
         check_grouped_gradient(counts, spare=3, first=first, adds=False, fills=True, **given)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    "counts", [([700, 0, 33, 0], [64, 1500, 0, 0]), ([256] * 40, [255] * 40)], ids=["few", "many"]
-)
-def test_gradients_of_two_microbatches_in_one_gemm(
-    counts: tuple[list[int], list[int]], dtype: torch.dtype
-):
-    check_paired_gradient(counts, 768, 2048, dtype=dtype)
 
 
 def test_grouped_gradient_beyond_32_bits():

@@ -31,8 +31,8 @@ pytestmark = [
 BF16 = torch.bfloat16
 SIZES = (
     Sizes(4096, 128, 8, 2048, dtype=BF16),
-    Sizes(1000, 16, 3, 320, multiple=16, dtype=BF16),
-    Sizes(513, 8, 2, 264, etp=2, multiple=16),
+    Sizes(1000, 16, 3, 320, dtype=BF16),
+    Sizes(513, 8, 2, 264, etp=2),
     Sizes(300, 12, 4, 7168, dtype=BF16),
     Sizes(64, 4, 1, 8, dtype=BF16),
 )
@@ -146,9 +146,8 @@ def test_kernels(
     ("tokens", "experts", "top_k", "local"),
     [(8192, 128, 8, 64), (32768, 128, 8, 16), (8192, 512, 10, 256), (4096, 60, 4, 60)],
 )
-@pytest.mark.parametrize("multiple", [1, 16])
-def test_offsets(tokens: int, experts: int, top_k: int, local: int, multiple: int, plain: None):
-    check_expert_rows(tokens, experts, top_k, local=local, multiple=multiple, dtype=torch.int16)
+def test_offsets(tokens: int, experts: int, top_k: int, local: int, plain: None):
+    check_expert_rows(tokens, experts, top_k, local=local, dtype=torch.int16)
 
 
 if __name__ == "__main__":

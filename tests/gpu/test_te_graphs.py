@@ -19,7 +19,6 @@ from app.engine.capture.facts import GraphFacts
 from app.engine.ranks.groups import create_groups, process_world
 from app.engine.step.step import TrainingStep
 from app.planner.plan import Plan
-from app.rules import check
 from tests.gpu.in_process import print_trained, trained_alone
 from tests.gpu.programs import GPUS, printed_by_ranks
 from tests.runs import TINY, batches_of, make_run
@@ -56,18 +55,6 @@ def test_it_repeats_eager_training_bit_for_bit(model: str):
     eager = trained_alone(run_of(model, EAGER), steps=STEPS)
     for name, graph in GRAPHS.items():
         assert trained_alone(run_of(model, graph), steps=STEPS) == eager, name
-
-
-@pytest.mark.parametrize("impl", [GraphImpl.local, GraphImpl.transformer_engine])
-def test_paired_gradients_with_partial_graphs_equal_eager(impl: GraphImpl):
-    """Replays of the next microbatch overwrite where the rows of a gradient that waits end."""
-    runs = [run_of("moe", graph) for graph in (EAGER, CudaGraphConfig(impl, PARTS))]
-    paired = [dataclasses.replace(run.optim, pair_expert_grads=True) for run in runs]
-    eager, graphs = (
-        trained_alone(check(dataclasses.replace(run, optim=optim)), steps=20)
-        for run, optim in zip(runs, paired, strict=True)
-    )
-    assert graphs == eager
 
 
 CASES = {

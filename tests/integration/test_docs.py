@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from app.cli.processes.reader import ENDED as ENDED_WITH_READER
+from app.cli.processes.output import ENDED as ENDED_WITH_READER
 from app.engine.files.signals import INTERRUPTED, STOPPED
 from app.engine.watchdog.watchdog import EXIT_STUCK
 from app.errors import DIVERGED

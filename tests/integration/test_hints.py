@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from app.cli.options.advice import Asked
 from app.cli.options.arguments import Typed, flags_to_overrides
 from app.cli.options.compose import load_typed, refuse_deletions
 from app.cli.options.explained import COMPOSING, explained
-from app.cli.options.messages import Asked
 from app.cli.options.unknown import no_such_flag, unknown_words
 from app.errors import ConfigError
 

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from app.cli.options.arguments import Typed, flags_first, with_sweep_folder
-from app.cli.options.completion import values_of
+from app.cli.options.compose import load_overrides, load_typed
+from app.cli.options.listings import values_of
 from app.cli.plan import main as plan
 from app.cli.start.overlaid import overlaid
 from app.version import Version
@@ -153,11 +155,28 @@ def test_the_version_is_ours(own: Path):
         ("optim.lr=", "optim.lr=0.003"),
         ("model=mo", "model=moe_tiny"),
         ("train.ste", "train.steps="),
+        ("optim.w", "optim.warmup_steps= optim.weight_decay= optim.wsd_decay_steps="),
+        ("schedule.", "schedule.name="),
+        ("schedule.t", "schedule.timeout_s="),
+        ("optim.overlap_grads=", "optim.overlap_grads=false optim.overlap_grads=true"),
     ],
 )
 def test_completion_offers_what_one_may_type(own: Path, word: str, offered: str):
     done = program(own, "-sc", "query=bash", COMP_LINE=f"python train.py {word}")
     assert sorted(done.stdout.split()) == offered.split(), done.stderr
+
+
+def test_composed_configuration_lists_advanced_keys_that_are_set(own: Path):
+    words = ("model=deepseek_v3_like", "schedule.timeout_s=9", "hardware.efficiency=0.4")
+    shown = yaml.safe_load(program(own, "--cfg", "job", *words).stdout)
+    assert shown["model"]["yarn"]["factor"] == 40
+    assert shown["schedule"] == {"name": "auto", "timeout_s": 9.0}
+    assert not {"efficiency", "profile"} & shown["hardware"].keys()
+    (own / "shown.yaml").write_text(yaml.safe_dump({"defaults": ["train", "_self_"], **shown}))
+    typed = Typed.parse(["--config-dir", str(own), "--config-name", "shown"])
+    assert load_typed(typed) == load_overrides(words)
+    every = yaml.safe_load(program(own, "--cfg", "all", *words).stdout)
+    assert every["hardware"]["efficiency"] == 0.4 and "hydra" in every
 
 
 def test_completion_of_what_may_be_null():

@@ -98,16 +98,6 @@ def test_prompts_of_several_lengths_end_alike(tmp_path: Path):
     assert texts == ["the quick brown fox", "the quick brown fox", "jumps", "the quick brown fox"]
 
 
-def test_blank_behind_a_prompt_is_told(tmp_path: Path):
-    save_chain(tmp_path / "theirs", **FILES["one id"])
-    code, out, err = generated(tmp_path / "theirs", "prompt=the quick ", *GREEDY[1:])
-    assert code == 0 and out.startswith("the quick ")
-    assert err.startswith("generate: prompt: the prompt ends with a blank, which this tokenizer")
-    asked = generated(tmp_path / "theirs", "prompt=the", "prompt=a ", *GREEDY[1:])[2]
-    assert asked.startswith("generate: prompt: 1 prompt, the first of them number 2, end")
-    assert "with a blank" not in generated(tmp_path / "theirs", *GREEDY)[2]
-
-
 @pytest.mark.parametrize("seed", [str(2**63), "-1", "1" * 5000, "x"])
 def test_seed_out_of_bounds_costs_one_line(seed: str, tmp_path: Path):
     save_chain(tmp_path / "theirs")

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from app.cli.plan import main
-from app.cli.plan_views.layout_picture import save_layout
 from app.cli.plan_views.timeline_picture import title
 from app.plan.formatting import GIB, figures
 from app.plan.layout import ParallelLayout
@@ -23,12 +22,10 @@ from app.planner.plan import Plan
 from scripts.plan_docs import CONSOLE, PICTURE, refreshed
 from tests.cases import chosen
 from tests.config import load
-from tests.integration.parallelism_docs import drawn
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = (ROOT / "docs/parallelism.md").read_text()
 PICTURES = {match["name"]: match for match in PICTURE.finditer(DOCS)}
-LAYOUTS = [name for name, match in PICTURES.items() if match["what"] == "groups"]
 WIDE = (
     "model=mixtral_8x7b",
     "precision=bf16",
@@ -69,23 +66,13 @@ def test_page_shows_every_picture():
     assert files == set(PICTURES) == set(re.findall(r"!\[\w+\]\(parallelism/(\w+)\.svg\)", DOCS))
 
 
-@pytest.mark.every(4)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_pictures_are_current(tmp_path: Path, name: str):
-    """scripts/plan_docs.py redraws them."""
-    svg = save_layout(Plan(load(*overrides(name))), tmp_path)[0].read_text()
-    assert drawn(svg) == drawn((ROOT / f"docs/parallelism/{name}.svg").read_text())
-
-
 def test_command_draws_its_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    assert main(shlex.split(PICTURES["tp2pp2"][0])[3:]) == 0
-    assert (
-        capsys.readouterr().out.endswith("plan/tp2pp2/timeline.png\n")
-        and (tmp_path / "plan/tp2pp2/layout.svg").exists()
-    )
+    assert main(shlex.split(PICTURES["1f1b"][0])[3:]) == 0
+    assert capsys.readouterr().out.endswith("plan/1f1b/timeline.png\n")
+    assert (tmp_path / "plan/1f1b/timeline.svg").exists()
 
 
 @pytest.mark.every(6)
@@ -123,7 +110,8 @@ def test_folding_examples():
 
 
 def test_null_etp_is_tp():
-    words = overrides("folded")
+    (folded,) = (block[1] for block in CONSOLE.finditer(DOCS) if "parallel.etp=1" in block[1])
+    words = shlex.split(folded)[4:]
     unset = [word for word in words if word != "parallel.etp=1"]
     degrees = [Plan(load(*each)).layout.sizes(True)["etp"] for each in (words, unset)]
     assert degrees == [1, 2]
@@ -198,7 +186,7 @@ def test_schedule_tables_are_as_computed_and_planned(name: str):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in PICTURES if name not in LAYOUTS])
+@pytest.mark.parametrize("name", PICTURES)
 def test_schedule_pictures_are_current(name: str):
     """scripts/plan_docs.py redraws them."""
     svg = (ROOT / f"docs/parallelism/{name}.svg").read_text()

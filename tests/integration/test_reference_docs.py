@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from app.cli.options.keys import all_keys, is_section
+from app.config.advanced import is_advanced
 from scripts import reference_docs
 from scripts.reference_docs import COMMAND, DOCS, PAGES, groups
 from tests.training import ROOT
@@ -27,7 +28,12 @@ def test_keys_page_has_every_key_and_option():
     listed = re.findall(r"^\| `([a-z0-9_.]+)` \|", page, re.MULTILINE)
     assert sorted(listed) == sorted(key for key in all_keys() if not is_section(key))
     headings = set(re.findall(r"^## (.*)$", page, re.MULTILINE))
-    assert headings == {"Top level", "experiment", *filter(is_section, all_keys())}
+    sections = {key for key in all_keys() if is_section(key) and not is_advanced(key)}
+    assert headings == {"Top level", "experiment", "Advanced", *sections}
+    advanced = re.findall(
+        r"^\| `([a-z0-9_.]+)` \|", page.partition("\n## Advanced")[2], re.MULTILINE
+    )
+    assert sorted(advanced) == sorted(key for key in listed if is_advanced(key))
     for group in groups():
         for path in (ROOT / "conf" / group).glob("*.yaml"):
             assert re.search(rf"^\| `\+?{group}={path.stem}`", page, re.MULTILINE)

@@ -16,8 +16,7 @@ from omegaconf import OmegaConf
 from app.cli.options import old_names
 from app.cli.options.arguments import Typed
 from app.cli.options.compose import load_overrides, load_typed, settings_line
-from app.cli.options.explained import explained
-from app.cli.options.fixed import Fixed
+from app.cli.options.explained import COMPOSING, explained
 from app.cli.options.keys import all_keys
 from app.cli.options.saved import saved_run
 from app.cli.options.unknown import no_such_flag
@@ -32,7 +31,7 @@ from app.engine.files.checkpoints import (
     parse_manifest,
 )
 from app.engine.files.run_folder import CONFIG, describe_run
-from app.errors import ConfigError
+from app.errors import ConfigError, typed
 from app.planner.plan import Plan
 from app.version import Version
 from tests.integration.continued_settings import TINY
@@ -58,8 +57,8 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> None:
         Renamed("train.total", "train.steps"),
         Renamed("train.budget", "optim.decay_steps"),
         RenamedValue("schedule.name", "one_f_one_b", "1f1b"),
-        Removed("train.patience", "use train.max_bad_steps", idle=0),
-        Removed("model.shape", "train anew", idle="round", fixed=True),
+        Removed("train.patience", "train.max_bad_steps counts", idle=0),
+        Removed("model.shape", "models are round", idle="round", instead="model.name"),
     )
     monkeypatch.setattr(renamed, "CHANGED", (*CHANGED, *more))
     monkeypatch.setattr(old_names, "CHANGED", (*CHANGED, *more))
@@ -80,7 +79,7 @@ def test_new_names_are_keys_and_old_ones_are_not():
 
 
 @pytest.mark.parametrize(
-    ("typed", "read"),
+    ("word", "read"),
     [
         (f"{STASH}=1.5", f"{BUFFER}=1.5"),
         (f"+{STASH}=1.5", f"+{BUFFER}=1.5"),
@@ -88,20 +87,13 @@ def test_new_names_are_keys_and_old_ones_are_not():
         (f"~{STASH}", f"~{BUFFER}"),
         (f"{STASH}=1.5,2", f"{BUFFER}=1.5,2"),
         (f"{STASH}=choice(1.5,2)", f"{BUFFER}=choice(1.5,2)"),
-        ("model.moe.static={stash: 1.5}", "model.moe.static={paged_buffer:1.5}"),
-        ("model={moe:{static:{stash:2},a:2}}", "model={moe:{static:{paged_buffer:2},a:2}}"),
-        ("model.moe={static:{stash:1}},{a:2}", "model.moe={static:{paged_buffer:1}},{a:2}"),
-        ("model.moe.static=choice({stash:1},{})", "model.moe.static=choice({paged_buffer:1},{})"),
-        (f"train.steps=${{{STASH}}}", f"train.steps=${{{BUFFER}}}"),
-        ("model.moe={top_k: 1}", "model.moe={top_k: 1}"),
-        ("model.moe.static={stash:", "model.moe.static={stash:"),
         ("hardware.profile.product_tflops=9", "hardware.profile.gemm_tflops=9"),
         ("model=small", "model=small"),
         ("no key", "no key"),
     ],
 )  # fmt: skip
-def test_typed_override_has_the_present_name(typed: str, read: str):
-    assert Typed.parse([typed]).overrides == (read,)
+def test_typed_override_has_the_present_name(word: str, read: str):
+    assert Typed.parse([word]).overrides == (read,)
 
 
 def test_old_name_is_told_once(capsys: pytest.CaptureFixture[str]):
@@ -124,8 +116,19 @@ def test_both_names_are_refused():
     for words in ([f"{STASH}=1", f"{BUFFER}=2"], [f"+{BUFFER}=2", f"{STASH}=1"]):
         with pytest.raises(ConfigError, match=re.escape(said)):
             Typed.parse(words)
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        Typed.parse(["model.moe.static={stash:1,paged_buffer:2}"])
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("model.moe.static={stash: 1}", f"{STASH}=: is {BUFFER} now; did you mean {BUFFER}?"),
+        ("optim={init_lr: 1}", "optim.init_lr=: was removed: warm-up begins at 0; "),
+    ],
+)
+def test_old_name_inside_a_dictionary_is_explained(word: str, said: str):
+    with pytest.raises(COMPOSING) as raised:
+        loaded(word)
+    assert str(explained(raised.value)).startswith(said)
 
 
 def test_old_name_behind_dashes():
@@ -161,9 +164,6 @@ def test_profile_with_old_names(tmp_path: Path, capsys: pytest.CaptureFixture[st
         f"old name: hardware.profile.{old} is now hardware.profile.{new}{where}"
         for old, new in (("product_tflops", "gemm_tflops"), ("product_memory", "gemm_memory"))
     ]
-    names = Fixed.of(Typed.parse([*words, "hardware=mine"])).typed
-    assert "hardware.profile.gemm_tflops" in names
-    assert "hardware.profile.product_tflops" not in names
 
 
 def test_experiment_with_old_names(tmp_path: Path):
@@ -178,7 +178,7 @@ def test_experiment_with_old_names(tmp_path: Path):
 
 def test_whole_configuration_with_old_names(tmp_path: Path):
     values = {"defaults": ["train", "_self_"], "model": {"moe": {"static": {"stash": 1.5}}},
-              "optim": {"lr": "${model.moe.static.stash}"}}  # fmt: skip
+              "optim": {"lr": 1.5}}  # fmt: skip
     words = options(tmp_path, "own", values)
     run = loaded(*words, "--config-name", "own", *STATIC)
     assert run.model.moe.static.paged_buffer == run.optim.lr == 1.5
@@ -194,11 +194,10 @@ def test_both_names_in_a_file_are_refused(tmp_path: Path):
 def test_removed_key_says_what_to_do(changed: None, tmp_path: Path):
     for words in (
         ["train.patience=3"],
-        ["train={patience:3}"],
         [*options(tmp_path, "experiment/e", {"train": {"patience": 3}}, "# @package _global_\n"),
          "+experiment=e"],
     ):  # fmt: skip
-        said = r"train\.patience=3: was removed(, in .*)?; use train\.max_bad_steps"
+        said = r"train\.patience=3: was removed: train\.max_bad_steps counts(, in .*)?$"
         with pytest.raises(ConfigError, match=said) as raised:
             loaded(*words)
         assert explained(raised.value) is raised.value
@@ -215,9 +214,47 @@ def test_removed_key_that_does_nothing_is_left_out(
 def test_removed_key_in_saved_settings(changed: None):
     present, (told,) = with_new_names({"train": {"patience": 3, "steps": 1}}, saved=True)
     assert present == {"train": {"steps": 1}} and "train.patience=3 is left out" in told
-    assert with_new_names({"model": {"shape": "round"}}, saved=True)[0] == {"model": {}}
-    with pytest.raises(ConfigError, match="shape=flat: was removed; train anew"):
-        with_new_names({"model": {"shape": "flat"}}, saved=True)
+    for shape, keys in (("round", ()), ("flat", None), ("flat", ("model.name",))):
+        values = {"model": {"shape": shape}}
+        assert with_new_names(values, saved=True, typed_keys=keys)[0] == {"model": {}}
+    said = "shape=flat: was removed: models are round; type model.name=…"
+    with pytest.raises(ConfigError, match=said):
+        with_new_names({"model": {"shape": "flat"}}, saved=True, typed_keys=())
+
+
+REMOVED = [change for change in CHANGED if isinstance(change, Removed)]
+
+
+@pytest.mark.parametrize("change", REMOVED, ids=lambda change: change.key)
+def test_every_removed_key_is_explained(change: Removed, tmp_path: Path):
+    """Typed it ends in one line; saved by a run it is refused until the advice is followed, or
+    left out; a checkpoint with it loads.
+    """
+    with pytest.raises(ConfigError) as raised:
+        loaded(f"{change.key}=7")
+    told = f"{change.key}=7: was removed: {change.now}"
+    assert str(raised.value).startswith(told) and "\n" not in str(raised.value)
+    if change.idle is not None:
+        assert loaded(f"{change.key}={typed(change.idle)}") == loaded()
+
+    folder = tmp_path / "a"
+    folder.mkdir()
+    describe_run(Plan(loaded("model=dense_tiny")), folder, Version.of())
+    config = OmegaConf.load(folder / CONFIG)
+    for value in (change.idle, 7):
+        OmegaConf.update(config, change.key, value, force_add=True)
+        (folder / CONFIG).write_text(OmegaConf.to_yaml(config))
+        words = [f"resume={folder}"]
+        if value == 7 and change.instead is not None:
+            with pytest.raises(ConfigError, match=re.escape(f"; type {change.instead}=…")):
+                loaded(*words)
+            words.append(f"{change.instead}=1")
+        assert loaded(*words).model.name == "dense_tiny"
+        line = settings_line(Typed.parse(words))
+        assert line is not None and (change.now in line) == (value == 7), line
+        assert "lacks" not in line
+    present, _ = with_new_names(OmegaConf.to_container(config), saved=True)
+    assert present.keys() == config.keys(), "as of a checkpoint: nothing is refused"
 
 
 def test_renamed_value(changed: None, tmp_path: Path):
@@ -233,7 +270,7 @@ def test_key_that_moved_to_another_section(changed: None):
     present, _ = with_new_names({"train": {"budget": 3}}, saved=False)
     assert present == {"train": {}, "optim": {"decay_steps": 3}}
     with pytest.raises(ConfigError, match=r"is optim\.decay_steps now; give it there"):
-        Typed.parse(["train={budget:3}"])
+        with_new_names({"budget": 3}, "train", saved=False)
 
 
 # What runs have saved.

@@ -17,12 +17,10 @@ from pathlib import Path
 import pytest
 
 from app.cli.report import main
-from app.cli.run_report.facts import FP8_KINDS, clock, run_facts
-from app.cli.run_report.page import POINTS, alike, shown, thinned
+from app.cli.run_report.facts import clock, run_facts
+from app.cli.run_report.page import POINTS, shown, thinned
 from app.cli.run_report.sweep_record import Job, JobState, Sweep
 from app.cli.run_report.table import read_report
-from app.engine.report.fp8 import KINDS
-from app.engine.report.trackers import PANELS
 from tests.integration.report import write_run
 
 
@@ -303,80 +301,7 @@ def test_help(capsys: pytest.CaptureFixture[str]):
     assert main(["--help"]) == 0 and "report.html" in capsys.readouterr().out
 
 
-# Products in FP8.
-
-FP8_COLUMNS = ("fp8_recipe", "fp8_overflow", "fp8_overflow_worst", "fp8_underflow", "fp8_clipped")
-
-
-def with_fp8(run_dir: Path, recipe: str, *lines: dict[str, float]) -> None:
-    """The run with this recipe, and these of its metrics at the ends of its first steps."""
-    config, metrics = run_dir / "config.yaml", run_dir / "metrics.jsonl"
-    config.write_text(f"{config.read_text()}precision: {{fp8: {{recipe: {recipe}}}}}\n")
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    for row, lost in zip(rows[1:], lines, strict=False):
-        row |= {f"fp8_{key}": value for key, value in lost.items()}
-    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def overflows(inputs: float, weights: float, grads: float, worst: float) -> dict[str, float]:
-    shares = {"overflow_inputs": inputs, "overflow_weights": weights, "overflow_grads": grads}
-    return shares | {"overflow_worst": worst}
-
-
-def heads(folder: Path) -> list[str]:
-    """The columns of a folder's table, after the page has been found to have the same."""
-    text = (folder / "report.txt").read_text().partition("\n")[0]
-    of_page = re.findall(r"<th[^>]*>([^<]*)</th>", (folder / "report.html").read_text())
-    assert text.split() == " ".join(of_page).split()
-    return of_page
-
-
-def test_the_metrics_of_fp8_are_those_that_runs_write():
-    assert FP8_KINDS == KINDS
-    fates = ("overflow", "underflow", "clipped")
-    shares = {f"fp8_{fate}_{kind}" for fate in fates for kind in KINDS}
-    assert set(PANELS["fp8"]) == {*shares, "fp8_overflow_worst"}
-
-
-def test_what_fp8_lose_is_the_largest_of_all_kinds_and_lines(runs: Path):
-    counted = {"underflow_inputs": 0.00025, "underflow_grads": 0.000125, "clipped_weights": 1e-5}
-    first = overflows(0.25, 0.5, 0.0, worst=1.5)
-    with_fp8(runs / "a", "delayed", first | counted, {}, overflows(0.75, 0.125, 0.0, worst=1.25))
-    with_fp8(runs / "b", "delayed", overflows(0.0, 0.0, 0.0, worst=0.5))
-    assert main([str(runs)]) == 0
-    told = {row["run"]: tuple(row[name] for name in FP8_COLUMNS) for row in table(runs)}
-    assert told == {
-        "a": ("delayed", "0.75", "1.5", "0.00025", "1e-05"),
-        "b": ("delayed", "0.0", "0.5", "", ""),
-        "c": ("", "", "", "", ""),
-    }
-    assert heads(runs)[4:] == ["loss", "overflow", "underflow", "state"]  # labels tell the recipe
-    page = Page((runs / "report.html").read_text())
-    columns = 8
-    ends = [page.cells[n + 5 : n + columns] for n in range(0, len(page.cells), columns)]
-    assert ends[0] == ["0 %", "", "done"] and ends[1] == ["75.0 %", "0.0250 %", "done"]
-    assert ends[2][:2] == ["", ""]
-    text = (runs / "report.txt").read_text()
-    assert re.search(r"recipe=delayed .* 3\.5000 +75\.0 % +0\.0250 % +done", text)
-
-
-def test_fp8_recipe_is_told_if_runs_share_it(runs: Path):
-    with_fp8(runs / "a", "block", {"underflow_inputs": 0.5})
-    assert main([str(runs / "a")]) == 0
-    assert heads(runs / "a")[4:] == ["loss", "fp8", "underflow", "state"]
-    said = (runs / "a/report.html").read_text()
-    assert '<td class="number">block</td>' in said and "fp8: recipe of FP8 GEMMs" in said
-    assert "Underflow: " in said and "Overflow: " not in said
-
-
-def test_without_fp8_nothing_is_said_of_them(runs: Path):
-    assert main([str(runs)]) == 0
-    assert heads(runs) == ["run", "tokens/s", "TFLOP/s", "peak GiB", "loss", "state"]
-    page = (runs / "report.html").read_text()
-    assert "FP8" not in page and "flow: " not in page
-
-
-# Memory, and runs that lie over each other.
+# Memory and curves.
 
 
 def test_memory_stands_beside_what_was_planned(runs: Path):
@@ -429,35 +354,11 @@ def legend(folder: Path) -> list[str]:
     return [text for text in words(pictures(folder)[0]) if text.startswith("model.num_layers=")]
 
 
-def test_runs_with_the_same_curve_take_turns(tmp_path: Path):
-    for number, loss in enumerate((2.0, 2.0 + 1e-6, 3.0)):
-        write_run(tmp_path / f"{number}", loss=loss, layers=number + 1)
-    assert main([str(tmp_path)]) == 0
-    same = ["model.num_layers=1", "model.num_layers=2 (same curve)"]
-    assert legend(tmp_path) == [*same, "model.num_layers=3"]
-    dashes = r"stroke-dasharray: ([\d.]+),([\d.]+); stroke-dashoffset: ([\d.]+)"
-    dashed = re.findall(dashes, pictures(tmp_path)[0])
-    assert len(dashed) == 2, "the line of the third is whole"
-    (on, off, first), (_, _, second) = (map(float, each) for each in dashed)
-    assert on == off == abs(first - second), "each shows where the other does not"
-
-
-def test_of_many_runs_the_legend_names_the_ends_and_the_same(tmp_path: Path):
+def test_of_many_runs_the_legend_names_the_ends(tmp_path: Path):
     for number in range(12):
-        write_run(tmp_path / f"{number:02}", loss=3 + max(number, 1) / 10, layers=number + 1)
+        write_run(tmp_path / f"{number:02}", loss=3 + number / 10, layers=number + 1)
     assert main([str(tmp_path)]) == 0
-    ends = "model.num_layers=1", "model.num_layers=12"
-    assert legend(tmp_path) == [ends[0], "model.num_layers=2 (same curve)", ends[1]]
-
-
-def test_curves_lie_over_each_other_where_both_are():
-    nan = float("nan")
-    one = [(1, 5.0), (2, 4.0), (3, 3.0)]
-    near, longer = [(1, 5.01), (2, 4.0), (3, 2.99)], [*one, (4, 0.0)]
-    assert alike([one, near, longer], least=0.02) == [[0, 1, 2]]
-    assert alike([one, near, longer], least=0.005) == [[0, 2], [1]]
-    assert alike([one, [(3, 3.0), (4, 2.0)], [(7, 1.0)], []], least=0.1) == [[0], [1], [2], [3]]
-    assert alike([[(1, nan), (2, nan)]] * 2, least=0.1) == [[0], [1]]
+    assert legend(tmp_path) == ["model.num_layers=1", "model.num_layers=12"]
 
 
 def test_the_fall_of_the_first_steps_is_not_all_that_is_shown():

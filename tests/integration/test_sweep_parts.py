@@ -30,7 +30,7 @@ from app.cli.sweeps.combinations import (
     host_gpus,
 )
 from app.cli.sweeps.jobs import ProgressLine, outcome, progress
-from app.cli.sweeps.submitted import NotSubmittedError, how_it_ended, missing, submit, taken_back
+from app.cli.sweeps.submitted import how_it_ended, submit
 from app.cli.sweeps.sweep import job_arguments, planned, sweep_name
 from app.config import Run
 from app.engine.files.run_folder import plain
@@ -181,13 +181,13 @@ def test_where_a_job_begins(tmp_path: Path):
     sweep, found = sweep_of(tmp_path / "it's", 2)
     job, run_dir = sweep.jobs[0], tmp_path / "it's" / sweep.jobs[0].folder
     anew = job_arguments(sweep, job, found[0].run)
-    ours = ["log.group='it\\'s'", "log.job_type='sweep'"]
+    ours = ["log.group='it\\'s'"]
     assert anew == ["train.steps=2", f"run_dir={quoted(run_dir)}", "log.console=false", *ours]
     finished_run(run_dir)
     assert job_arguments(sweep, job, found[0].run) == [*anew, "resume=auto"]
     (run_dir / "checkpoints/step-00000001").mkdir(parents=True)
     (run_dir / "checkpoints/latest").write_text("step-00000001")
-    own = load("log.group=mine", "log.job_type=ablation")
+    own = load("log.group=mine")
     assert job_arguments(sweep, job, own) == [*anew[:3], "resume=auto"]
 
 
@@ -400,7 +400,7 @@ def refused() -> None:
 
 def test_what_is_not_submitted_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(
-        NotSubmittedError,
+        ConfigError,
         match=r"^hydra/launcher=slurm: no such partition; Batch job submission failed;",
     ):
         submit("slurm", refused, tmp_path, run_dirs=[tmp_path / "a"])
@@ -418,35 +418,3 @@ def test_what_goes_wrong_later_is_told(tmp_path: Path, capsys: pytest.CaptureFix
     )
     assert capsys.readouterr().err == "sbatch: error: no such partition\n"
     assert submit("slurm", lambda: None, tmp_path, run_dirs=[]) is None
-
-
-@pytest.mark.parametrize("there", ["", "sweeps", "sweeps/a"])
-def test_what_was_written_for_jobs_not_submitted_is_taken_back(tmp_path: Path, there: str):
-    (tmp_path / there).mkdir(parents=True, exist_ok=True)
-    before, folder = set(tmp_path.rglob("*")), tmp_path / "sweeps/a"
-    made = missing(folder)
-    with pytest.raises(NotSubmittedError), locked(folder), taken_back(folder, made):
-        (folder / "sweep.json").write_text("new")
-        (folder / ".submitit").mkdir()
-        (folder / ".submitit/x.pkl").touch()
-        raise NotSubmittedError("hydra/launcher", "slurm", "refused")
-    assert set(tmp_path.rglob("*")) == before
-
-
-def test_an_earlier_start_of_the_sweep_stays(tmp_path: Path):
-    submitted(tmp_path, 1, tmp_path / "a", BOOM)
-    (tmp_path / "sweep.json").write_text("old")
-    before = set(tmp_path.rglob("*"))
-    for error in (NotSubmittedError, ConfigError):
-        with pytest.raises(error), taken_back(tmp_path, missing(tmp_path)):
-            (tmp_path / "sweep.json").write_text("new")
-            (tmp_path / ".submitit/x.pkl").touch()
-            raise error("hydra/launcher", "slurm", "refused")
-        if error is NotSubmittedError:
-            assert (
-                set(tmp_path.rglob("*")) == before
-                and (tmp_path / "sweep.json").read_text() == "old"
-            )
-    assert (tmp_path / "sweep.json").read_text() == "new", (
-        "only what could not be submitted is taken back"
-    )

@@ -102,24 +102,24 @@ def test_rows_by_hand():
         return planned_dispatcher(of(moe, kind), ep, etp).rows(64)
 
     sends, gathers = DispatcherKind.all_to_all, DispatcherKind.all_gather
-    assert rows(EXPERTS, sends) == RowCounts(256, False, sent=256, computed=384)
-    assert rows(DROPS, sends) == RowCounts(256, True, sent=128, computed=128)
-    assert rows(PADDED, sends) == RowCounts(256, True, sent=320, computed=320)
-    assert rows(EXPERTS, gathers) == RowCounts(8 * 128, True, sent=384, computed=384)
-    assert rows(PADDED, gathers) == RowCounts(8 * 128, True, sent=320, computed=320)
+    assert rows(EXPERTS, sends) == RowCounts(256, sent=256, computed=384)
+    assert rows(DROPS, sends) == RowCounts(256, sent=128, computed=128)
+    assert rows(PADDED, sends) == RowCounts(256, sent=320, computed=320)
+    assert rows(EXPERTS, gathers) == RowCounts(8 * 128, sent=384, computed=384)
+    assert rows(PADDED, gathers) == RowCounts(8 * 128, sent=320, computed=320)
     static = DispatcherKind.static
     # 8 ranks' tokens, each for the two experts of a share at most, and as many as a capacity lets
-    assert rows(EXPERTS, static) == RowCounts(8 * 128, True, sent=1024, computed=1024)
-    assert rows(DROPS, static) == RowCounts(8 * 128, True, sent=128, computed=128)
+    assert rows(EXPERTS, static) == RowCounts(8 * 128, sent=1024, computed=1024)
+    assert rows(DROPS, static) == RowCounts(8 * 128, sent=128, computed=128)
     # twice the mean of 256, rounded up to 128; never more than all there can be
     for factor, found in ((2.0, 512), (2.1, 640), (9.0, 1024)):
         options = StaticConfig(capacity=StaticCapacity.factor, factor=factor)
         limited = dataclasses.replace(EXPERTS, static=options)
-        assert rows(limited, static) == RowCounts(8 * 128, True, sent=found, computed=found)
-    assert rows(EXPERTS, sends, 1, 1) == RowCounts(128, False, sent=128, computed=128)
+        assert rows(limited, static) == RowCounts(8 * 128, sent=found, computed=found)
+    assert rows(EXPERTS, sends, 1, 1) == RowCounts(128, sent=128, computed=128)
     # nobody waits to learn how many are left
-    assert rows(DROPS, sends, 1, 1) == RowCounts(128, True, sent=128, computed=128)
-    assert rows(PADDED, sends, 1, 1) == RowCounts(128, True, sent=160, computed=160)
+    assert rows(DROPS, sends, 1, 1) == RowCounts(128, sent=128, computed=128)
+    assert rows(PADDED, sends, 1, 1) == RowCounts(128, sent=160, computed=160)
 
 
 def test_static_rows_are_told_when_a_run_starts():

@@ -31,7 +31,6 @@ from app.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from app.config.model import StaticConfig
 from app.plan.cost.flops import PLANNED_PEAK, stage_flops
 from app.plan.cost.times import QUANTISED, PartTimes, stage_times
 from app.plan.layout import select_layout
@@ -362,7 +361,6 @@ def test_gradients_of_experts_weights_take_their_time():
     ("choices", "launches"),
     [
         ({"dispatcher": DispatcherKind.static}, [1, 1]),
-        ({"dispatcher": DispatcherKind.static, "static": StaticConfig(multiple=16)}, [2, 1]),
         ({"dispatcher": DispatcherKind.all_to_all}, [2, 1]),
     ],
 )

@@ -208,7 +208,7 @@ def trace_name(trace: dict) -> str:
     return "-".join(str(trace[key]) for key in ("pp", "vpp", "M", "N", "rank", "opts"))
 
 
-def lowered_trace(trace: dict, **options: bool) -> list[Action]:
+def lowered_trace(trace: dict, overlap: bool = True) -> list[Action]:
     """The list of the golden trace's rank."""
     group = {"num_chunks": trace["vpp"], "group_size": trace["N"]} if trace["vpp"] else {}
     schedule = build_schedule(
@@ -218,7 +218,7 @@ def lowered_trace(trace: dict, **options: bool) -> list[Action]:
         forward_only="forward_only" in trace["opts"],
         **group,
     )
-    return lower_all(schedule, **options)[trace["rank"]]
+    return lower_all(schedule, overlap)[trace["rank"]]
 
 
 def received(actions: list[Action], flow: str) -> list[P2POp]:
@@ -247,17 +247,6 @@ def test_reductions_follow_backwards_as_in_golden_traces(trace: dict):
     assert [
         str(before) for before, action in pairwise(steps) if isinstance(action, ReduceGrads)
     ] == synchronised
-
-
-@pytest.mark.parametrize("trace", [t for t in TRACES if "gsf" in t["opts"]], ids=trace_name)
-def test_aligned_reductions_match_golden_traces(trace: dict):
-    kept = [event for event in trace["events"].replace("gsync", "R").split() if event[0] in "FBR"]
-    actions = [
-        action
-        for action in lowered_trace(trace, align_reductions=True)
-        if isinstance(action, Compute | ReduceGrads)
-    ]
-    assert words(actions).split() == kept
 
 
 @each(TRACES)

@@ -184,9 +184,7 @@ def memory_of(kept: int, forward: int, backward: int, waiting: int = 0) -> Micro
 
 
 def chunk_of(usual: MicrobatchMemory, spared: MicrobatchMemory | None = None) -> ChunkActivations:
-    return ChunkActivations(
-        usual, spared or usual, border=10, deferred=7, grouped=0, kernels=0, captured=0
-    )
+    return ChunkActivations(usual, spared or usual, border=10, deferred=7, kernels=0, captured=0)
 
 
 def peak_of(

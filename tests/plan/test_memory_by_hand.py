@@ -102,9 +102,9 @@ def test_a_layer_of_experts_by_hand():
         assert found["norm"] == 2 * tokens * 256
         assert found["experts"] == 2 * etp * rows * (256 + 3 * 128 // etp)
         assert found["dispatch"] == 8 * etp * (4 * tokens + rows)
-        # rows that came back, a probability and a place for each; places of those that went out
+        # rows that came back and a probability for each; places of those that went out
         came = etp * 4 * tokens
-        assert found["combine"] == (2 * 256 + 4 + 8) * came + 8 * etp * rows
+        assert found["combine"] == (2 * 256 + 4) * came + 8 * etp * rows
         assert found["shared"] == 2 * tokens * 3 * 256
         # the norm's output, two maps of scores; probabilities and ids of the chosen experts
         assert found["route"] == 2 * tokens * 256 + 4 * tokens * (2 * 16 + 3 * 4)

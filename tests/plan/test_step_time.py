@@ -147,19 +147,6 @@ def test_tiles_and_bytes_of_experts():
     assert more == pytest.approx(2 * 3 * 2 * 16 * 8 * 3 * D * 128 / 1e12)
 
 
-@pytest.mark.parametrize(("batch", "share"), [(8, 1 / 2), (6, 2 / 3)])
-def test_sums_of_experts_are_moved_for_two_microbatches_at_once(batch: int, share: float):
-    train = TrainConfig(seq_len=S, micro_batch=2, global_batch=batch, deterministic=False)
-    plain, paired = (
-        kinds_of(run_of(model=MOE, train=train, optim=OptimConfig(pair_expert_grads=pairs)))
-        for pairs in (False, True)
-    )
-    key = Work.grouped.value
-    sums = 8 * 2 * 8 * 3 * D * 128 / 1e9
-    assert plain.pop(key) - paired.pop(key) == pytest.approx((1 - share) * sums)
-    assert plain == paired
-
-
 def test_recompute_costs_a_forward():
     plain = kinds_of(run_of())
     again = kinds_of(run_of(recompute=RecomputeConfig(phases=(Recompute.mlp_act,))))
@@ -251,7 +238,7 @@ def test_data_sheet_is_used_without_a_profile_of_the_dtype():
         assert plan.stage_seconds == stage_seconds(run, plan.stages.in_order, plan.layout)
 
 
-def test_where_the_time_goes_is_shown_and_drawn(tmp_path: Path, capsys):
+def test_where_the_time_goes_is_shown(tmp_path: Path, capsys):
     typed = ["+experiment=small", "hardware=h200", "parallel.pp=2", f"out={tmp_path}"]
     assert main(["what=schedule", *typed]) == 0
     out = capsys.readouterr().out
@@ -259,8 +246,6 @@ def test_where_the_time_goes_is_shown_and_drawn(tmp_path: Path, capsys):
     shown = [kind for kind, seconds in kinds.items() if seconds > 1e-3 * sum(kinds.values())]
     assert {"GEMMs", "attention", "optimizer", IDLE} <= set(shown)
     assert all(f"\n{kind} " in out for kind in shown) and "by the speeds of H200" in out
-    picture = (tmp_path / "times.svg").read_text()
-    assert all(f">{kind}<" in picture for kind in kinds)
     assert main(["what=schedule", "hardware=auto", *typed[:1], "out=null"]) == 0
     assert "Where the time goes" not in capsys.readouterr().out
 

@@ -8,10 +8,10 @@ from app.choices import GraphImpl
 from app.config import CudaGraphConfig
 from tests.runs import TINY
 
-DENSE = dataclasses.replace(TINY, num_layers=4, ffn_hidden_size=64, moe=None)
+DENSE = dataclasses.replace(TINY, num_layers=2, ffn_hidden_size=64, moe=None)
 
 
-STEPS, WARMUP = 5, 2
+STEPS, WARMUP = 5, 1
 
 
 WHOLE = CudaGraphConfig(GraphImpl.full_iteration, warmup_steps=WARMUP)

@@ -86,13 +86,15 @@ def measured(rank: int, run: Run) -> tuple[dict[str, int], int, int, int, int]:
     layout = select_layout(run)
     groups, cpu = create_groups(layout, rank), torch.device("cpu")
     paged_buffer = pool_of(run)
-    dispatcher = build_dispatcher(
+    built = build_dispatcher(
         run,
         groups.layer_groups(run.parallel.cp_comm_type),
         cpu,
         paged_buffer=paged_buffer and PagedBuffer(paged_buffer, cpu),
     )
-    (chunk,) = build_chunks(run, select_stages(run), groups, dispatcher=dispatcher, device=cpu)
+    (chunk,) = build_chunks(
+        run, select_stages(run), groups, dispatcher=built.dispatcher, device=cpu
+    )
     torch.manual_seed(rank)
     for param in chunk.parameters():
         torch.nn.init.normal_(param, 0.0, 0.02)

@@ -57,9 +57,10 @@ SIZES = dict(
 )
 MODELS = {
     "moe": ModelConfig(**SIZES, qk_norm=True, moe=MOE),
+    "few": ModelConfig(**SIZES | {"num_layers": 2}, qk_norm=True, moe=MOE),
     "dense": ModelConfig(**SIZES, tie_embeddings=True),
 }
-SEQUENCES = {"moe": 4, "dense": 12}  # of a step
+SEQUENCES = {"moe": 4, "few": 4, "dense": 12}  # of a step
 
 DEGREES: dict[str, dict[str, Any]] = {
     "single": {},
@@ -95,7 +96,7 @@ def world(case: Case) -> int:
     return prod(DEGREES[case[1]].get(axis, 1) for axis in ("tp", "cp", "pp", "dp"))
 
 
-QUICK: tuple[Case, ...] = (*(("moe", name) for name in ("single", "tp2", "pp2", "dp4")),)
+QUICK: tuple[Case, ...] = (*(("few", name) for name in ("single", "tp2", "pp2", "dp4")),)
 
 
 def run_of(model: str, layout: str) -> Run:
@@ -186,10 +187,11 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def never_stopped() -> dict[str, OneProcess]:
+def never_stopped(saved: Saved) -> dict[str, OneProcess]:
     """Return the results of one process without a checkpoint."""
     return {
-        model: OneProcess.of(run_of(model, "single"), 2 * STEPS, first=STEPS) for model in MODELS
+        model: OneProcess.of(run_of(model, "single"), 2 * STEPS, first=STEPS)
+        for model in dict.fromkeys(model for model, _ in saved[1])
     }
 
 
@@ -222,7 +224,7 @@ def sources(case: Case, cases: Iterable[Case]) -> list[str]:
     return list(dict.fromkeys([case[1], "single", same_model[same_model.index(case[1]) - 1]]))
 
 
-def opened_files(rank: int, folder: Path, layout: str) -> list[str]:
+def opened_files(rank: int, folder: Path, model: str, layout: str) -> list[str]:
     """Names of the files that a rank maps."""
     opened = []
 
@@ -231,15 +233,15 @@ def opened_files(rank: int, folder: Path, layout: str) -> list[str]:
         return safe_open(path, framework)
 
     checkpoint.safe_open = recorded  # this process is about to end
-    path = newest_checkpoint(folder)
-    load_checkpoint(path, read_manifest(path), engine_in({}, ("moe", layout), rank))
+    path = newest_checkpoint(folder / model / layout)
+    load_checkpoint(path, read_manifest(path), engine_in({}, (model, layout), rank))
     return sorted(opened)
 
 
 def test_a_rank_opens_only_what_it_needs(saved: Saved):
-    folder, _ = saved
-    file = checkpoint.rank_file
-    assert run_distributed(opened_files, 2, folder / "moe/pp2", "pp2") == [[file(0)], [file(1)]]
+    folder, cases = saved
+    model, file = next(iter(cases))[0], checkpoint.rank_file
+    assert run_distributed(opened_files, 2, folder, model, "pp2") == [[file(0)], [file(1)]]
     # Router biases are the same on all ranks, and read from the first.
     expected = [[file(0)], [file(0), file(1)], [file(0), file(2)], [file(0), file(3)]]
-    assert run_distributed(opened_files, 4, folder / "moe/dp4", "dp4") == expected
+    assert run_distributed(opened_files, 4, folder, model, "dp4") == expected

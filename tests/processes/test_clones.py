@@ -31,6 +31,7 @@ from app.moe.clones import cloning
 from app.moe.clones.cloning import Cloning
 from app.moe.clones.record import Clones
 from app.moe.clones.transport import CollectiveClones
+from app.moe.dispatch.cloning import CloningDispatcher
 from app.moe.dispatch.static import StaticDispatcher
 from app.moe.dispatch.transport import CollectiveTransport
 from app.moe.echo import ClonePlan, plan_clones
@@ -125,24 +126,23 @@ def test_captured_like_eager(layout: str):
             )
 
 
+@pytest.mark.parametrize("layout", chosen(["ep2", "zero bubble ep2"], ["ep2"]))
 @pytest.mark.parametrize(
     "options",
     chosen(
         [
-            {"static": StaticConfig(paged_buffer=1.1, multiple=16)},
             {"static": StaticConfig(paged_buffer=1.1)},
             {"shared_overlap": True},
             {"capacity_factor": 1.0},
         ],
-        [{"static": StaticConfig(paged_buffer=1.1, multiple=16)}],
+        [{"static": StaticConfig(paged_buffer=1.1)}],
     ),
-    ids=str,
+    ids=["buffer", "overlap", "capacity"],
 )
-def test_with_what_else_an_moe_layer_may_have(options: dict[str, Any]):
-    layout = "zero bubble ep2"
+def test_with_what_else_an_moe_layer_may_have(layout: str, options: dict[str, Any]):
     runs = {"full iteration": run_of(layout, CHOICES["full iteration"], echo=CLONED, **options)}
     runs["eager"] = run_of(layout, echo=CLONED, **options)
-    for results in run_distributed(several, 4, runs):
+    for results in run_distributed(several, runs["eager"].world_size, runs):
         assert same(results["full iteration"], results["eager"])
 
 
@@ -210,9 +210,8 @@ def layer_of(rank: int, spares: int, dtype: torch.dtype) -> dict[str, Tensor]:
         transport = CollectiveClones(group, planned.own, spares, shapes=shapes, device=device)
         cloned = Cloning(moe.echo, transport, rank=rank, device=device)
     collective = CollectiveTransport(group, planned.experts)
-    dispatcher = StaticDispatcher(
-        planned, collective, None, ep_rank=rank, device=torch.device("cpu"), cloning=cloned
-    )
+    static = StaticDispatcher(planned, collective, None, ep_rank=rank, device=torch.device("cpu"))
+    dispatcher: Any = static if cloned is None else CloningDispatcher(static, cloned)
     experts = Experts(ExpertWeights.of(D, F, planned.own))
     whole = torch.Generator().manual_seed(0)
     for weight in experts.parameters():
@@ -227,9 +226,7 @@ def layer_of(rank: int, spares: int, dtype: torch.dtype) -> dict[str, Tensor]:
     x_TD.requires_grad_()
     sums = Sums()
     dispatched, origin = dispatcher.dispatch(x_TD, dispatcher.preprocess(experts_TK))
-    rows_RD = experts.forward(
-        dispatched.rows_RD, dispatched.ends_E, MainGradSink(sums.add), replicas=dispatched.replicas
-    )
+    rows_RD = experts.forward(dispatched, MainGradSink(sums.add))
     y_TD = dispatcher.combine(rows_RD, probs_TK.to(dtype), origin)
     y_TD.backward(grad_TD)
     assert x_TD.grad is not None and probs_TK.grad is not None

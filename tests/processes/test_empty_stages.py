@@ -45,7 +45,7 @@ LATE_MOE = dataclasses.replace(
     TINY, num_layers=4, moe=dataclasses.replace(TINY_MOE, first_k_dense=2)
 )
 MODELS = {"dense": DENSE, "tied": dataclasses.replace(DENSE, tie_embeddings=True), "moe": LATE_MOE}
-OPTIM = dataclasses.replace(STEADY, bucket_numel=1500, count_zeros=True)  # several buckets
+OPTIM = dataclasses.replace(STEADY, bucket_numel=1500)  # several buckets
 Found = tuple[Trained, int, list[int]]  # also validated: tokens; sampled
 
 

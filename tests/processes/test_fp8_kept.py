@@ -13,8 +13,8 @@ import pytest
 from app.choices import Fp8Part, Fp8Recipe, ScheduleName
 from app.config import Fp8Config, Run, ScheduleConfig
 from app.engine.build import build_chunks
+from app.fp8.linear import Fp8Layers
 from app.model.chunk import Chunk
-from app.model.fp8.linear import Fp8Layers
 from app.plan.model.fp8 import fp8_weights
 from app.plan.stages import Stage
 from app.rules import check

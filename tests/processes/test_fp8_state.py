@@ -6,6 +6,7 @@ Skipped, rerun and resumed steps, and validations, leave them as training withou
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.cases import chosen
 from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed
 from tests.processes.fp8_state import DENSE, STEPS, WHOLE
-from tests.runs import TINY, batches_of, engine_of, make_run
+from tests.runs import TINY, batches_of, engine_of, fp8_of, make_run
 
 EAGER = CudaGraphConfig()
 UPDATING = dataclasses.replace(WHOLE, optimizer=True)
@@ -39,8 +40,9 @@ def run_of(model: Any = DENSE, params: Dtype = Dtype.float32, **sections: Any) -
 
 
 def scales_of(engine: Engine) -> Scales:
-    assert engine.fp8.scales is not None
-    return {name: value.numpy().copy() for name, value in engine.fp8.scales.state()}
+    scales = fp8_of(engine).scales
+    assert scales is not None
+    return {name: value.numpy().copy() for name, value in scales.state()}
 
 
 def steps_of(rank: int, run: Run, steps: int, validates: bool = False) -> list[Scales]:
@@ -65,9 +67,14 @@ def same(one: Scales, other: Scales) -> bool:
 LAYOUTS = {"dp2": {"dp": 2}, "tp2": {"tp": 2}, "cp2": {"cp": 2}, "pp2": {"pp": 2}}
 
 
+@functools.cache
+def one_rank() -> list[Scales]:
+    return run_distributed(steps_of, 1, run_of(), 3)[0]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_of_a_layer_agree_and_see_all_tokens_and_parts(layout: str):
-    one = run_distributed(steps_of, 1, run_of(), 3)[0]
+    one = one_rank()
     found = run_distributed(steps_of, 2, run_of(parallel=ParallelConfig(**LAYOUTS[layout])), 3)
     if layout == "pp2":
         assert found[0][-1].keys().isdisjoint(found[1][-1])
@@ -102,7 +109,7 @@ def with_bad_step(rank: int, run: Run, bad: int) -> tuple[list[Scales], list[flo
         )
         facts, _ = step(batches_of(run, number, 0), 1e-3, 0.1)
         if number == bad:
-            capturable = engine.fp8.capturable
+            capturable = fp8_of(engine).capturable
         skipped.append(facts.skipped)
         found.append(scales_of(engine))
     return found, skipped, capturable
@@ -144,8 +151,10 @@ def test_rerun_step_counts_once(graph: CudaGraphConfig):
         (EAGER, StaticConfig(capacity=StaticCapacity.worst)),
         (graph, StaticConfig(capacity=StaticCapacity.factor, factor=1.1)),
     ):
-        moe = dataclasses.replace(TINY.moe, dispatcher=DispatcherKind.static, static=limits)
-        model = dataclasses.replace(TINY, num_layers=4, moe=moe)
+        moe = dataclasses.replace(
+            TINY.moe, dispatcher=DispatcherKind.static, static=limits, first_k_dense=0
+        )
+        model = dataclasses.replace(TINY, num_layers=2, moe=moe)
         run = run_of(model, parallel=parallel, train=train, cuda_graph=capture)
         results.append(run_distributed(taken_again, 2, run))
     for exact, found in zip(*results, strict=True):
@@ -206,7 +215,7 @@ def from_other_recipe(rank: int, runs: tuple[Run, Run], folder: Path) -> tuple[S
     path = save_checkpoint(folder, first, runs[0], Progress(1, 1, 0), {})
     TrainingStep(second)(batches_of(runs[0], 0, 0), 1e-3, 0.1)
     load_checkpoint(path, read_manifest(path), second)
-    return scales_of(second), second.fp8.capturable
+    return scales_of(second), second.capturable
 
 
 def test_a_checkpoint_without_scales_begins_them_anew(tmp_path: Path):

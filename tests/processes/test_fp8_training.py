@@ -34,6 +34,7 @@ from app.config import (
     RecomputeConfig,
     Run,
     ScheduleConfig,
+    TrainConfig,
 )
 from app.engine.capture.recorder import Work
 from app.engine.capture.stand_in import HostRecorder, HostRecording
@@ -59,7 +60,7 @@ from tests.processes.fp8_training import (
     stopped_and_resumed,
     trained,
 )
-from tests.runs import TINY, batches_of, engine_of, make_run, train_steps
+from tests.runs import TINY, batches_of, engine_of, fp8_of, make_run, train_steps
 from tests.training import composed, corpus_in, untimed
 
 # with biases, which attention adds in place to the output of its first FP8 layer
@@ -71,6 +72,7 @@ EXPERTS = dataclasses.replace(
     moe=dataclasses.replace(TINY.moe, shared_ffn_hidden_size=32),
 )
 DENSE = dataclasses.replace(EXPERTS, moe=None)
+TWO = dataclasses.replace(DENSE, num_layers=2)
 RECIPES = tuple(Fp8Recipe)
 EVERYTHING = tuple(Fp8Part)
 
@@ -103,8 +105,9 @@ ONE_STAGE = {
 @pytest.mark.parametrize("recipe", chosen(RECIPES, [Fp8Recipe.current]))
 def test_recomputation_and_buckets_change_no_bits(recipe: Fp8Recipe):
     plain = {"optim": OptimConfig(lr=1e-2, warmup_steps=2)}
+    model = dataclasses.replace(EXPERTS, num_layers=2)  # dense, and with experts
     runs = {
-        name: run_of(recipe, EXPERTS, **(plain | sections))
+        name: run_of(recipe, model, **(plain | sections))
         for name, sections in {"plain": {}, **ONE_STAGE}.items()
     }
     results = run_distributed(several, 1, runs)[0]
@@ -196,8 +199,9 @@ def test_captured_training_equals_eager_training_bit_for_bit(recipe: Fp8Recipe, 
     parallel = GRAPH_LAYOUTS[layout]
     optim = OptimConfig(lr=1e-2, warmup_steps=2, bucket_numel=3000)
     graphs = {"eager": CudaGraphConfig(), **GRAPHS}
+    model = DENSE if parallel.vpp > 1 else TWO
     runs = {
-        name: run_of(recipe, parallel=parallel, cuda_graph=graph, optim=optim)
+        name: run_of(recipe, model, parallel=parallel, cuda_graph=graph, optim=optim)
         for name, graph in graphs.items()
     }
     for results in run_distributed(several, runs["eager"].world_size, runs):
@@ -213,9 +217,9 @@ def quantised_while_recording(rank: int, run: Run) -> list[int]:
     record, counts = HostRecorder.record, []
 
     def counted(self: HostRecorder, work: Any, pool: int) -> Any:
-        before = sum(linear.times for linear in engine.fp8.linears.values())
+        before = sum(linear.times for linear in fp8_of(engine).linears.values())
         found = record(self, work, pool)
-        counts.append(sum(linear.times for linear in engine.fp8.linears.values()) - before)
+        counts.append(sum(linear.times for linear in fp8_of(engine).linears.values()) - before)
         return found
 
     with Patches.context() as patch:
@@ -292,7 +296,8 @@ def validated(rank: int, run: Run) -> list[float]:
 @pytest.mark.parametrize("name", ["layer", "full iteration"])
 def test_validation_sees_the_weights_of_the_last_update(name: str):
     runs = [
-        run_of(Fp8Recipe.current, cuda_graph=graph) for graph in (CudaGraphConfig(), GRAPHS[name])
+        run_of(Fp8Recipe.current, TWO, cuda_graph=graph)
+        for graph in (CudaGraphConfig(), GRAPHS[name])
     ]
     eager, replayed = (run_distributed(validated, 1, run)[0] for run in runs)
     assert eager == replayed and len(set(eager)) == STEPS
@@ -309,7 +314,7 @@ def replays_as_on_a_gpu(engine: Engine) -> Iterator[None]:
     """Within the block replays quantise what was quantised when they were recorded, and the host
     does not know that they do.
     """
-    linears = engine.fp8.linears.values()
+    linears = fp8_of(engine).linears.values()
     record, replay = HostRecorder.record, HostRecording.replay
     recorded: list[tuple[HostRecording, list[bool]]] = []
 
@@ -393,7 +398,7 @@ def rolled_back(rank: int, run: Run, folder: Path) -> list[list[float]]:
     path = save_checkpoint(folder, engines[0], run, Progress(2, 2, 0), {})
     steps[0](batches_of(run, 2, 0), 1e-2, 0.1)
     before = validations[0](held_out)[0]
-    assert not any(linear.stale for linear in engines[0].fp8.linears.values())
+    assert not any(linear.stale for linear in fp8_of(engines[0]).linears.values())
     found = []
     for engine, step, validation in zip(engines, steps, validations, strict=True):
         load_checkpoint(path, read_manifest(path), engine)
@@ -413,7 +418,9 @@ def test_rollback_drops_quantised_copies_of_later_weights(recipe: Fp8Recipe, tmp
 
 @pytest.mark.parametrize("recipe", chosen(RECIPES, [Fp8Recipe.delayed]))
 def test_loss_falls_as_without_fp8(recipe: Fp8Recipe):
-    wide, narrow = (run_distributed(overfitted, 1, run_of(each))[0] for each in (None, recipe))
+    train = TrainConfig(steps=20, seq_len=16, micro_batch=2, global_batch=2)
+    runs = (run_of(each, TWO, train=train) for each in (None, recipe))
+    wide, narrow = (run_distributed(overfitted, 1, run)[0] for run in runs)
     assert wide[-1] < 0.5 * wide[0]
     assert abs(narrow[-1] - wide[-1]) < 0.1 * wide[0]
 

@@ -40,11 +40,12 @@ from tests.processes.gathers_in_graphs import replays_as_on_a_gpu
 from tests.runs import batches_of, engine_of, make_run, whole_parameters
 
 DENSE = dataclasses.replace(FOUR, moe=None)
+TWO = dataclasses.replace(DENSE, num_layers=2)
 STATIC = dataclasses.replace(FOUR.moe, dispatcher=DispatcherKind.static)
 # fp16: the first updates are skipped
 SKIPS = PrecisionConfig(Dtype.float16, initial_loss_scale=2.0**22, loss_scale_hysteresis=1)
 CASES: dict[str, dict[str, Any]] = {
-    "dp2": {"model": DENSE, "parallel": ParallelConfig(dp=2)},
+    "dp2": {"model": TWO, "parallel": ParallelConfig(dp=2)},
     "dp2, experts": {"parallel": ParallelConfig(dp=2)},
     "dp2 pp2 vpp2": {"parallel": ParallelConfig(dp=2, pp=2, vpp=2)},
     "dp4 ep2": {
@@ -58,13 +59,13 @@ CASES: dict[str, dict[str, Any]] = {
         "parallel": ParallelConfig(dp=2, pp=2),
     },
     "dp2, skipped updates": {
-        "model": DENSE,
+        "model": TWO,
         "parallel": ParallelConfig(dp=2),
         "precision": SKIPS,
     },
     "one rank": {"parallel": ParallelConfig()},
 }
-STEPS, SAVED = 8, 4
+STEPS, SAVED = 6, 3
 
 
 def run_of(case: str, graph: CudaGraphConfig, overlap: bool) -> Run:

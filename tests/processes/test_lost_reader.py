@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from app.cli import report
-from app.cli.processes.reader import ends_with_its_reader
+from app.cli.processes.output import ends_with_its_reader
 from app.engine.files.attempt import Attempt
 from app.engine.files.run_folder import newest_checkpoint
 from app.engine.report.lasting import lasting_output

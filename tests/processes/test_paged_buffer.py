@@ -41,12 +41,14 @@ CASES: dict[str, dict[str, Any]] = {
         )
     },
     "activations recomputed": {"parallel": EP2, "recompute": ACT},
+    "activations recomputed, all graphs": {"parallel": EP2, "recompute": ACT},
 }
 WHOLE, PARTS = ("full iteration",), ("partial", "moe", "layer", "full iteration")
 GRAPHS = {
     "ep2": PARTS,
     "pp2 ep2": PARTS,
-    "activations recomputed": PARTS,
+    "activations recomputed": ("partial", "full iteration"),
+    "activations recomputed, all graphs": PARTS,
     "experts recomputed": ("layer", "full iteration"),
     "pp2 vpp2 ep2": ("layer", "full iteration"),
 }

@@ -5,6 +5,7 @@ steps, fp32.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -51,31 +52,26 @@ def run_of(model: ModelConfig, dp: int, ep: int, normalize: Normalize) -> Run:
     )
 
 
-@pytest.fixture(scope="module")
-def one_process() -> dict[tuple[str, Normalize], OneProcess]:
-    runs = {
-        (name, norm): run_of(model, 1, 1, normalize=norm)
-        for name, model in MODELS.items()
-        for norm in Normalize
-    }
-    return {key: OneProcess.of(run, STEPS) for key, run in runs.items()}
+@functools.cache
+def one_process(name: str, normalize: Normalize) -> OneProcess:
+    return OneProcess.of(run_of(MODELS[name], 1, 1, normalize=normalize), STEPS)
 
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("normalize", list(Normalize), ids=lambda n: n.value)
 @pytest.mark.parametrize(("name", "dp", "ep"), sampled(CASES, 3))
-def test_layout_equals_one_process(one_process, name: str, dp: int, ep: int, normalize: Normalize):
+def test_layout_equals_one_process(name: str, dp: int, ep: int, normalize: Normalize):
     for found in run_distributed(
         few_steps, dp, run_of(MODELS[name], dp, ep, normalize=normalize), STEPS
     ):
-        one_process[name, normalize].expect(found)
+        one_process(name, normalize).expect(found)
 
 
 def first_parameters(rank: int, run: Run) -> dict[str, Any]:
     return {name: value.numpy() for name, value in whole_parameters(engine_of(run, rank)).items()}
 
 
-def test_parameters_do_change(one_process):
+def test_parameters_do_change():
     before = run_distributed(first_parameters, 1, run_of(TINY, 1, 1, normalize=Normalize.token))[0]
-    after = one_process["moe", Normalize.token].plain["parameters"]
+    after = one_process("moe", Normalize.token).plain["parameters"]
     assert all(not np.allclose(before[key], after[key], atol=1e-3) for key in before)

@@ -61,9 +61,9 @@ def exchanged(
 
 
 SIZES = [
-    (2, 1, Sizes(3, 4, 2, 8, multiple=16)),
+    (2, 1, Sizes(3, 4, 2, 8)),
     (4, 2, Sizes(3, 8, 2, 6)),
-    (4, 2, Sizes(4, 4, 3, 16, etp=2, multiple=16)),
+    (4, 2, Sizes(4, 4, 3, 16, etp=2)),
 ]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import app.model.layers.linear
+from app.model.layers import linear_backend
 from app.model.layers.layer_groups import LayerGroups
 from app.model.layers.layers import Mlp
 from app.model.layers.linear import ColumnParallelLinear, VocabParallelEmbedding
@@ -177,24 +176,19 @@ def order_of_backward(rank: int, route: str) -> list[str]:
     def add(param: nn.Parameter, gradient: WeightGrad) -> None:
         gradient()
 
-    module, backend = (
-        ColumnParallelLinear(Weight((6, 4), tp=0), LayerGroups(tp=dist.group.WORLD)),
-        TorchLinear(),
-    )
+    module = ColumnParallelLinear(Weight((6, 4), tp=0), LayerGroups(tp=dist.group.WORLD))
+    backend = TorchLinear()
     nn.init.ones_(module.weight)
-    gemms = ("output", "input_grad", "weight_grad")
-    module.backend = SimpleNamespace(
-        **{name: noted(getattr(backend, name), name) for name in gemms},
-        **{name: getattr(backend, name) for name in ("input_operand", "grad_operand")},
-        differentiable=backend.differentiable,
-    )
+    for name in ("output", "input_grad", "weight_grad"):
+        setattr(backend, name, noted(getattr(backend, name), name))
+    module.backend = backend
     queue = WeightGradQueue()
     sink = {"autograd": None, "at once": MainGradSink(add), "deferred": queue}[route]
     out = module(torch.ones(1, 2, 4, requires_grad=True), sink)
     with Patches.context() as patch:
         for name, arrival in (("start_gather", "gathered"), ("start_scatter", "scattered")):
-            start = noted(getattr(app.model.layers.linear, name), name, arrival)
-            patch.setattr(app.model.layers.linear, name, start)
+            start = noted(getattr(linear_backend, name), name, arrival)
+            patch.setattr(linear_backend, name, start)
         out.sum().backward()
     seen.append("later")
     queue.run(add)

@@ -25,7 +25,7 @@ from app.optim import grad_buckets
 from tests.distributed import run_distributed
 from tests.runs import TINY, engine_of, make_run, train_steps
 
-STEPS, DP, PP = 20, 3, 2
+STEPS, DP, PP = 6, 3, 2
 VOCABULARY = 50  # its table divides neither by three nor into whole blocks of 64
 TIED = dataclasses.replace(TINY, num_layers=2, moe=None, tie_embeddings=True, vocab_size=VOCABULARY)
 FP16 = PrecisionConfig(Dtype.float16, loss_scale=1024.0)

@@ -226,9 +226,8 @@ def test_missing_package_refused_before_writing(tmp_path: Path, monkeypatch: pyt
 
 
 def test_sweep_sets_log_group_unless_given():
-    log = OmegaConf.create({"group": None, "job_type": None})
-    assert left_to_sweep(log, "s") == {"group": "s", "job_type": "sweep"}
-    assert left_to_sweep(composed(("log.group=mine",), None).log, "s") == {"job_type": "sweep"}
+    assert left_to_sweep(OmegaConf.create({"group": None}), "s") == {"group": "s"}
+    assert left_to_sweep(composed(("log.group=mine",), None).log, "s") == {}
 
 
 def test_jobs_of_other_sweepers_are_of_their_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -236,7 +235,7 @@ def test_jobs_of_other_sweepers_are_of_their_sweep(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(
         jobs, "run_jobs", lambda script, folder, overrides, typed: started.extend(overrides)
     )
-    log = OmegaConf.create({"group": None, "job_type": "search"})
+    log = OmegaConf.create({"group": None})
     trials = (["optim.lr=1"], ["optim.lr=2"])
     jobs.run_trials("train.py", tmp_path / "s", trials, typed=None, fixed=(), log=log)
     assert [line[-2:] for line in started] == [["log.console=false", "log.group='s'"]] * 2
@@ -255,9 +254,9 @@ def test_submitted_jobs_of_other_sweepers_are_of_their_sweep(
     )
     monkeypatch.setattr(launch, "_in_sweep", lambda: True)
     monkeypatch.setattr(launch, "HydraConfig", SimpleNamespace(get=lambda: hydra))
-    config = OmegaConf.create({"run_dir": None, "log": {"group": None, "job_type": None}})
+    config = OmegaConf.create({"run_dir": None, "log": {"group": None}})
     with_sweep_run_dir = launch.with_sweep_run_dir(config)
     assert with_sweep_run_dir.run_dir == str(tmp_path / "s/7")
-    assert with_sweep_run_dir.log == {"group": "s", "job_type": "sweep"}
-    given = OmegaConf.create({"run_dir": "x", "log": {"group": None, "job_type": None}})
+    assert with_sweep_run_dir.log == {"group": "s"}
+    given = OmegaConf.create({"run_dir": "x", "log": {"group": None}})
     assert launch.with_sweep_run_dir(given).log.group is None, "our sweeper has said all"

@@ -28,12 +28,12 @@ from app.config import (
     TrainConfig,
     YarnConfig,
 )
+from app.fp8 import dispatch, ready, row_scaled
 from app.kernels import (
     cross_entropy,
     pages,
     partial_sums,
     peer_rows,
-    peer_sums,
     quantise,
     rms_norm,
     rows,
@@ -48,7 +48,6 @@ from app.model.attention import modules as attention
 from app.model.attention.transformer_engine import TransformerEngineAttention
 from app.model.block import DenseBody, Layer, Phase
 from app.model.chunk import Chunk
-from app.model.fp8 import row_scaled
 from app.model.layers import layers, loss
 from app.model.layers.attend import BY_TORCH, Attend
 from app.model.layers.layer_groups import ALONE
@@ -126,7 +125,19 @@ TORCH = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
 
 
 # modules that take kernels in place of plain torch
-CALLERS = (attention, expert_rows, layers, loss, parts, permute, router, row_scaled, paged_buffer)
+CALLERS = (
+    attention,
+    dispatch,
+    ready,
+    expert_rows,
+    layers,
+    loss,
+    parts,
+    permute,
+    router,
+    row_scaled,
+    paged_buffer,
+)
 
 
 LAUNCHED = {
@@ -141,8 +152,7 @@ LAUNCHED = {
     weights: ("_largest", "_both"),
     swiglu_fp8: ("_forward", "_backward"),
     pages: ("_take", "_put_back", "_copy"),
-    peer_rows: ("_pull", "_pull_gradients"),
-    peer_sums: ("_push", "_sum_partials", "_sum_dots"),
+    peer_rows: ("_sum_partials", "_sum_dots"),
 }
 
 

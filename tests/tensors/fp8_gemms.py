@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.model.fp8.reference import BLOCK, E4M3, E5M2
-from app.model.layers.quantised import Fp8Arithmetic
+from app.fp8.quantised import Fp8Arithmetic
+from app.fp8.reference import BLOCK, E4M3, E5M2
 
 HALF_STEP = {E4M3: 2**-4, E5M2: 2**-3}  # of an entry, of 3 and 2 digits behind the first
 

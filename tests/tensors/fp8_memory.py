@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from app.choices import Fp8Recipe
-from app.model.layers.quantised import Quantised
+from app.fp8.quantised import Quantised
 
 
 class Allocating:

@@ -18,7 +18,7 @@ from app.engine.dispatchers import build_dispatcher
 from app.engine.ranks.groups import Groups
 from app.model.chunk import Chunk, ChunkOutput
 from app.model.init import init_weights
-from app.moe.experts import Experts
+from app.moe.experts import Dispatched, Experts
 from app.plan.layout import select_layout
 from app.plan.model.experts import ExpertWeights
 from app.plan.stages import plan_stages
@@ -55,7 +55,7 @@ def make_chunks(
         run,
         plan_stages(model.num_layers, 1, vpp),
         groups,
-        dispatcher=build_dispatcher(run, groups.layer_groups(CpComm.all_gather), cpu),
+        dispatcher=build_dispatcher(run, groups.layer_groups(CpComm.all_gather), cpu).dispatcher,
         device=cpu,
     )
     for chunk in chunks:
@@ -89,7 +89,7 @@ def grouped_swiglu(rows_RD: Tensor, w1_ED2F: Tensor, w2_EFD: Tensor, ends_E: Ten
     count, ffn, hidden = w2_EFD.shape
     weights = {"w_up.weight": w1_ED2F, "w_down.weight": w2_EFD}
     out_RD: Tensor = functional_call(
-        Experts(ExpertWeights.of(hidden, ffn, count)), weights, (rows_RD, ends_E)
+        Experts(ExpertWeights.of(hidden, ffn, count)), weights, (Dispatched(rows_RD, ends_E),)
     )
     return out_RD
 

@@ -28,7 +28,7 @@ from app.engine.calibration.links import link_speeds
 from app.engine.calibration.profile_file import gpu_words, measured_profile, write_profile
 from app.engine.fp8 import Maker, arithmetic_maker
 from app.errors import ConfigError
-from app.model.fp8.row_scaled import RowScaled
+from app.fp8.row_scaled import RowScaled
 from app.planner.plan import Plan
 from tests.distributed import run_distributed
 from tests.tensors.calibrate import CPU, TINY, Counting

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.model.fp8.reference import BLOCK, E4M3, E5M2, BlockScaled, Reference, TensorScaled
-from app.model.fp8.reference import scale_for as scale_of
-from app.model.layers.quantised import Quantised
+from app.fp8.quantised import Quantised
+from app.fp8.reference import BLOCK, E4M3, E5M2, BlockScaled, Reference, TensorScaled
+from app.fp8.reference import scale_for as scale_of
 from tests.tensors.fp8_gemms import check_gemms
 
 T, IN, OUT = 200, 272, 144  # no multiples of 128

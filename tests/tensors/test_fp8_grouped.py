@@ -22,9 +22,9 @@ from app.config import Fp8Config, ParallelConfig, PrecisionConfig
 from app.config.model import EchoConfig
 from app.engine.fp8 import build_fp8, experts_arithmetic, fp8_line
 from app.errors import ConfigError
-from app.model.fp8.experts import Fp8GroupedLinear
-from app.model.fp8.reference import E4M3, E5M2, rounded, scale_for
-from app.model.fp8.row_scaled import RowScaled, by_reference, on_tensor_cores
+from app.fp8.experts import Fp8GroupedLinear
+from app.fp8.reference import E4M3, E5M2, rounded, scale_for
+from app.fp8.row_scaled import RowScaled, by_reference, on_tensor_cores
 from app.model.layers.linear import GroupedLinear
 from app.model.layers.weight_grads import MainGradSink, WeightGrad, WeightGradQueue
 from app.plan.model.weight import Weight
@@ -198,7 +198,9 @@ def precision(fp8: Fp8Config = IN_8, params: Dtype = Dtype.bfloat16) -> Precisio
 def test_experts_are_in_fp8_and_nothing_else(first: int):
     fp8 = dataclasses.replace(IN_8, first_layers=first)
     chunk = make_chunk(WIDE)
-    layers = build_fp8(make_run(WIDE, precision=precision(fp8)), [chunk], SimpleNamespace(), CPU)
+    layers = build_fp8(
+        make_run(WIDE, precision=precision(fp8)), [chunk], SimpleNamespace(), device=CPU
+    )
     assert layers is not None and layers.scales is None
     found = {
         name

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from app.choices import Fp8Recipe
+from app.fp8 import transformer_engine
+from app.fp8.delayed import LinearScales
+from app.fp8.linear import Fp8Linear
+from app.fp8.quantised import Quantised
+from app.fp8.reference import E4M3, E5M2, BlockScaled, TensorScaled, rounded, scale_for
+from app.fp8.reference import _along_rows as along_rows
+from app.fp8.transformer_engine import TransformerEngine
 from app.model.attention.modules import Attention
-from app.model.fp8 import transformer_engine
-from app.model.fp8.delayed import LinearScales
-from app.model.fp8.linear import Fp8Linear
-from app.model.fp8.reference import E4M3, E5M2, BlockScaled, TensorScaled, rounded, scale_for
-from app.model.fp8.reference import _along_rows as along_rows
-from app.model.fp8.transformer_engine import TransformerEngine
-from app.model.layers.quantised import Quantised
 from app.model.layers.weight_grads import MainGradSink
 from tests.runs import TINY
 

@@ -20,10 +20,10 @@ from app.config import Fp8Config, ModelConfig, MoEConfig, ParallelConfig, Precis
 from app.engine.fp8 import build_fp8, fp8_line
 from app.engine.run.host import check_host
 from app.errors import ConfigError
+from app.fp8 import transformer_engine
+from app.fp8.linear import Fp8Layers, Fp8Linear
+from app.fp8.reference import BlockScaled, Reference, TensorScaled
 from app.model.chunk import Chunk
-from app.model.fp8 import transformer_engine
-from app.model.fp8.linear import Fp8Layers, Fp8Linear
-from app.model.fp8.reference import BlockScaled, Reference, TensorScaled
 from app.model.layers import transformer_engine as library
 from app.model.layers.linear import ColumnParallelLinear, LinearModule, RowParallelLinear
 from app.model.layers.weight_grads import MainGradSink, WeightGrad, WeightGradQueue
@@ -165,7 +165,7 @@ LATENT_WIDE = dataclasses.replace(
 def test_every_linear_layer_is_in_fp8_and_nothing_else(model: ModelConfig):
     chunk = make_chunk(model)
     run = make_run(model, precision=PrecisionConfig(fp8=in_8()))
-    layers = build_fp8(run, [chunk], SimpleNamespace(), CPU)
+    layers = build_fp8(run, [chunk], SimpleNamespace(), device=CPU)
     assert layers is not None
     found = {
         name

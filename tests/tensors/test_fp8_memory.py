@@ -12,10 +12,13 @@ from torch import Tensor
 
 from app.choices import Dtype, Fp8Part, Fp8Recipe, Recompute
 from app.config import Fp8Config, Run
+from app.fp8.dispatch import Fp8LocalDispatcher
+from app.fp8.linear import Fp8Layers
+from app.fp8.quantised import Quantised
+from app.fp8.ready import ReadyRows
+from app.fp8.row_scaled import RowScaled
 from app.model.chunk import Chunk
-from app.model.fp8.linear import Fp8Layers
-from app.model.fp8.row_scaled import RowScaled
-from app.model.layers.quantised import Quantised
+from app.moe.phases import MoEBody
 from app.plan.model.fp8 import fp8_weights
 from app.plan.stages import Stage
 from tests.tensors import activation_memory as unnarrowed
@@ -60,7 +63,14 @@ def narrowed(run: Run, embedding: bool = True, head: bool = True) -> Chunk:
     recipe = run.precision.fp8.recipe
     assert recipe is not None
     chunk = chunk_of(run, embedding, head)
-    layers = Fp8Layers([chunk], lambda name: Allocating(recipe), experts=RowScaled(allocated))
+    ready = ReadyRows() if Fp8Part.experts in run.precision.fp8.include else None
+    layers = Fp8Layers(
+        [chunk], lambda name: Allocating(recipe), experts=RowScaled(allocated), ready=ready
+    )
+    if ready is not None:
+        for body in (layer.body for layer in chunk.in_order):
+            if isinstance(body, MoEBody):
+                body.dispatcher = Fp8LocalDispatcher(body.moe.num_experts, ready)
     stage = Stage(tuple(map(int, chunk.layers)), embedding, head)
     layers.use(chunk, [each.name for each in fp8_weights(run.model, run.precision.fp8, stage)])
     return chunk

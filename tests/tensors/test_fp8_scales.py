@@ -11,8 +11,8 @@ from torch import Tensor
 from app.choices import Fp8Recipe
 from app.config import Fp8Config
 from app.errors import ConfigError
-from app.model.fp8.delayed import GRAD, INPUT, WEIGHT, DelayedScales
-from app.model.fp8.reference import E4M3, E5M2, TensorScaled
+from app.fp8.delayed import GRAD, INPUT, WEIGHT, DelayedScales
+from app.fp8.reference import E4M3, E5M2, TensorScaled
 
 LIMITS = (448.0, 448.0, 57344.0)
 TAKEN, SKIPPED = torch.tensor(0.0), torch.tensor(1.0)

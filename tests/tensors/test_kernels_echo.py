@@ -26,7 +26,7 @@ plain = pytest.fixture(autouse=True)(without_kernels)
 @pytest.fixture(autouse=True)
 def few_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     """`target_search`, interpreted, each program takes 30 ms."""
-    monkeypatch.setattr("app.kernels.clones.target_search.TARGETS", 3)
+    monkeypatch.setattr("app.kernels.clones.plan.TARGETS", 3)
 
 
 # ranks, experts of each, tokens of a rank for an expert at most
@@ -45,7 +45,7 @@ def test_plan(size: tuple[int, int, int], seed: int):
 def test_sources_are_looked_at_in_several_turns(
     algorithm: CloneAlgorithm, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("app.kernels.clones.slots.SOURCES", 32)
+    monkeypatch.setattr("app.kernels.clones.plan.SOURCES", 32)
     check_kernel(draw_counts(4, 6, 200, seed=1), 1, algorithm, threshold=0.05)
 
 

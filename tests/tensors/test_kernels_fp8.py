@@ -13,8 +13,12 @@ from torch import Tensor
 
 from app.choices import DispatcherKind, Recompute
 from app.config import MoEConfig
-from app.config.model import StaticConfig
-from app.kernels import peer_rows
+from app.fp8 import dispatch, ready, row_scaled
+from app.fp8.dispatch import Fp8LocalDispatcher, Fp8Transport
+from app.fp8.experts import Fp8GroupedLinear
+from app.fp8.quantised import Quantised
+from app.fp8.ready import ReadyRows
+from app.fp8.row_scaled import RowScaled, by_reference
 from app.kernels.quantise import (
     Fp8Rows,
     empty_fp8_rows,
@@ -22,15 +26,10 @@ from app.kernels.quantise import (
     quantise_rows_into,
 )
 from app.kernels.rows import combine_gradients
-from app.model.fp8 import row_scaled
-from app.model.fp8.experts import Fp8GroupedLinear
-from app.model.fp8.row_scaled import RowScaled, by_reference
 from app.model.layers import layers
-from app.model.layers.quantised import Quantised
-from app.model.layers.ready import ReadyRows
 from app.model.layers.recompute import Recomputation
 from app.moe import permute
-from app.moe.dispatch import expert_rows, static
+from app.moe.dispatch import expert_rows
 from app.moe.dispatch.local import LocalDispatcher
 from app.moe.dispatch.static import StaticDispatcher
 from app.moe.experts import Experts
@@ -132,15 +131,8 @@ def test_gradients_of_rows_that_have_no_scale():
     row_of = torch.arange(tokens * top_k, dtype=torch.int32, device=DEVICE).view(tokens, top_k)
     rows = entries(tokens * top_k, width, dtype=torch.bfloat16)
     found = empty_fp8_rows(rows.shape, rows.device)
-    made, _ = combine_gradients(grad, rows, probs, row_of, None, found)
+    made, _ = combine_gradients(grad, rows, probs, row_of, fp8_rows=found)
     wanted = quantise_rows(made)
-    assert all(same(one, other) for one, other in zip(found, wanted, strict=True))
-    found = empty_fp8_rows(rows.shape, rows.device)
-    addresses, dots = peer_rows.addresses_in, torch.empty_like(probs)
-    pulled = peer_rows.pull_gradients(
-        addresses(grad), rows, probs, row_of, addresses(dots), fp8_rows=found
-    )
-    assert same(pulled, made)
     assert all(same(one, other) for one, other in zip(found, wanted, strict=True))
 
 
@@ -160,7 +152,7 @@ class OneRank:
     def combine(
         self, rows_RD: Tensor, probs_TK: Tensor | None, row_of_NK: Tensor, experts_TK: Tensor
     ) -> Tensor:
-        return expert_rows.partial_sums(rows_RD, probs_TK, row_of_NK)
+        return permute.sum_rows(rows_RD, row_of_NK, probs_TK, drops=True, dtype=rows_RD.dtype)
 
     def spread_gradients(
         self, *given: Tensor, fp8_rows: Fp8Rows | None = None
@@ -169,16 +161,16 @@ class OneRank:
         return expert_rows.row_gradients(*given, fp8_rows=fp8_rows)
 
 
-def dispatcher_of(kind: str) -> Any:
+def dispatcher_of(kind: str, cache: ReadyRows | None) -> Any:
     if kind == "local":
-        return LocalDispatcher(EXPERTS)
-    multiple = 8 if kind == "static in eights" else 1
-    moe = MoEConfig(
-        EXPERTS, TOP_K, dispatcher=DispatcherKind.static, static=StaticConfig(multiple=multiple)
-    )
+        return LocalDispatcher(EXPERTS) if cache is None else Fp8LocalDispatcher(EXPERTS, cache)
+    moe = MoEConfig(EXPERTS, TOP_K, dispatcher=DispatcherKind.static)
     planned = PlannedStatic(moe, ep=1, etp=1)
     device = torch.device(DEVICE)
-    return StaticDispatcher(planned, OneRank(), None, ep_rank=0, device=device)  # type: ignore[arg-type]
+    transport: Any = OneRank()
+    if cache is not None:
+        transport = Fp8Transport(transport, cache)
+    return StaticDispatcher(planned, transport, None, ep_rank=0, device=device)
 
 
 def trained(kind: str, fused: bool, part: Recompute | None) -> tuple[list[Tensor], int]:
@@ -196,39 +188,41 @@ def trained(kind: str, fused: bool, part: Recompute | None) -> tuple[list[Tensor
 
     arithmetic.rows = counted  # type: ignore[method-assign]
     experts = Experts(WEIGHTS).to(DEVICE, torch.bfloat16)
+    cache = ReadyRows() if fused else None
+    if cache is not None:
+        experts.activation = cache.swiglu
     generator = torch.Generator().manual_seed(1)
     for grouped in (experts.w_up, experts.w_down):
         shape = grouped.weight.shape
         grouped.weight.data = (torch.randn(shape, generator=generator) * 0.1).to(grouped.weight)
-        grouped.backend = Fp8GroupedLinear(arithmetic, grouped.weight)
+        grouped.backend = Fp8GroupedLinear(arithmetic, grouped.weight, cache)
     x = entries(TOKENS, WIDTH, dtype=torch.bfloat16).requires_grad_()
     chosen = torch.rand(TOKENS, EXPERTS, generator=generator).to(DEVICE).topk(TOP_K).indices
     probs = torch.rand(TOKENS, TOP_K, generator=generator).to(DEVICE).requires_grad_()
     parts = frozenset[Recompute]() if part is None else frozenset((part,))
     recompute = Recomputation(RecomputeChoice(parts=parts))
-    ready = ReadyRows() if fused else None
-    dispatcher = dispatcher_of(kind)
+    dispatcher = dispatcher_of(kind, cache)
     with recompute.forward():
         prepared = dispatcher.preprocess(chosen.sort(1).values)
-        dispatched, origin = dispatcher.dispatch(x, prepared, ready)
-        rows_RD = experts(dispatched.rows_RD, dispatched.ends_E, recompute=recompute, ready=ready)
-        out = dispatcher.combine(rows_RD, probs, origin, ready)
+        dispatched, origin = dispatcher.dispatch(x, prepared)
+        rows_RD = experts(dispatched, recompute=recompute)
+        out = dispatcher.combine(rows_RD, probs, origin)
     weights = [experts.w_up.weight, experts.w_down.weight]
     grad = entries(TOKENS, WIDTH, dtype=torch.bfloat16).flip(0)
     return [out.detach(), *torch.autograd.grad(out, [x, probs, *weights], grad)], quantised
 
 
 @pytest.mark.cover(1)
-@pytest.mark.parametrize(("kind", "left"), [("local", 0), ("static", 0), ("static in eights", 2)])
+@pytest.mark.parametrize("kind", ["local", "static"])
 @pytest.mark.parametrize("part", [None, Recompute.experts_act])
 def test_rows_that_are_ready_are_those_that_gemms_would_quantise(
-    kind: str, left: int, part: Recompute | None, monkeypatch: pytest.MonkeyPatch
+    kind: str, part: Recompute | None, monkeypatch: pytest.MonkeyPatch
 ):
-    """Four of them; between the rows of experts there may be zeros that nobody has quantised."""
-    for module in (layers, row_scaled, permute, expert_rows, static):
+    """Four of them."""
+    for module in (layers, row_scaled, permute, expert_rows, dispatch, ready):
         # kernels for bf16 only
         monkeypatch.setattr(module, "usable", lambda *given: given[0].dtype == torch.bfloat16)
     apart, of_own = trained(kind, False, part)
     found, quantised = trained(kind, True, part)
     assert all(same(one, other) for one, other in zip(found, apart, strict=True))
-    assert (of_own, quantised) == (4, left)
+    assert (of_own, quantised) == (4, 0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from app.kernels import cross_entropy, rows
-from app.kernels.grouped_gradient import Operands, add_grouped_gradient
+from app.kernels.grouped_gradient import add_grouped_gradient
 from app.kernels.routing.top_experts import top_experts
 from app.moe.permute import sort_by_expert
 from tests.cases import chosen
@@ -19,7 +19,6 @@ from tests.moe_kernels import (
     check_gradients,
     check_grouped_gradient,
     check_into_gradient,
-    check_paired_gradient,
     check_spread,
     check_statistics,
     check_sums,
@@ -102,14 +101,10 @@ def test_everything_may_be_dropped():
     experts_TK = torch.full((4, 2), 3, device=DEVICE)
     record = sort_by_expert(experts_TK, 3, True)
     x_TD, none = torch.randn(4, 5, device=DEVICE), torch.zeros(0, 5, device=DEVICE)
-    choices = record.row_of_TK, record.kept_TK
-    assert rows.spread_rows(x_TD, *choices, 0).shape == (0, 5)
-    assert (
-        rows.sum_rows(none, record.row_of_TK, None, kept_TK=record.kept_TK, dtype=torch.float32)
-        .eq(0)
-        .all()
-    )
-    grad_RD, dots_TK = rows.combine_gradients(x_TD, none, torch.ones(4, 2, device=DEVICE), *choices)
+    row_of_TK, ones_TK = record.row_of_TK, torch.ones(4, 2, device=DEVICE)
+    assert rows.spread_rows(x_TD, row_of_TK, 0).shape == (0, 5)
+    assert rows.sum_rows(none, row_of_TK, None, torch.float32).eq(0).all()
+    grad_RD, dots_TK = rows.combine_gradients(x_TD, none, ones_TK, row_of_TK)
     assert grad_RD.shape == (0, 5) and dots_TK.eq(0).all()
 
 
@@ -160,30 +155,13 @@ def test_grouped_gradient_of_some_experts(first: int, adds: bool, dtype: torch.d
         check_grouped_gradient(counts, spare=3, first=first, adds=False, fills=True, **given)
 
 
-PAIRS = [([5, 0, 70, 0], [33, 40, 0, 0]), ([0, 0], [3, 64]), ([64, 1], [0, 0])]
-
-
-@pytest.mark.parametrize("counts", PAIRS, ids=str)
-def test_gradients_of_two_microbatches_in_one_gemm(counts: tuple[list[int], list[int]]):
-    for dtype in (torch.float16, torch.float32):
-        check_paired_gradient(counts, 40, 136, dtype=dtype)
-
-
-def test_a_microbatch_without_memory_for_rows():
-    """The earlier, the later or both microbatches have no rows."""
-    rows_TI, grad_TO = (torch.randn(3, width).half() for width in (8, 16))
-    full = Operands(rows_TI, grad_TO, torch.tensor([1, 3], dtype=torch.int32))
-    empty = Operands(rows_TI[:0], grad_TO[:0], torch.zeros(2, dtype=torch.int32))
-    wanted = torch.zeros(2, 8, 16)
-    add_grouped_gradient(wanted, *full)
-    for first, later in ((full, empty), (empty, full)):
-        sums = torch.zeros(2, 8, 16)
-        add_grouped_gradient(sums, *first, later=later)
-        assert torch.equal(sums, wanted)
+def test_grouped_gradient_without_memory_for_rows():
+    rows_TI, grad_TO = torch.empty(0, 8).half(), torch.empty(0, 16).half()
+    ends_E = torch.zeros(2, dtype=torch.int32)
     sums = torch.ones(2, 8, 16)
-    add_grouped_gradient(sums, *empty, later=empty)
+    add_grouped_gradient(sums, rows_TI, grad_TO, ends_E=ends_E)
     assert bool((sums == 1).all())
-    add_grouped_gradient(sums, *empty, adds=False, later=empty, fills=True)
+    add_grouped_gradient(sums, rows_TI, grad_TO, ends_E=ends_E, adds=False, fills=True)
     assert bool((sums == 0).all())
 
 

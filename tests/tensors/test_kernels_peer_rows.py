@@ -32,33 +32,29 @@ def test_rows_of_peers(
 def test_a_rank_without_rows(check: Callable[[Drawn], None]):
     drawn = draw_peers(2, 3, 4, 2, 8, dtype=torch.float32, spare=0)
     nothing = torch.full_like(drawn.row_of_NK, 0)
-    placed = type(drawn.placed)(
-        nothing, drawn.placed.ends_E * 0, drawn.placed.filled_E * 0, drawn.placed.needed
-    )
+    placed = type(drawn.placed)(nothing, drawn.placed.ends_E * 0, drawn.placed.needed)
     empty = Drawn(
         2, 1, drawn.local, drawn.experts_NK, drawn.x_ND, drawn.probs_NK, placed, drawn.rows_RD[:0]
     )
     check(empty)
 
 
-FEW, MANY = (70, 12, 3, 5, 1), (300, 310, 8, 300, 16)
-SLOTS = (90, 20, 4, 10, 4)  # two more than a power of two
+FEW, MANY = (70, 12, 3, 5), (300, 310, 8, 300)
+SLOTS = (90, 20, 4, 10)  # two more than a power of two
 
 
 @pytest.mark.cover(1)
 @pytest.mark.parametrize(
     "size",
-    chosen(
-        [(FEW,), (MANY,), ((7, 3, 3, 3, 16),), ((0, 4, 2, 2, 16),), (SLOTS,)], [(FEW,), (SLOTS,)]
-    ),
+    chosen([(FEW,), (MANY,), ((7, 3, 3, 3),), ((0, 4, 2, 2),), (SLOTS,)], [(FEW,), (SLOTS,)]),
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32], ids=str)
 def test_offsets(
-    size: tuple[int, int, int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    size: tuple[int, int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(
         "app.kernels.expert_rows.COUNTS", 16
     )  # blocks are added up in several turns
-    tokens, experts, top_k, local, multiple = size
-    check_expert_rows(tokens, experts, top_k, local=local, multiple=multiple, dtype=dtype)
+    tokens, experts, top_k, local = size
+    check_expert_rows(tokens, experts, top_k, local=local, dtype=dtype)

@@ -5,7 +5,7 @@ RUN has saved; typed overrides take precedence.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,8 +62,9 @@ class RunSettings:
         """
         if typed.config_name is not None or typed.config_path is not None:
             return None
-        path = _named_run(_parsed(typed.overrides))
-        return None if path is None else _read(path)
+        overrides = _parsed(typed.overrides)
+        path = _named_run(overrides)
+        return None if path is None else _read(path, [each.key_or_group for each in overrides])
 
     def beside(self, typed: Typed, known: Sequence[str], world_size: int | None) -> dict[str, Any]:
         """Return the settings for which nothing is typed, for the configuration to hold them.
@@ -134,34 +135,34 @@ def _text(overrides: Sequence[Override], key: str) -> str | None:
         return None  # of an environment variable that is not set, as composing says
 
 
-def _read(path: Path) -> RunSettings | None:
-    """Read what a run, or one of its checkpoints, has saved."""
+def _read(path: Path, keys: Collection[str]) -> RunSettings | None:
+    """Read what a run, or one of its checkpoints, has saved; `keys` are typed beside."""
     if path.name.startswith("step-"):
-        return _of_checkpoint(path)
+        return _of_checkpoint(path, keys)
     folder = path.parent if path.name == CHECKPOINTS else path
     values = _of_file(folder / CONFIG)
     if values is not None:
-        return _by_present_names(folder / CONFIG, values)
+        return _by_present_names(folder / CONFIG, values, keys)
     try:
         newest = newest_checkpoint(folder)
     except OSError:  # whoever looks for its checkpoint says so
         return None
-    return None if newest is None else _of_checkpoint(newest)
+    return None if newest is None else _of_checkpoint(newest, keys)
 
 
-def _of_checkpoint(path: Path) -> RunSettings | None:
+def _of_checkpoint(path: Path, keys: Collection[str]) -> RunSettings | None:
     try:
         values = parse_manifest(path, as_saved=True)["config"]
     except ConfigError:  # whoever loads it says so
         return None
-    return _by_present_names(path / MANIFEST, values)
+    return _by_present_names(path / MANIFEST, values, keys)
 
 
-def _by_present_names(file: Path, values: dict[str, Any]) -> RunSettings:
+def _by_present_names(file: Path, values: dict[str, Any], keys: Collection[str]) -> RunSettings:
     """Return saved settings by present names. Raises ConfigError for a removed key that the run
-    depends on.
+    depends on, unless the key that decides in its place is among those typed.
     """
-    present, told = with_new_names(values, saved=True)
+    present, told = with_new_names(values, saved=True, typed_keys=keys)
     return RunSettings(file, present, tuple(told))
 
 

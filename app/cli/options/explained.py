@@ -96,12 +96,6 @@ def _value(override: str) -> str:
     return override.partition("=")[2]
 
 
-def _two_overrides(value: str) -> bool:
-    """Return whether a value holds further overrides, as `10 optim.lr=1` does."""
-    others = [word.partition("=") for word in value.split()[1:]]
-    return bool(others) and all(equals and _known(name.lstrip("+~")) for name, equals, _ in others)
-
-
 def _known(name: str) -> bool:
     return name in all_keys() or bool(_options(name))
 
@@ -116,9 +110,6 @@ def _unreadable(override: str) -> ConfigError:
         return no_such_key(name, value)
     if re.fullmatch(r"[^(){}\[\]'\"]+,", value) and (one := value.rstrip(", ")):
         return ConfigError(key, value, "ends with a comma", nearest=one)
-    if _two_overrides(value):
-        rule = "holds several overrides in one word"
-        return ConfigError(key, value, rule, advice=f"type {override}, without quotes around it")
     rule = "cannot be read: a bracket or quote is open, or something is typed that needs quotes"
     bare = re.sub(r"^[='\"\[({ ]+|[='\"\])} ,]+$", "", value)
     if bare == value and (_kind(name) is str or name == "data.path"):
@@ -163,18 +154,9 @@ def _below_null(override: Override) -> ConfigError:
     """Return the error for a key below a section that is null here."""
     key, value = override.key_or_group, _value(str(override.input_line))
     section = key.rpartition(".")[0]
-    if section.startswith("hardware"):
-        with_one = [name for name in _options("hardware") if _has_profile(name)]
-        rule = f"needs {section}, which this option of hardware does not have"
-        return ConfigError(
-            key, value, rule, nearest=FirstOf(Instead(f"hardware={name}") for name in with_one)
-        )
-    rule = f"needs {section}, which this model does not have"
-    return ConfigError(key, value, rule, advice="choose a model that has it")
-
-
-def _has_profile(name: str) -> bool:
-    return "\nprofile:" in (CONF / "hardware" / f"{name}.yaml").read_text(encoding="utf-8")
+    rule = f"needs {section}, which is null here"
+    advice = f"choose an option of {section.partition('.')[0]} that has it"
+    return ConfigError(key, value, rule, advice=advice)
 
 
 def _no_option(override: Override) -> ConfigError:
@@ -344,7 +326,7 @@ def _no_choice(
     key: str, value: str, texts: Sequence[str], *, names: Sequence[str], several: bool
 ) -> ConfigError:
     """Return the error for a value outside a closed set, or not a list of such values."""
-    close = list(dict.fromkeys(each for text in texts if (each := _like(text, names))))
+    close = list(dict.fromkeys(each for text in texts if (each := nearest(text, names))))
     rule = f"must be one of {', '.join(names)}"
     if _takes_list(key):
         near = (f"[{', '.join(close)}]",) if close else ()
@@ -352,19 +334,6 @@ def _no_choice(
     if several:
         return ConfigError(key, value, rule, nearest=FirstOf(close))
     return refused_value(key, value, rule, close[0] if close else None)
-
-
-def _like(text: str, names: Sequence[str]) -> str | None:
-    """Return the name that a text misspells or spells out: attn for attention."""
-    close = nearest(text, names)
-    short = (name for name in names if name[:2] == text[:2] and _within(name, text))
-    return close or next(short, None)
-
-
-def _within(name: str, text: str) -> bool:
-    """Return whether a text contains the letters of a name in order."""
-    letters = iter(text)
-    return all(letter in letters for letter in name)
 
 
 def _no_section(key: str, value: str, section: str) -> ConfigError:

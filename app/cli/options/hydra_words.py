@@ -23,26 +23,11 @@ FOLDERS = {
     "hydra.job.chdir": "false",
     "hydra.sweep.subdir": ".",
 }
-# Sweepers and launchers that others have written, and the packages that bring them.
+# Sweepers and launchers in packages of their own, and our extra that brings them.
 PLUGINS = {
-    "hydra/sweeper": {
-        "ax": "hydra-ax-sweeper",
-        "nevergrad": "hydra-nevergrad-sweeper",
-        "optuna": "hydra-optuna-sweeper",
-    },
-    "hydra/launcher": {
-        "joblib": "hydra-joblib-launcher",
-        "ray": "hydra-ray-launcher",
-        "ray_aws": "hydra-ray-launcher",
-        "rq": "hydra-rq-launcher",
-        "submitit_local": "hydra-submitit-launcher",
-        "submitit_slurm": "hydra-submitit-launcher",
-    },
-}
-EXTRAS = {"hydra-optuna-sweeper": "optuna", "hydra-submitit-launcher": "slurm"}
-SUPPORTED = {
-    "hydra/sweeper": "grid, basic or optuna",
-    "hydra/launcher": "torchrun, submitit_slurm or submitit_local",
+    "hydra/sweeper=optuna": ("hydra-optuna-sweeper", "optuna"),
+    "hydra/launcher=submitit_local": ("hydra-submitit-launcher", "slurm"),
+    "hydra/launcher=submitit_slurm": ("hydra-submitit-launcher", "slurm"),
 }
 
 
@@ -86,12 +71,9 @@ def check_folders(overrides: Sequence[str], sweeps: bool) -> None:
 def check_plugins(overrides: Sequence[str]) -> None:
     """Raise ConfigError for a sweeper or launcher whose package is not installed."""
     for override in overrides:
-        group, _, option = override.lstrip("+").partition("=")
-        package = PLUGINS.get(group, {}).get(option)
-        if package is None or find_spec(f"hydra_plugins.{package.replace('-', '_')}"):
-            continue
-        extra = EXTRAS.get(package)
-        advice = f"pip install 'graphfold[{extra}]'" if extra else f"use {SUPPORTED[group]}"
-        why = "" if extra else ", and not supported here"
-        rule = f"its package {package} is not installed{why}"
-        raise ConfigError(group, option, rule, advice=advice)
+        word = override.lstrip("+")
+        package, extra = PLUGINS.get(word, ("", ""))
+        if package and find_spec(f"hydra_plugins.{package.replace('-', '_')}") is None:
+            group, _, option = word.partition("=")
+            rule = f"its package {package} is not installed"
+            raise ConfigError(group, option, rule, advice=f"pip install 'graphfold[{extra}]'")

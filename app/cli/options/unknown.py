@@ -9,12 +9,12 @@ from app.cli.options.arguments import Typed, foreign_flags, hydra_flags, key_of
 from app.cli.options.keys import all_keys, is_section
 from app.cli.options.other_names import OtherName, exact_row, row_of
 from app.cli.processes.home import CONF
-from app.config.renamed import new_key
+from app.config.renamed import new_key, removed
 from app.errors import ConfigError, Instead, letters, near_names
 
 MOST_GUESSED = 3  # keys that a name may equally well be a slip of
 MEASURED = "hardware.profile."  # written by calibrate, typed by nobody
-LISTED = "python train.py --cfg job prints the keys"
+LISTED = "python train.py --cfg all prints the keys"
 
 
 def no_such_key(key: str, value: str, where: str = "") -> ConfigError:
@@ -22,6 +22,10 @@ def no_such_key(key: str, value: str, where: str = "") -> ConfigError:
     keys are listed. `where` names the file that has it, for which no override helps.
     """
     rule = f"there is no such key{where}"
+    if (gone := removed(key)) is not None:
+        return gone.refused(value)
+    if (new := new_key(key)) != key:
+        return ConfigError(key, value, f"is {new} now{where}", guess=new)
     row = None if where else exact_row(key)
     if row is None and (same := _same_letters(key)):
         return ConfigError(key, value, rule, guess=same)

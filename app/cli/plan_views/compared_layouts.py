@@ -53,15 +53,6 @@ def print_layouts(found: LayoutComparison, assumed: str, console: Console) -> No
     console.print(f"{searched}{rest}. Network: {speeds}. Times {assumed}", style="dim")
 
 
-def layout_names(row: LayoutRow) -> tuple[str, str]:
-    """Return a layout's degrees and its other settings, for a picture."""
-    degrees = _degrees(row, experts=row.dispatcher is not None)
-    microbatches, schedule, again, graphs, _ = _companions(row)
-    words = [microbatches, schedule, *([f"recompute: {again}"] if row.recompute else [])]
-    words += [f"graphs: {graphs}"] if row.graphs != "none" else []
-    return " ".join(f"{axis} {size}" for axis, size in degrees.items()), ", ".join(words)
-
-
 def _degrees(row: LayoutRow, experts: bool) -> dict[str, str]:
     stages = f"{row.pp}×{row.vpp}" if row.vpp > 1 else str(row.pp)
     found = {"dp": str(row.dp), "tp": str(row.tp), "cp": str(row.cp), "pp": stages}
@@ -74,14 +65,14 @@ def _numbers(row: LayoutRow) -> tuple[str, ...]:
         _short(row.cost.seconds * 1e3),
         amount(row.cost.tokens_per_second),
         figures(row.cost.tflops_per_gpu),
-        hours(row.cost.gpu_hours),
+        _hours(row.cost.gpu_hours),
         _short(row.cost.days),
         _short(row.slower.seconds * 1e3),
-        hours(row.slower.gpu_hours),
+        _hours(row.slower.gpu_hours),
     )
 
 
-def hours(number: float) -> str:
+def _hours(number: float) -> str:
     """Format GPU hours: 4.36 M, 12.3."""
     if number < 1000:
         return _short(number)

@@ -14,7 +14,7 @@ from app.choices import Fp8Part, GraphImpl
 from app.cli.plan_views.compared_layouts import print_layouts
 from app.cli.plan_views.memory_tables import print_decoding, print_memory
 from app.cli.plan_views.rows import fill, heading, new_table, print_pairs
-from app.cli.processes.width import table_width
+from app.cli.processes.output import table_width
 from app.plan.actions import Compute
 from app.plan.cost.rates import fp8_tflops
 from app.plan.cost.traffic import GroupTraffic

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from app.cli.processes.home import INSTALLED, PACKAGE
 from app.cli.processes.parent import end_with_parent
-from app.cli.processes.slurm_step import end_with_daemon
 from app.engine.ranks.address import LOOPBACK, loopback_address
 from app.errors import ConfigError
 
@@ -95,10 +94,9 @@ class Launch:
         return cls(0, 0, None, requeues=requeues, one_host=True, submitted=submitted)
 
     def end_with_launcher(self, parent: int) -> None:
-        """Make this process end with its launcher, process `parent`, or with SLURM's daemon."""
+        """Make this process end with its launcher, process `parent`, if it has one."""
         if self.launched:
             end_with_parent(parent)
-        end_with_daemon()
 
     def network(self) -> dict[str, str]:
         """Return variables that keep gloo and NCCL on the loopback interface if all ranks are on

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from math import isnan
@@ -21,7 +21,6 @@ from app.plan.formatting import GIB
 
 # keys that say where a run writes and how it was started, not what it computes
 PLACE = ("run_dir", "resume", "log.", "parallel.world_size")
-FP8_KINDS = ("inputs", "weights", "grads")  # kinds of FP8 matrices, each with its own metric
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +39,6 @@ class RunFacts:
     memory_peak_gib: float | None  # peak of the rank that needed most
     memory_planned_gib: float | None  # that peak as planned in plan.json, for tensors on a GPU only
     on_gpu: bool  # True: the peak counts tensors on a GPU; False: all memory of the process
-    fp8_recipe: str | None  # recipe of FP8 GEMMs
-    # The shares below are the largest over inputs, weights, gradients and all log lines.
-    # share of FP8 matrices with entries beyond the largest number of their type
-    fp8_overflow: float | None
-    fp8_overflow_worst: float | None  # largest ratio of an entry to that number
-    fp8_underflow: float | None  # share of entries rounded to zero
-    fp8_clipped: float | None  # share of entries beyond the largest number of their type
     loss: float | None  # loss of the last step, nats per token
     val_loss: float | None  # loss of the last validation, nats per token
     curve: tuple[tuple[int, float], ...]  # (step, loss) of every step
@@ -80,14 +72,11 @@ def run_facts(run_dir: Path) -> RunFacts:
         tokens_per_s=_steady(trained, "tokens_per_s"),
         tokens_per_s_planned=_planned_rate(run_dir),
         tflops_per_gpu=_steady(trained, "tflops_per_gpu"),
-        memory_peak_gib=_largest(trained, ["memory_peak_gib"]),
+        memory_peak_gib=max(
+            (row["memory_peak_gib"] for row in trained if "memory_peak_gib" in row), default=None
+        ),
         memory_planned_gib=_planned_gib(run_dir),
         on_gpu=any("memory_reserved_gib" in row for row in trained),
-        fp8_recipe=asked.get("precision.fp8.recipe"),
-        fp8_overflow=_largest_share(trained, "fp8_overflow"),
-        fp8_overflow_worst=_largest(trained, ["fp8_overflow_worst"]),
-        fp8_underflow=_largest_share(trained, "fp8_underflow"),
-        fp8_clipped=_largest_share(trained, "fp8_clipped"),
         loss=last.get("loss"),
         val_loss=validations[-1][1] if validations else None,
         curve=tuple((row["step"], row["loss"]) for row in trained),
@@ -152,14 +141,6 @@ def _planned(run_dir: Path, read: Callable[[Any], float | None]) -> float | None
         return read(json.loads((run_dir / PLAN).read_text(encoding="utf-8")))
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None  # no plan.json, or one of another version
-
-
-def _largest_share(trained: list[dict[str, Any]], what: str) -> float | None:
-    return _largest(trained, [f"{what}_{kind}" for kind in FP8_KINDS])
-
-
-def _largest(trained: list[dict[str, Any]], keys: Sequence[str]) -> float | None:
-    return max((row[key] for row in trained for key in keys if key in row), default=None)
 
 
 def _steady(trained: list[dict[str, Any]], key: str) -> float | None:

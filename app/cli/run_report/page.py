@@ -6,7 +6,7 @@ Pictures are embedded, so the page needs no network.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from io import BytesIO
 from math import isfinite
@@ -20,15 +20,13 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from app.cli.run_report.sweep_record import JobState
-from app.cli.run_report.table import OPTIONAL, Report, Row, heads_and_cells
+from app.cli.run_report.table import COLUMNS, Report, Row, cells
 from app.plan.formatting import drawable, figures, literal_text
 
 POINTS = 500  # most points drawn of a curve
 FEW = 10  # up to so many runs have distinct colours; more are coloured by a scale, best first
 BAR_IN, TOP_IN, WIDTH_IN = 0.28, 0.9, 10.0  # inches: a bar, a picture's margins, its width
 LABEL = 60  # most characters of a run's label in a picture
-SAME = 0.004  # share of a plot's height: curves that are nowhere farther apart look the same
-DASH = 7.0  # length of a dash where curves that look the same alternate colours, points
 SMALL, LINE_IN = 8, 0.19  # size of labels, points; height of one line of labels, inches
 SKIPPED_COLOUR = "transparent"
 Curve = Sequence[tuple[int, float]]  # (step, loss)
@@ -85,10 +83,7 @@ LEGEND = (
     "Tokens/s of all ranks and model TFLOP/s "
     "per rank: median over the second half of the steps. Peak: memory of the rank that needed most."
 )
-LOSSES = (
-    "The first tenth of the steps may lie above the plot. A line of alternating colours stands for "
-    "several runs with the same curve."
-)
+LOSSES = "The first tenth of the steps may lie above the plot."
 PLANNED = "Peak of the rank that needed most; planned: tensors according to plan.json."
 
 
@@ -104,16 +99,14 @@ def _summary(rows: Sequence[Row]) -> str:
 
 def _table(rows: Sequence[Row], colours: Sequence[str]) -> str:
     """Return the table of results and the explanation of its columns."""
-    heads, texts = heads_and_cells(rows)
-    last = len(heads) - 1
+    last = len(COLUMNS) - 1
     head = "".join(
         f"<th{_class('number') if 0 < n < last else ''}>{escape(name)}</th>"
-        for n, name in enumerate(heads)
+        for n, name in enumerate(COLUMNS)
     )
-    lines = "\n".join(map(_line, rows, texts, colours))
+    lines = "\n".join(map(_line, rows, map(cells, rows), colours))
     table = f"<table><thead><tr>{head}</tr></thead><tbody>\n{lines}\n</tbody></table>"
-    legend = " ".join([LEGEND, *(OPTIONAL[name] for name in heads if name in OPTIONAL)])
-    return f'<div class="wide">{table}</div>\n{_quiet(legend)}'
+    return f'<div class="wide">{table}</div>\n{_quiet(LEGEND)}'
 
 
 def _line(row: Row, texts: Sequence[str], colour: str) -> str:
@@ -142,32 +135,27 @@ def _colours(rows: Sequence[Row]) -> list[str]:
 
 
 def _losses(drawn: Sequence[tuple[Row, str]]) -> Figure:
-    """Plot losses: lines for training, marks for validation. Runs with the same curve share a line
-    of alternating colours.
+    """Plot losses: lines for training, marks for validation. Of many runs the legend names the best
+    and the worst.
     """
     curves = [row.facts.curve for row, _ in drawn]
     low, high = shown([*curves, *(row.facts.validations for row, _ in drawn)])
-    groups = alike(curves, least=SAME * (high - low))
-    named = list(_entries(groups, drawn))
+    named = drawn if len(drawn) <= FEW else [drawn[0], drawn[-1]]
     lines = len(named) // 2 + 1  # lines of the legend
     figure = Figure(figsize=(WIDTH_IN, 4.5 + LINE_IN * lines), layout="constrained")
     axes = figure.subplots()
-    for group in reversed(groups):  # the best is drawn last, on top
-        for turn, number in reversed([*enumerate(group)]):
-            row, colour = drawn[number]
-            dashes = (turn * DASH, (DASH, DASH * (len(group) - 1))) if len(group) > 1 else "-"
-            steps, losses = _columns(thinned(row.facts.curve))
-            axes.plot(steps, losses, color=colour, linewidth=1.3, linestyle=dashes)
-            size = 3 + 2 * turn  # marks of the same curve become concentric rings
-            axes.plot(*_columns(row.facts.validations), "o", color=colour, markersize=size)
+    for row, colour in reversed(drawn):  # the best is drawn last, on top
+        steps, losses = _columns(thinned(row.facts.curve))
+        axes.plot(steps, losses, color=colour, linewidth=1.3)
+        axes.plot(*_columns(row.facts.validations), "o", color=colour, markersize=3)
     margin = (high - low) / 20 or 1.0
     axes.set(xlabel="step", ylabel="loss, nats per token", ylim=(low - margin, high + margin))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _plain(axes)
-    handles = [Line2D([], [], color=colour, linewidth=2) for colour, _ in named]
+    handles = [Line2D([], [], color=colour, linewidth=2) for _, colour in named]
     line = Line2D([], [], color="gray")
     marks = Line2D([], [], color="gray", marker="o", linestyle="")
-    texts = [*(text for _, text in named), "training", "validation"]
+    texts = [*(_cut(row.label) for row, _ in named), "training", "validation"]
     figure.legend([*handles, line, marks], texts, loc="outside lower left", ncols=2, fontsize=SMALL)
     return figure
 
@@ -182,100 +170,44 @@ def shown(curves: Sequence[Curve]) -> tuple[float, float]:
     return min(losses, default=0.0), max(losses, default=0.0)
 
 
-def alike(curves: Sequence[Curve], least: float) -> list[list[int]]:
-    """Group the indices of curves that are nowhere farther apart than `least`.
-
-    Groups are ordered by their first member.
-    """
-    groups: list[list[int]] = []
-    firsts: list[dict[int, float]] = []
-    for number, curve in enumerate(curves):
-        pairs = zip(groups, firsts, strict=True)
-        same = (group for group, first in pairs if _lies_over(curve, first, least))
-        found = next(same, None)
-        if found is None:
-            groups.append([number])
-            firsts.append(dict(curve))
-        else:
-            found.append(number)
-    return groups
-
-
-def _lies_over(curve: Curve, first: Mapping[int, float], least: float) -> bool:
-    common = 0
-    for step, loss in curve:
-        if step in first:
-            common += 1
-            if not abs(loss - first[step]) <= least:  # written so that NaN counts as different
-                return False
-    return common > 1
-
-
-def _entries(
-    groups: Sequence[Sequence[int]], drawn: Sequence[tuple[Row, str]]
-) -> Iterator[tuple[str, str]]:
-    """Yield colour and text of the legend's entries.
-
-    With many runs these are the best, the worst, and those with the same curve as another.
-    """
-    few = len(drawn) <= FEW
-    ends = (0, len(drawn) - 1)
-    for group in groups:
-        listed = [number for number in group if few or len(group) > 1 or number in ends]
-        for number in listed:
-            row, colour = drawn[number]
-            lies = "" if number == group[0] else " (same curve)"
-            yield colour, f"{_cut(row.label)}{lies}"
-
-
 def _throughput(drawn: Sequence[tuple[Row, str]]) -> Figure:
-    """Plot a bar per run, with an outlined one for the plan if it was made from measured speeds."""
-    if any(row.facts.tokens_per_s_planned is not None for row, _ in drawn):
-        pairs = [(row.facts.tokens_per_s, row.facts.tokens_per_s_planned) for row, _ in drawn]
-        return _beside_planned(drawn, "tokens/s", pairs)
-    rates = [row.facts.tokens_per_s or 0.0 for row, _ in drawn]
-    figure, axes = _bars(drawn, "tokens/s")
-    bars = axes.barh(range(len(drawn)), rates, color=[colour for _, colour in drawn], height=0.7)
-    axes.bar_label(bars, [figures(rate) for rate in rates], padding=3, fontsize=SMALL)
-    return figure
+    pairs = [(row.facts.tokens_per_s, row.facts.tokens_per_s_planned) for row, _ in drawn]
+    return _bars(drawn, "tokens/s", pairs)
 
 
 def _memory(drawn: Sequence[tuple[Row, str]]) -> Figure:
     on_cpu = not all(row.facts.on_gpu for row, _ in drawn)
     beside = "; on the CPU: all memory of the process, but the plan counts tensors only"
     pairs = [(row.facts.memory_peak_gib, row.facts.memory_planned_gib) for row, _ in drawn]
-    return _beside_planned(drawn, f"GiB at the peak{beside * on_cpu}", pairs)
+    return _bars(drawn, f"GiB at the peak{beside * on_cpu}", pairs)
 
 
-def _beside_planned(
+def _bars(
     drawn: Sequence[tuple[Row, str]],
     unit: str,
     pairs: Sequence[tuple[float | None, float | None]],
 ) -> Figure:
-    """Plot two bars per run: filled for measured, outlined for planned values."""
-    figure, axes = _bars(drawn, unit, height=1.6)
-    for number, ((_, colour), (measured, planned)) in enumerate(zip(drawn, pairs, strict=True)):
-        for place, value, face in ((-0.2, measured, colour), (0.2, planned, "none")):
-            if value is not None:
-                bar = axes.barh(number + place, value, color=face, edgecolor=colour, height=0.36)
-                axes.bar_label(bar, [figures(value)], padding=3, fontsize=SMALL)
-    kinds = [Patch(facecolor=face, edgecolor="gray") for face in ("gray", "none")]
-    names = ["measured", "planned"]
-    figure.legend(kinds, names, loc="outside upper right", ncols=2, fontsize=SMALL)
-    return figure
-
-
-def _bars(drawn: Sequence[tuple[Row, str]], unit: str, height: float = 1.0) -> tuple[Figure, Any]:
-    """Return an empty bar chart with a labelled row per run, `height` times as high as usual."""
-    inches = TOP_IN + BAR_IN * height * len(drawn)
+    """Plot a bar per run, filled, and an outlined one for what was planned, if anything was."""
+    planned = any(plan is not None for _, plan in pairs)
+    inches = TOP_IN + BAR_IN * (1.6 if planned else 1.0) * len(drawn)
     figure = Figure(figsize=(WIDTH_IN, inches), layout="constrained")
     axes = figure.subplots()
+    places = ((-0.2, 0.36), (0.2, 0.36)) if planned else ((0.0, 0.7), (0.0, 0.0))
+    for number, ((_, colour), pair) in enumerate(zip(drawn, pairs, strict=True)):
+        for value, face, (place, height) in zip(pair, (colour, "none"), places, strict=True):
+            if value is not None:
+                bar = axes.barh(number + place, value, color=face, edgecolor=colour, height=height)
+                axes.bar_label(bar, [figures(value)], padding=3, fontsize=SMALL)
+    if planned:
+        kinds = [Patch(facecolor=face, edgecolor="gray") for face in ("gray", "none")]
+        names = ["measured", "planned"]
+        figure.legend(kinds, names, loc="outside upper right", ncols=2, fontsize=SMALL)
     axes.set_yticks(range(len(drawn)), [_cut(row.label) for row, _ in drawn], fontsize=SMALL)
     axes.set(xlabel=unit, ylim=(len(drawn) - 0.5, -0.5))
     axes.margins(x=0.08)  # room for numbers
     axes.xaxis.set_major_formatter("{x:,g}")
     _plain(axes)
-    return figure, axes
+    return figure
 
 
 def thinned(points: Curve) -> Curve:

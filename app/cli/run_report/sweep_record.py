@@ -122,11 +122,10 @@ class Sweep:
 
 
 def left_to_sweep(log: LogConfig | DictConfig, sweep: str) -> dict[str, str]:
-    """Return the log keys that group a run under its sweep in Weights & Biases, without those that
-    `log` already sets.
+    """Return the log key that groups a run under its sweep in Weights & Biases, unless `log` sets
+    it.
     """
-    values = {"group": sweep, "job_type": "sweep"}
-    return {name: value for name, value in values.items() if getattr(log, name) is None}
+    return {"group": sweep} if log.group is None else {}
 
 
 @contextmanager

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress
 from math import isnan
 from pathlib import Path
-from typing import Any
 
 from app.cli.run_report.facts import RunFacts, run_facts, settings
 from app.cli.run_report.sweep_record import JobState, Sweep
 from app.engine.files.run_folder import CONFIG, RUNS
-from app.errors import ConfigError, nearest
+from app.errors import ConfigError, nearest, typed
 from app.plan.formatting import count_of, figures
 
-COLUMNS = ("run", "tokens/s", "TFLOP/s", "peak GiB", "loss", "fp8", "overflow", "underflow",
-           "state")  # fmt: skip
-# columns left out if empty for all runs -> their explanation in the legend
-OPTIONAL = {
-    "fp8": "fp8: recipe of FP8 GEMMs.",
-    "overflow": "Overflow: share of FP8 matrices with clipped entries, the largest over inputs, "
-    "weights, gradients and log lines.",
-    "underflow": "Underflow: share of entries rounded to zero in FP8, the largest over inputs, "
-    "weights, gradients and log lines.",
-}
+COLUMNS = ("run", "tokens/s", "TFLOP/s", "peak GiB", "loss", "state")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +99,7 @@ def _rows_of_runs(folder: Path) -> list[Row]:
     for path, values in asked.items():
         facts = run_facts(path)
         label = (
-            " ".join(f"{key}={_typed(values.get(key))}" for key in differing) or path.resolve().name
+            " ".join(f"{key}={typed(values.get(key))}" for key in differing) or path.resolve().name
         )
         rows.append(
             Row(
@@ -126,29 +114,6 @@ def _rows_of_runs(folder: Path) -> list[Row]:
     return rows
 
 
-def _typed(value: Any) -> str:
-    """Format a value as it would be typed."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return str(value).lower()
-        case list():
-            return f"[{','.join(map(_typed, value))}]"
-        case _:
-            return str(value)
-
-
-def heads_and_cells(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the columns' names and the table's rows, without columns of OPTIONAL that are empty
-    for all runs.
-    """
-    lines = [cells(row) for row in rows]
-    columns = zip(COLUMNS, zip(*lines, strict=True), strict=True)
-    kept = [name not in OPTIONAL or any(texts) for name, texts in columns]
-    return tuple(compress(COLUMNS, kept)), [tuple(compress(line, kept)) for line in lines]
-
-
 def cells(row: Row) -> tuple[str, ...]:
     """Return a row of the table, one cell per entry of COLUMNS."""
     facts = row.facts
@@ -158,16 +123,11 @@ def cells(row: Row) -> tuple[str, ...]:
     if rate and facts.tokens_per_s_planned is not None:
         rate = f"{rate}, planned {figures(facts.tokens_per_s_planned)}"
     measured = (facts.tflops_per_gpu, facts.memory_peak_gib)
-    told = "precision.fp8.recipe=" in row.label
-    recipe = "" if told or facts.fp8_recipe is None else facts.fp8_recipe
-    lost = (facts.fp8_overflow, facts.fp8_underflow)
     return (
         row.label,
         rate,
         *("" if value is None else figures(value) for value in measured),
         loss,
-        recipe,
-        *("" if share is None else f"{figures(100 * share)} %" for share in lost),
         standing(row),
     )
 

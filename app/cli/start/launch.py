@@ -20,6 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from app.choices import Device, GraphImpl
+from app.cli.options.advice import Asked
 from app.cli.options.arguments import (
     SWEEPS,
     Typed,
@@ -27,7 +28,6 @@ from app.cli.options.arguments import (
     flags_to_overrides,
     with_sweep_folder,
 )
-from app.cli.options.completion import complete_values_as_typed
 from app.cli.options.compose import (
     check_named,
     load_run,
@@ -43,13 +43,14 @@ from app.cli.options.hydra_words import (
     check_folders,
     check_plugins,
 )
-from app.cli.options.messages import Asked, readable_errors
+from app.cli.options.listings import list_as_ours
+from app.cli.options.messages import readable_errors
 from app.cli.options.pretrained import KEY as INIT_FROM
 from app.cli.options.unknown import no_such_flag
 from app.cli.processes.ctrl_c import interrupt_then_end
+from app.cli.processes.environment import waiting_threads
 from app.cli.processes.home import child_paths
 from app.cli.processes.launcher import STARTED_AS, Launch, started_as
-from app.cli.processes.openmp import waiting_threads
 from app.cli.processes.parent import bound
 from app.cli.run_report.facts import run_facts
 from app.cli.run_report.sweep_record import left_to_sweep
@@ -311,9 +312,9 @@ def checked_arguments(arguments: Sequence[str], launch: Launch) -> list[str]:
 
     Raises ConfigError for unknown flags, and for sweeps that this process must not run.
     """
+    list_as_ours()
     if COMPLETION & set(arguments):
         check_completion(arguments)
-        complete_values_as_typed()
         return list(arguments)
     if error := no_such_flag(arguments):
         raise error

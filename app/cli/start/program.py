@@ -10,7 +10,7 @@ from app.cli.options.messages import readable_errors
 from app.cli.processes.ctrl_c import interrupt_again
 from app.cli.processes.environment import joined_launch
 from app.cli.processes.launcher import Launch
-from app.cli.processes.reader import ends_with_its_reader
+from app.cli.processes.output import ends_with_its_reader
 from app.cli.start.launch import SPEAK_S
 from app.engine.report.lasting import print_every_character
 

@@ -17,11 +17,11 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, open_dict, read_write
 
 from app.choices import Device
+from app.cli.options.advice import Asked
 from app.cli.options.arguments import Typed
 from app.cli.options.compose import load_run
 from app.cli.options.explained import COMPOSING, explained, is_mistake
 from app.cli.options.keys import all_keys
-from app.cli.options.messages import Asked
 from app.cli.start.launch import GPU_DEVICES, check_packages, check_room
 from app.config import Run
 from app.errors import ConfigError

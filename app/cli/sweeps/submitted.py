@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import io
 import re
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
 
 from app.cli.run_report.facts import run_facts
-from app.cli.run_report.sweep_record import RECORD, JobState
+from app.cli.run_report.sweep_record import JobState
 from app.cli.sweeps.jobs import REASON, last_told
 from app.errors import ConfigError
 
@@ -25,52 +24,13 @@ STOPPED = "stopped by SIG"  # beginning of the line that a run prints when a sig
 BY_SLURM = "slurmstepd: "  # beginning of the line that SLURM prints when it ends a job
 
 
-class NotSubmittedError(ConfigError):
-    """No job could be submitted."""
-
-
-def missing(folder: Path) -> Path | None:
-    """Return the topmost folder of a path that does not exist; None if all exist."""
-    return next((path for path in (*reversed(folder.parents), folder) if not path.exists()), None)
-
-
-@contextmanager
-def taken_back(folder: Path, made: Path | None) -> Iterator[None]:
-    """Restore a sweep's folder if no job could be submitted (NotSubmittedError): remove new files,
-    and the folder `made`, which did not exist before.
-    """
-    record = folder / RECORD
-    before = _entries(folder)
-    recorded = record.read_bytes() if record.exists() else None
-    try:
-        yield
-    except NotSubmittedError:
-        for path in _entries(folder) - before:
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)  # its folder may already be removed
-        if recorded is not None:
-            record.write_bytes(recorded)
-        if made is not None:
-            shutil.rmtree(made)
-        raise
-
-
-def _entries(folder: Path) -> set[Path]:
-    parent = folder / SUBMITIT
-    return (
-        set(folder.iterdir()) | set(parent.iterdir()) if parent.exists() else set(folder.iterdir())
-    )
-
-
 def submit(
     name: str, launch: Callable[[], object], folder: Path, run_dirs: Sequence[Path]
 ) -> str | None:
     """Let the launcher called `name` submit jobs and wait for them; return the text of an error
     that it raised after some had begun, or None.
 
-    Raises NotSubmittedError if no job could be submitted; the launcher's own output is dropped.
+    Raises ConfigError if no job could be submitted; the launcher's own output is dropped.
     """
     before = _submitted(folder)
     printed = io.StringIO()
@@ -81,7 +41,7 @@ def submit(
         problem = _in_a_line(error)
         if _submitted(folder) == before and not any(run_dir.exists() for run_dir in run_dirs):
             printed.truncate(0)
-            raise NotSubmittedError("hydra/launcher", name, problem, nearest="torchrun") from error
+            raise ConfigError("hydra/launcher", name, problem, nearest="torchrun") from error
         return problem
     finally:
         sys.stderr.write(printed.getvalue())

@@ -37,7 +37,7 @@ from app.cli.run_report.facts import flat, run_facts, settings
 from app.cli.run_report.sweep_record import Job, JobState, Sweep, left_to_sweep, locked
 from app.cli.start.launch import TORCHRUN
 from app.cli.sweeps.combinations import Combination, combinations, folder_names, host_gpus
-from app.cli.sweeps.submitted import how_it_ended, missing, submit, taken_back
+from app.cli.sweeps.submitted import how_it_ended, submit
 from app.config import Run
 from app.engine.files.run_folder import CONFIG, holds_run, plain
 from app.engine.report.lasting import lasting_output
@@ -116,7 +116,6 @@ def run_sweep(asked: SweepRequest) -> None:
             NAME, sweep_name(found, (*asked.flags, *asked.arguments))
         )
     )
-    made = missing(folder)
     sweep = planned(folder, asked.command, found)
     _print_opening(sweep)
     if all(job.state is JobState.skipped for job in sweep.jobs):
@@ -125,9 +124,8 @@ def run_sweep(asked: SweepRequest) -> None:
     interrupt_again()
     # a closed terminal must not end jobs that are still saving
     with lasting_output(), locked(folder):
-        with taken_back(folder, made):
-            sweep.save()
-            interrupted = _launch(asked, sweep, found)
+        sweep.save()
+        interrupted = _launch(asked, sweep, found)
         report(folder)
     if interrupted:
         print("stopped; the same command resumes", file=sys.stderr)
@@ -137,7 +135,8 @@ def run_sweep(asked: SweepRequest) -> None:
 
 
 def _launch(asked: SweepRequest, sweep: Sweep, found: Sequence[Combination]) -> bool:
-    """Run the waiting jobs; return whether they were interrupted. Raises NotSubmittedError."""
+    """Run the waiting jobs; return whether they were interrupted. Raises ConfigError if
+    another launcher could submit none."""
     runs = {frozenset(combination.overrides): combination.run for combination in found}
     waiting = [
         (job, runs[frozenset(job.overrides)]) for job in sweep.jobs if job.state is JobState.waiting
@@ -159,7 +158,8 @@ def _launch(asked: SweepRequest, sweep: Sweep, found: Sequence[Combination]) -> 
 
 
 def _submit(name: str, start: Callable[[], object], sweep: Sweep) -> None:
-    """Let another launcher run the waiting jobs; record their ends. Raises NotSubmittedError."""
+    """Let another launcher run the waiting jobs; record their ends. Raises ConfigError if it
+    could submit none."""
     waiting = [
         (job, sweep.folder / job.folder) for job in sweep.jobs if job.state is JobState.waiting
     ]

@@ -19,7 +19,7 @@ from app.engine.calibration.kernels import MeasuredSizes
 from app.engine.calibration.solve import GIGA, MICRO, TERA
 from app.engine.fp8 import arithmetic_maker, experts_arithmetic
 from app.errors import ConfigError
-from app.model.fp8.delayed import EACH, LinearScales
+from app.fp8.delayed import EACH, LinearScales
 from app.plan.parts.fp8 import LAUNCHES, MOVED
 
 SIZE = 2  # bytes of a 16-bit element

@@ -21,6 +21,7 @@ from app.engine.files.checkpoints import check_contents
 from app.engine.ranks.agreement import all_succeed
 from app.engine.ranks.groups import Groups
 from app.engine.step.engine import Engine
+from app.fp8.linear import Fp8Layers
 from app.model.chunk import Chunk
 from app.moe.phases import Router
 from app.optim.adam import ParamShard
@@ -111,9 +112,10 @@ def load_checkpoint(
 
 def _restore_scales(engine: Engine, manifest: dict[str, Any], opened: _Opened) -> None:
     """Load FP8 scales of the layers that the checkpoint has; the others start fresh."""
-    scales = engine.fp8.scales
-    if scales is None:
+    fp8 = engine.state(Fp8Layers)
+    if fp8 is None or fp8.scales is None:
         return
+    scales = fp8.scales
     scales.forget()
     for name, rank in manifest.get(SCALES, {}).items():
         if name in scales.of:

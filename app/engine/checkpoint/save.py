@@ -47,6 +47,7 @@ from app.engine.files.run_folder import plain
 from app.engine.step.engine import Engine
 from app.engine.watchdog.activity import ThreadActivity
 from app.errors import ConfigError, no_room
+from app.fp8.linear import Fp8Layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +88,8 @@ def current_state(
         }
     routers = {name: router.bias_E for name, router in engine.named_routers()}
     tensors |= {checkpoint.bias_name(name): bias_E for name, bias_E in routers.items()}
-    delayed = engine.fp8.scales
-    scales = {} if delayed is None else dict(delayed.state())
+    fp8 = engine.state(Fp8Layers)
+    scales = {} if fp8 is None or fp8.scales is None else dict(fp8.scales.state())
     tensors |= {checkpoint.scales_name(name): value for name, value in scales.items()}
     manifest = {
         "format": FORMAT,

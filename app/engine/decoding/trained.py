@@ -33,7 +33,6 @@ from app.hf.pretrained import Pretrained
 from app.hf.their_config import TheirConfig
 from app.model.chunk import Chunk
 from app.moe.dispatch.static import StaticDispatcher
-from app.moe.protocol import Dispatcher
 from app.plan.cost.flops import parameter_count
 from app.plan.formatting import amount
 from app.planner.plan import Plan
@@ -182,7 +181,7 @@ class TrainedModel:
     chunks: tuple[Chunk, ...]
     groups: Groups
     device: torch.device
-    dispatcher: Dispatcher[Any, Any] | None  # of all MoE layers; None without experts
+    static: StaticDispatcher | None  # dispatcher of MoE layers; None without, or with another
 
     @classmethod
     def load(
@@ -193,10 +192,10 @@ class TrainedModel:
         Raises ConfigError, the same on every rank.
         """
         run = plan.run
-        dispatcher = build_dispatcher(run, groups.layer_groups(run.parallel.cp_comm_type), device)
-        chunks = build_chunks(run, plan.stages, groups, dispatcher=dispatcher, device=device)
+        built = build_dispatcher(run, groups.layer_groups(run.parallel.cp_comm_type), device)
+        chunks = build_chunks(run, plan.stages, groups, dispatcher=built.dispatcher, device=device)
         source.fill(chunks, groups)
-        return cls(plan, chunks, groups, device, dispatcher=dispatcher)
+        return cls(plan, chunks, groups, device, static=built.static)
 
     @property
     def described(self) -> str:
@@ -210,9 +209,7 @@ class TrainedModel:
 
     def all_rows(self) -> AbstractContextManager[None]:
         """Give experts memory for all dispatched tokens within the block."""
-        if isinstance(self.dispatcher, StaticDispatcher):
-            return self.dispatcher.all_rows()
-        return nullcontext()
+        return nullcontext() if self.static is None else self.static.all_rows()
 
 
 def without_gradients(device: torch.device) -> AbstractContextManager[None]:

@@ -26,6 +26,7 @@ from app.engine.report.fp8 import Fp8Meter
 from app.engine.step.engine import Engine
 from app.engine.step.in_flight import StepTotals
 from app.engine.step.step import StepFacts
+from app.moe.clones.cloning import Cloning
 from app.plan.cost.flops import flops_per_token, peak_tflops
 
 GIB = 2**30
@@ -81,16 +82,7 @@ class StepReport:
     fp8_overflow_weights: float | None = None
     fp8_overflow_grads: float | None = None
     fp8_overflow_worst: float | None = None  # the largest entry over the FP8 maximum
-    # share of non-zero entries that became zero in FP8 in this step
-    fp8_underflow_inputs: float | None = None
-    fp8_underflow_weights: float | None = None
-    fp8_underflow_grads: float | None = None
-    # share of non-zero entries that were clipped to the FP8 maximum in this step
-    fp8_clipped_inputs: float | None = None
-    fp8_clipped_weights: float | None = None
-    fp8_clipped_grads: float | None = None
     loss_scale: float | None = None  # factor on the loss in this step
-    grad_zeros: int | None = None  # zero elements of the gradient
     # time that saving the step before blocked this one, ms
     checkpoint_blocked_ms: float | None = None
 
@@ -196,23 +188,13 @@ class Meter:
             mfu=tflops / self.peak if self.peak else None,
             reruns=facts.reruns,
             loss_scale=facts.scale,
-            grad_zeros=int(facts.zeros) if self.run.optim.count_zeros else None,
             checkpoint_blocked_ms=None if times.blocked is None else times.blocked * 1e3,
             **self._clones(facts),
             **measured,
         )
 
-    def begin(self, step: int) -> None:
-        """Start, before a step, the counters that are read only at the log interval."""
-        if self._at_interval(step):
-            self.fp8.begin()
-
     def _at_interval(self, step: int) -> bool:
         return step % self.run.log.interval == 0 or step == self.run.train.steps
-
-    def lost_entries(self) -> str | None:
-        """Say what entries FP8 lost in measured steps; None without any."""
-        return self.fp8.lost_entries()
 
     def advice(self) -> list[str]:
         """Return advice for the next run from measurements of this one; all ranks call it."""
@@ -228,13 +210,13 @@ class Meter:
 
         None if nothing was counted, or if clones balance the load.
         """
-        if self.engine.cloning is not None:
+        if self.engine.state(Cloning) is not None:
             return None
         return rank_load(self.counts_LE, self.engine.groups.layout.ep)
 
     def _clones(self, facts: StepFacts) -> dict[str, Any]:
         """Return loads before and after cloning in this step; empty without clones."""
-        if self.engine.cloning is None:
+        if self.engine.state(Cloning) is None:
             return {}
         ranks = self.engine.groups.layout.ep
         return {

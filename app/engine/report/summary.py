@@ -95,13 +95,11 @@ def sum_up(
     *,
     report: ValidationReport | None,
     sample: str | None,
-    lost: str | None,
     advice: Sequence[str],
 ) -> None:
     """Draw loss.png, and print the sample, the loss beside that of n-grams, and the files.
 
-    Also prints what FP8 `lost`, and `advice` for the next run. Prints nothing with
-    log.console=false.
+    Also prints `advice` for the next run. Prints nothing with log.console=false.
     """
     with telling("counting n-grams and drawing loss.png", aloud=run.log.console), writing(run_dir):
         baselines = ngram_baselines(run, data)
@@ -114,8 +112,6 @@ def sum_up(
     rows = {"this model": report.val_loss} if report else {}
     for name, value in (rows | baselines).items():
         print(f"  {name:<12}{value:7.3f}")
-    if lost is not None:
-        print(f"\n{lost}")
     for each in advice:
         print(f"\nNext time: {each}")
     print("\nWritten:")

@@ -27,8 +27,8 @@ FLUSH_S = 10  # seconds after which TensorBoard can show recorded values
 TENSORBOARD = "tensorboard"  # folder in the run folder
 # Panel -> its metrics; `step` is the axis of all.
 PANELS = {
-    "train": ("loss", "aux_loss", "z_loss", "lr", "weight_decay", "grad_norm", "grad_zeros",
-              "skipped", "loss_scale", "tokens", "rollback_from", "rollbacks"),
+    "train": ("loss", "aux_loss", "z_loss", "lr", "weight_decay", "grad_norm", "skipped",
+              "loss_scale", "tokens", "rollback_from", "rollbacks"),
     "val": ("val_loss", "val_tokens"),
     "perf": ("time", "step_ms", "data_wait_ms", "checkpoint_blocked_ms", "tokens_per_s",
              "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu"),
@@ -36,9 +36,7 @@ PANELS = {
     "moe": ("moe_load_mean", "moe_load_worst", "moe_dropped", "reruns", "moe_rank_load_before",
             "moe_rank_load_after", "moe_clones"),
     "fp8": ("fp8_overflow_inputs", "fp8_overflow_weights", "fp8_overflow_grads",
-            "fp8_overflow_worst", "fp8_underflow_inputs", "fp8_underflow_weights",
-            "fp8_underflow_grads", "fp8_clipped_inputs", "fp8_clipped_weights",
-            "fp8_clipped_grads"),
+            "fp8_overflow_worst"),
     "graphs": ("graph_count", "graph_capture_s", "graph_objects_gib", "graph_static_gib",
                "graph_cut_gib", "graph_pool_gib"),
 }  # fmt: skip
@@ -144,7 +142,7 @@ class Wandb(Tracker):
         self._run = wandb.init(
             project=log.project,
             group=log.group,
-            job_type=log.job_type or "train",
+            job_type="train",
             tags=tags(plan),
             name=drawable(run_dir.name),
             dir=run_dir,

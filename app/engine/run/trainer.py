@@ -57,7 +57,7 @@ from app.engine.start.start import Data, Start
 from app.engine.step.engine import Engine
 from app.engine.step.step import TrainingStep, Validation
 from app.errors import Diverged, writing
-from app.optim.lr import lr_at, weight_decay_at
+from app.optim.lr import lr_at
 from app.version import VERSION, Version
 
 
@@ -154,7 +154,6 @@ class Trainer:
                 self.data,
                 report=validated,
                 sample=text,
-                lost=self.meter.lost_entries(),
                 advice=advice,
             )
             note_end(self.run_dir, self.progress.step)
@@ -292,12 +291,11 @@ class Trainer:
         run = self.run
         updates = self.progress.updates + 1
         lr = lr_at(updates, run)
-        decay = weight_decay_at(updates, run)
+        decay = run.optim.weight_decay
         following = self.feed.look_ahead if self.progress.step + 1 < run.train.steps else None
         began = time.perf_counter()
         batches = self.feed.next_step()
         data_wait = time.perf_counter() - began
-        self.meter.begin(self.progress.step + 1)
         facts, totals = self.training_step(batches, lr, decay, following)
         self.meter.count(totals)
         # a stop request during the last step changes nothing: the run ends anyway

@@ -12,12 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
 from app.config import ModelConfig, MoEConfig, Run
-from app.config.renamed import with_new_names
 from app.data.sources import (
     TOKENIZER_KEY,
     Record,
@@ -28,8 +23,7 @@ from app.data.sources import (
     same_tokenizer,
 )
 from app.engine.files.checkpoints import CHECKPOINTS, MANIFEST, newest_checkpoint, parse_manifest
-from app.engine.files.run_folder import CONFIG, RUNS, plain
-from app.engine.files.signals import ctrl_c_held_back
+from app.engine.files.run_folder import RUNS, plain
 from app.engine.start.in_effect import unread
 from app.errors import ConfigError, FirstOf, nearest, typed
 from app.hf.file_names import CONFIG_JSON
@@ -74,8 +68,7 @@ FREE = frozenset((
     "model.moe.jitter_eps", "model.moe.bias_update_rate", "loss.normalize",
     # Speed and memory: results differ at most in the order of summation.
     "model.moe.dispatcher", "model.moe.static.transport", "model.moe.static.capacity",
-    "model.moe.static.factor", "model.moe.static.multiple", "model.moe.static.on_overflow",
-    "model.moe.static.paged_buffer",
+    "model.moe.static.factor", "model.moe.static.on_overflow", "model.moe.static.paged_buffer",
     "model.moe.echo.spares", "model.moe.echo.algorithm", "model.moe.echo.threshold",
     "model.moe.echo.check",
     "model.moe.shared_overlap", "model.moe.pad_to_capacity",
@@ -97,8 +90,6 @@ FREE = frozenset((
 # Layout, speed, precision of the same computation; optimizer; and files written.
 FREE_SECTIONS = ("parallel.", "hardware.", "schedule.", "recompute.", "cuda_graph.", "optim.",
                  "precision.fp8.", "checkpoint.", "log.")  # fmt: skip
-# Sections whose keys are listed one by one; every configuration has them.
-SECTIONS = frozenset(key.partition(".")[0] for key in FIXED | FREE if "." in key)
 # Paths of data. Fixed if the checkpoint has no record of the contents; otherwise contents count.
 PLACES = ("data.path", "data.name", "data.tokenizer")
 # Not reported as changes: start-up paths, and the world size, which follows from `parallel`.
@@ -297,15 +288,14 @@ class _Saved:
 def _newest_that_fits(run: Run, record: Callable[[], Record]) -> tuple[Path | None, str | None]:
     """Return the most recent of all runs' newest checkpoints that this configuration can resume.
 
-    Also returns a line on the most recent one skipped, and why. A broken checkpoint is chosen if
-    its run's configuration fits or is unreadable: loading it reports what is wrong.
+    Also returns a line on the most recent one skipped, and why. A checkpoint with an unreadable
+    manifest is chosen: loading it reports what is wrong.
     """
     newest = [found for folder in RUNS.glob("*") if (found := newest_checkpoint(folder))]
     passed: list[tuple[Path, Difference]] = []
     current = plain(asdict(run))
     for saved in sorted(map(_recorded, newest), key=lambda saved: saved.time, reverse=True):
         data = _DataThen(saved.data, run, record)
-        # without a readable configuration nothing speaks against it; loading decides
         misfit = saved.config and _misfit(_differences(saved.config, current), data)
         if not misfit:
             return saved.checkpoint, _passed_over(passed)
@@ -317,23 +307,10 @@ def _recorded(checkpoint: Path) -> _Saved:
     try:
         manifest = parse_manifest(checkpoint)
     except ConfigError:
-        config = _config_of(checkpoint.parent.parent)
-        return _Saved(checkpoint, checkpoint.stat().st_mtime, config)
+        return _Saved(checkpoint, checkpoint.stat().st_mtime, None)
     # Older manifests have no time of saving.
     time = manifest["time"] if "time" in manifest else checkpoint.stat().st_mtime
     return _Saved(checkpoint, time, manifest["config"], data=manifest.get("data"))
-
-
-@ctrl_c_held_back()
-def _config_of(run_dir: Path) -> Any | None:
-    try:
-        config = OmegaConf.to_container(OmegaConf.load(run_dir / CONFIG))
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException):
-        return None
-    if not isinstance(config, dict):
-        return None
-    config, _ = with_new_names(config, saved=True)
-    return config if all(isinstance(config.get(name), dict) for name in SECTIONS) else None
 
 
 def _passed_over(passed: list[tuple[Path, Difference]]) -> str | None:

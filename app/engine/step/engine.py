@@ -6,12 +6,12 @@ Shapes: B sequences, s tokens per sequence of this rank, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from app.choices import GraphImpl
 from app.engine.capture.partial import PartialGraphs
@@ -24,8 +24,8 @@ from app.engine.step.in_flight import RankStages
 from app.engine.step.transport import Transport
 from app.engine.watchdog.watchdog import Watchdog
 from app.model.chunk import Chunk
-from app.model.fp8.linear import Fp8Layers
-from app.moe.clones.cloning import CLONE_SUMS, Cloning
+from app.model.step_state import StepState
+from app.moe.dispatch.paged_buffer import PagingDispatcher
 from app.moe.dispatch.static import StaticDispatcher
 from app.moe.phases import MoEBody, Router
 from app.optim.distributed import DistributedOptimizer
@@ -34,6 +34,8 @@ from app.plan.actions import Action
 from app.plan.recompute import RecomputePolicy, recompute_policy
 from app.plan.select import captured_phases
 from app.planner.plan import Plan
+
+State = TypeVar("State", bound=StepState)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,8 @@ class Engine:
     loss_scale: LossScale | None
     static: StaticDispatcher | None  # dispatcher of all MoE layers; None without, or with another
     recorder: Recorder | None  # of CUDA graphs; None without capture
-    fp8: Fp8Layers  # layers whose GEMMs run in FP8; empty without a recipe
+    paging: PagingDispatcher[object, object] | None  # None without a paged buffer
+    states: tuple[StepState, ...]  # per-step state of the features that the run uses
 
     def routers(self) -> Iterator[tuple[tuple[int, int], Router]]:
         """Yield ((chunk, n-th MoE layer of the chunk), router) for every MoE layer of this rank."""
@@ -67,37 +70,14 @@ class Engine:
                 if isinstance(module, Router):
                     yield name, module
 
-    @property
-    def cloning(self) -> Cloning | None:
-        """Cloning of hot experts (ECHO); None without clones."""
-        return None if self.static is None else self.static.cloning
-
-    def start_step(self) -> None:
-        """Reset the per-step counters of routers, clones and FP8 layers."""
-        for _, router in self.routers():
-            router.start_step()
-        if self.cloning is not None:
-            self.cloning.start_step()
-        self.fp8.begin_step()
+    def state(self, kind: type[State]) -> State | None:
+        """Return the per-step state of this kind; None if the run has none."""
+        return next((each for each in self.states if isinstance(each, kind)), None)
 
     @property
     def capturable(self) -> bool:
         """True if every later step launches the same kernels as this one."""
-        return self.fp8.capturable
-
-    def finish_step(self, skipped: Tensor) -> None:
-        """Run the device work that follows the update; `skipped` is 1 if it was skipped, else 0."""
-        self.fp8.finish_step(skipped)
-
-    def stepped(self, skipped: bool) -> None:
-        """Tell FP8 layers, once the host knows, whether the update was skipped."""
-        self.fp8.stepped(skipped)
-
-    def clone_sums(self) -> dict[str, Tensor]:
-        """Return the clone counters of this rank's group since `start_step`, as scalars by name."""
-        if self.cloning is None:
-            return {}
-        return dict(zip(CLONE_SUMS, self.cloning.sums_4.unbind(), strict=True))
+        return all(each.capturable for each in self.states)
 
     def all_rows(self) -> AbstractContextManager[None]:
         """Give experts memory for all dispatched tokens within the block; rules out capture."""
@@ -128,7 +108,7 @@ def build_partial_graphs(engine: Engine) -> PartialGraphs | None:
             make=graphed_callables(),
             hidden_BsD=like_D.expand(_hidden(engine)),
             recompute=recompute_policy(run).usual,
-            on_trial=engine.fp8.on_trial,
+            on_trial=partial(_on_trial, engine.states),
         )
     return kind(
         engine.chunks,
@@ -137,6 +117,15 @@ def build_partial_graphs(engine: Engine) -> PartialGraphs | None:
         recorder=engine.recorder,
         optimizer=engine.optimizer,
     )
+
+
+@contextmanager
+def _on_trial(states: Sequence[StepState]) -> Iterator[None]:
+    """Run layers outside of any step within the block, to capture them."""
+    with ExitStack() as stack:
+        for each in states:
+            stack.enter_context(each.on_trial())
+        yield
 
 
 def _hidden(engine: Engine) -> torch.Size:

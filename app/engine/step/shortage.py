@@ -24,10 +24,9 @@ from app.config import Run
 from app.engine.ranks.memory import fits
 from app.engine.step.engine import Engine
 from app.errors import Diverged, warn
-from app.moe.dispatch.paged_buffer import build_paged_buffer
 from app.moe.dispatch.static import StaticDispatcher
 from app.plan.parts.dispatcher import run_dispatcher, tokens_per_rank, with_rows
-from app.plan.parts.paged_buffer import with_paged_buffer
+from app.plan.parts.paged_buffer import planned_paged_buffer, with_paged_buffer
 from app.plan.parts.static import HEADROOM, PlannedStatic
 
 IN_A_ROW = 2  # successive steps that lacked rows, after which memory grows
@@ -42,6 +41,7 @@ class RowShortage:
         self.run = engine.plan.run
         self.engine = engine
         self.dispatcher = dispatcher
+        self.paging = engine.paging
         self.world = engine.groups.world
         self.device = engine.device
         self.in_a_row = 0  # successive steps so far that lacked rows
@@ -60,20 +60,26 @@ class RowShortage:
 
     def lacks(self) -> Tensor:
         """Return a device bool scalar: this rank lacks rows, or memory to save them."""
-        return self.dispatcher.lacks()[0]
+        lacking = self.dispatcher.lacks()
+        return (lacking if self.paging is None else lacking | self.paging.paged_buffer.lacks())[0]
 
     def begin(self) -> None:
         """Start work that may have to be rerun: record RNG states."""
-        self.dispatcher.clear()
+        self._clear()
         self._random = [torch.get_rng_state()]
         if self.device.type == "cuda":
             self._random.append(torch.cuda.get_rng_state(self.device))
+
+    def _clear(self) -> None:
+        self.dispatcher.clear()
+        if self.paging is not None:
+            self.paging.paged_buffer.clear()
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Rerun, within the block, the work started last, with memory for all rows."""
         self._demand_2 = self._measure()
-        self.dispatcher.clear()
+        self._clear()
         cpu, *cuda = self._random
         torch.set_rng_state(cpu)
         for state in cuda:
@@ -119,12 +125,11 @@ class RowShortage:
         assert isinstance(planned, PlannedStatic)
         self.run = run
         self.dispatcher.planned = planned
-        if self.dispatcher.paged_buffer is not None:
-            self.dispatcher.paged_buffer = None  # freed first, so that the new one can reuse it
+        if self.paging is not None:
             plan, rank = self.engine.plan, self.engine.groups.pp_rank
-            self.dispatcher.paged_buffer = build_paged_buffer(
-                run, plan.stages.stages[rank], plan.actions[rank], device=self.device
-            )
+            again = planned_paged_buffer(run, plan.stages.stages[rank], plan.actions[rank])
+            assert again is not None, "the run has a paged buffer"
+            self.paging.paged_buffer.resize(again)
 
     def _demand(self) -> tuple[float, float]:
         """Return the largest demand of any rank in the last rerun work.
@@ -144,9 +149,10 @@ class RowShortage:
         rows = (dispatcher.missing.clamp(min=0).double() + held) / (
             dispatcher.planned.mean_rows(tokens)
         )
-        if dispatcher.paged_buffer is None:
+        if self.paging is None:
             return torch.cat((rows, torch.zeros_like(rows)))
-        pages = dispatcher.paged_buffer.needed().double() / dispatcher.paged_buffer.planned.pages
+        paged = self.paging.paged_buffer
+        pages = paged.needed().double() / paged.planned.pages
         return torch.cat((rows, pages))
 
     def _enough(self) -> _More:

@@ -36,7 +36,6 @@ class Passes:
 
     totals: StepTotals
     norm_sq: Tensor  # fp32 scalar; squared norm of this rank's gradients
-    zeros: Tensor | float  # number of zero gradient elements, if counted
 
 
 def run_passes(engine: Engine, forward_backward: ForwardBackward, step: StepInput) -> Passes:
@@ -44,14 +43,11 @@ def run_passes(engine: Engine, forward_backward: ForwardBackward, step: StepInpu
     optimizer = engine.optimizer
     optimizer.begin()
     optimizer.zero_grad()
-    engine.start_step()
+    for state in engine.states:
+        state.start_step()
     totals = forward_backward(step)
     optimizer.finish_grads()
-    return Passes(
-        totals,
-        optimizer.local_norm_sq(),
-        optimizer.local_zeros() if engine.plan.run.optim.count_zeros else 0.0,
-    )
+    return Passes(totals, optimizer.local_norm_sq())
 
 
 def run_forwards(engine: Engine, forwards: ForwardBackward, step: StepInput) -> StepTotals:
@@ -79,7 +75,6 @@ class StepFacts:
     loss: float
     aux_loss: float
     z_loss: float
-    zeros: float  # zero elements of the gradient, if counted
     missing: float  # ranks whose experts lacked memory for dispatched tokens
     stop: float  # ranks that were told to stop
     skipped: float
@@ -228,7 +223,8 @@ class TrainingStep:
             if self.shortage.grows(lacked):
                 self._capture_anew()
         self.engine.watchdog.rest("between steps")
-        self.engine.stepped(bool(facts.skipped))
+        for state in self.engine.states:
+            state.stepped(bool(facts.skipped))
         if loss_scale is None:
             return facts, totals
         used = loss_scale.scale  # the gradients of this step were computed with it
@@ -243,16 +239,16 @@ class TrainingStep:
         """
         passes = run_all(given.step)
         totals = passes.totals
+        states = self.engine.states
         sums = StepSums.of(
             {
                 "norm_sq": passes.norm_sq,
                 "loss": totals.loss,
                 "aux_loss": totals.aux_loss,
                 "z_loss": totals.z_loss,
-                "zeros": passes.zeros,
                 "missing": 0.0 if self.shortage is None else self.shortage.lacks(),
                 "stop": self._wanted() if given.stop is None else given.stop,
-                **self.engine.clone_sums(),
+                **{name: each for state in states for name, each in state.sums().items()},
             },
             passes.norm_sq,
         )
@@ -262,7 +258,8 @@ class TrainingStep:
             norm = norm.masked_fill(sums["missing"] > 0, math.inf)
         skipped = self.engine.optimizer.step(given.rates_2, norm, given.step.scale)
         self._balance(totals, skipped)
-        self.engine.finish_step(skipped)
+        for state in states:
+            state.finish_step(skipped)
         return totals, sums.with_value("skipped", skipped)
 
     def _wanted(self) -> Tensor:

@@ -1,5 +1,10 @@
-"""Device functions of clone planning: the simpler algorithms of `app.moe.echo.plan_clones`, and the
-output of a plan. Each runs in one program with all its threads.
+"""Device functions that fill the slots of one clone plan, by each algorithm of
+`app.moe.echo.plan_clones`. Each runs in one program with all its threads: integers, sums in any
+order, no atomics.
+
+Instead of sorting, each element is compared with all others: the sum over everything before it
+replaces its place in the sorted order. Vectors compared with themselves go through memory, behind a
+barrier, and are read one element at a time; of spills only the few that are not empty.
 
 Shapes: R ranks · E experts, L of each rank · S slots. R, E and S are powers of two that hold these.
 """
@@ -7,15 +12,8 @@ Shapes: R ranks · E experts, L of each rank · S slots. R, E and S are powers o
 from __future__ import annotations
 
 from app.kernels.common import jit, tl
-from app.kernels.tiling import block_of
 
 PRIORITIES = 8  # priority classes of `approx_bin_packing`
-SOURCES = 4096  # (rank, slot, slot) triples processed together
-
-
-def sources_at_once(ranks: int, slots: int) -> int:
-    """Return the number of ranks whose share of all slots is computed at once."""
-    return min(block_of(ranks), max(1, SOURCES // block_of(slots) ** 2))
 
 
 def scratch_of(ranks: int, experts: int) -> int:
@@ -23,6 +21,112 @@ def scratch_of(ranks: int, experts: int) -> int:
     per rank expert and tokens of the largest spills, rank and tokens of the largest rooms.
     """
     return 2 * experts + 4 * ranks
+
+
+@jit
+def fill_to_target(
+    slot_experts: tl.tensor,
+    slot_tokens: tl.tensor,
+    left: tl.tensor,
+    rank_load: tl.tensor,
+    target: tl.tensor,
+    way: tl.tensor,
+    ranks: tl.constexpr,
+    experts: tl.constexpr,
+    spares: tl.constexpr,
+    R: tl.constexpr,
+    E: tl.constexpr,
+    S: tl.constexpr,
+) -> None:
+    """Fill slots up to the target; bits of `way` say whether givers pass on, and whether the
+    smallest expert that fits is taken.
+    """
+    rank, expert, slot = tl.arange(0, R), tl.arange(0, E), tl.arange(0, S)
+    free = tl.where(rank < ranks, spares, 0)
+    experts_of_slots = tl.zeros((S,), tl.int32)
+    tokens_of_slots = tl.zeros((S,), tl.int64)
+    moved = tl.max(rank_load, axis=0)
+    while moved > 0:
+        room = tl.where(free > 0, tl.maximum(target - rank_load, 0), 0)
+        over = tl.maximum(rank_load - target, 0)
+        most_room, most_over = tl.max(room, axis=0), tl.max(over, axis=0)
+        host = tl.min(tl.where(room == most_room, rank, R), axis=0)
+        giver = tl.min(tl.where(over == most_over, rank, R), axis=0)
+        passes_on = (way % 2 == 1) & (tl.sum(over, axis=0) > most_over)
+        wanted = tl.where(passes_on, most_room, tl.minimum(most_room, most_over))
+        mine = (expert // (experts // ranks) == giver) & (expert < experts)
+        own = tl.where(mine, left, -1)
+        # 2⁶² is larger than any count
+        order = tl.where((way >= 2) & (own >= wanted), 2**62 - own, own)
+        first = tl.max(order, axis=0)
+        best = tl.min(tl.where(order == first, expert, E), axis=0)
+        moved = tl.minimum(wanted, tl.where(first > 2**61, 2**62 - first, first))
+        left -= tl.where(expert == best, moved, 0)
+        place = host * spares + spares - tl.sum(tl.where(rank == host, free, 0), axis=0)
+        taken = (slot == place) & (moved > 0)
+        experts_of_slots = tl.where(taken, best, experts_of_slots)
+        tokens_of_slots = tl.where(taken, moved, tokens_of_slots)
+        rank_load += tl.where(rank == host, moved, 0) - tl.where(rank == giver, moved, 0)
+        free -= ((rank == host) & (moved > 0)).to(tl.int32)
+    tl.store(slot_experts + slot, experts_of_slots, mask=slot < ranks * spares)
+    tl.store(slot_tokens + slot, tokens_of_slots, mask=slot < ranks * spares)
+
+
+@jit
+def spread_spills(
+    slot_experts: tl.tensor,
+    slot_tokens: tl.tensor,
+    scratch: tl.tensor,
+    load: tl.tensor,
+    room: tl.tensor,
+    average: tl.tensor,
+    packs: tl.tensor,
+    ranks: tl.constexpr,
+    experts: tl.constexpr,
+    spares: tl.constexpr,
+    PRIORITIES: tl.constexpr,
+    R: tl.constexpr,
+    E: tl.constexpr,
+) -> None:
+    """Fill slots by `approx_bin_packing` if `packs`, otherwise by `one_shot_greedy`, with a scratch
+    of `scratch_of` integers.
+    """
+    expert = tl.arange(0, E)
+    tl.store(scratch + expert, load, mask=expert < experts)
+    tl.debug_barrier()
+    spills = scratch + experts
+    spill = _spilled(scratch, load, average, experts=experts, local=experts // ranks, E=E)
+    filled = (spill > 0).to(tl.int32)  # usually few
+    nth, count = tl.cumsum(filled, axis=0) - 1, tl.sum(filled, axis=0)
+    tl.store(spills + nth, spill, mask=spill > 0)
+    tl.debug_barrier()
+    if packs:
+        _pack_slots(
+            slot_experts,
+            slot_tokens,
+            spills + experts,
+            spill,
+            _spills_before(spills, spill, nth, count=count, COUNTS=True),
+            count,
+            room,
+            average,
+            ranks=ranks,
+            PRIORITIES=PRIORITIES,
+            R=R,
+            E=E,
+        )
+    else:
+        _overlap_slots(
+            slot_experts,
+            slot_tokens,
+            spill,
+            _spills_before(spills, spill, nth, count=count, COUNTS=False),
+            room,
+            ranks=ranks,
+            spares=spares,
+            R=R,
+            E=E,
+        )
 
 
 @jit
@@ -148,173 +252,3 @@ def _pack_slots(
         tl.store(slot_tokens + slot, moved, mask=taken)
         left = tl.where(taken, left - moved, left)
         turn = tl.where(taken, R + place, turn)
-
-
-@jit
-def spread_spills(
-    slot_experts: tl.tensor,
-    slot_tokens: tl.tensor,
-    scratch: tl.tensor,
-    load: tl.tensor,
-    room: tl.tensor,
-    average: tl.tensor,
-    ranks: tl.constexpr,
-    experts: tl.constexpr,
-    spares: tl.constexpr,
-    PACKS: tl.constexpr,
-    PRIORITIES: tl.constexpr,
-    R: tl.constexpr,
-    E: tl.constexpr,
-) -> None:
-    """Fill slots by `approx_bin_packing` if PACKS, otherwise by `one_shot_greedy`. All threads must
-    be able to read the load at `scratch`, of `scratch_of` integers.
-    """
-    local: tl.constexpr = experts // ranks
-    spills = scratch + experts
-    spill = _spilled(scratch, load, average, experts=experts, local=local, E=E)
-    filled = (spill > 0).to(tl.int32)  # usually few
-    nth, count = tl.cumsum(filled, axis=0) - 1, tl.sum(filled, axis=0)
-    tl.store(spills + nth, spill, mask=spill > 0)
-    tl.debug_barrier()
-    before = _spills_before(spills, spill, nth, count=count, COUNTS=PACKS)
-    if PACKS:
-        _pack_slots(
-            slot_experts,
-            slot_tokens,
-            spills + experts,
-            spill,
-            before,
-            count,
-            room,
-            average,
-            ranks=ranks,
-            PRIORITIES=PRIORITIES,
-            R=R,
-            E=E,
-        )
-    else:
-        _overlap_slots(
-            slot_experts,
-            slot_tokens,
-            spill,
-            before,
-            room,
-            ranks=ranks,
-            spares=spares,
-            R=R,
-            E=E,
-        )
-
-
-@jit
-def write_plan(
-    counts: tl.tensor,
-    slot_experts: tl.tensor,
-    slot_tokens: tl.tensor,
-    moved_of_rank: tl.tensor,
-    sums: tl.tensor,
-    supplier: tl.tensor,
-    moved: tl.tensor,
-    rank_load: tl.tensor,
-    ranks: tl.constexpr,
-    experts: tl.constexpr,
-    slots: tl.constexpr,
-    SOURCES: tl.constexpr,
-    R: tl.constexpr,
-    S: tl.constexpr,
-) -> None:
-    """Write the plan by slot, and by source rank and slot, SOURCES ranks at once. Adds loads to
-    `sums` if given.
-    """
-    slot = tl.arange(0, S)
-    tl.store(slot_experts + slot, supplier, mask=slot < slots)
-    tl.store(slot_tokens + slot, moved, mask=slot < slots)
-    if sums is not None:
-        _add_loads(
-            sums, supplier, moved, rank_load, ranks=ranks, experts=experts, slots=slots, R=R, S=S
-        )
-    if tl.max(moved, axis=0) > 0:
-        _sources(
-            counts,
-            moved_of_rank,
-            supplier,
-            moved,
-            ranks=ranks,
-            experts=experts,
-            slots=slots,
-            SOURCES=SOURCES,
-            R=R,
-            S=S,
-        )
-    else:
-        place = tl.arange(0, R)[:, None] * slots + slot[None, :]
-        inside = (tl.arange(0, R) < ranks)[:, None] & (slot < slots)[None, :]
-        tl.store(moved_of_rank + place, tl.zeros((R, S), tl.int64), mask=inside)
-
-
-@jit
-def _add_loads(
-    sums: tl.tensor,
-    supplier: tl.tensor,
-    moved: tl.tensor,
-    before: tl.tensor,
-    ranks: tl.constexpr,
-    experts: tl.constexpr,
-    slots: tl.constexpr,
-    R: tl.constexpr,
-    S: tl.constexpr,
-) -> None:
-    """Add tokens of the fullest rank before and after, of all ranks, and filled slots."""
-    nth = tl.arange(0, 4)
-    sums += nth
-    until_now = tl.load(sums)
-    rank, slot = tl.arange(0, R)[:, None], tl.arange(0, S)
-    local: tl.constexpr = experts // ranks
-    given = tl.sum(tl.where(rank == (supplier // local)[None, :], moved[None, :], 0), axis=1)
-    host = slot // (slots // ranks)
-    got = tl.sum(tl.where(rank == host[None, :], moved[None, :], 0), axis=1)
-    after = tl.max(before - given + got, axis=0)
-    filled = tl.sum((moved > 0).to(tl.int32), axis=0)
-    loads = tl.where(nth == 0, tl.max(before, axis=0), tl.where(nth == 1, after, 0))
-    added = tl.where(nth == 2, tl.sum(before, axis=0), tl.where(nth == 3, filled, loads))
-    tl.store(sums, until_now + added)
-
-
-@jit
-def _sources(
-    counts: tl.tensor,
-    moved_of_rank: tl.tensor,
-    supplier: tl.tensor,
-    moved: tl.tensor,
-    ranks: tl.constexpr,
-    experts: tl.constexpr,
-    slots: tl.constexpr,
-    SOURCES: tl.constexpr,
-    R: tl.constexpr,
-    S: tl.constexpr,
-) -> None:
-    """Return the tokens each rank gives to each slot, SOURCES ranks at once: in proportion, then
-    from the first ranks on.
-    """
-    rank = tl.arange(0, R)[:, None]
-    slot = tl.arange(0, S)
-    of_supplier = counts + rank * experts + supplier[None, :]
-    count = tl.load(of_supplier, mask=(rank < ranks) & (slot < slots)[None, :], other=0)
-    total = tl.maximum(tl.sum(count, axis=0), 1)
-    missing = moved - tl.sum(count * moved[None, :] // total[None, :], axis=0)
-    same = supplier[:, None] == supplier[None, :]
-    earlier = same & (slot[:, None] < slot[None, :])
-    missing_start = tl.sum(tl.where(earlier, missing[:, None], 0), axis=0)
-    before = tl.zeros((S,), tl.int64)
-    for first in range(0, ranks, SOURCES):
-        source = first + tl.arange(0, SOURCES)[:, None]
-        inside = (source < ranks) & (slot < slots)[None, :]
-        own = tl.load(counts + source * experts + supplier[None, :], mask=inside, other=0)
-        share = own * moved[None, :] // total[None, :]
-        given = tl.sum(tl.where(same[None, :, :], share[:, :, None], 0), axis=1)
-        left = own - given
-        end = before[None, :] + tl.cumsum(left, axis=0)
-        begin = tl.maximum(end - left, missing_start[None, :])
-        more = tl.maximum(tl.minimum(end, (missing_start + missing)[None, :]) - begin, 0)
-        tl.store(moved_of_rank + source * slots + slot[None, :], share + more, mask=inside)
-        before += tl.sum(left, axis=0)

@@ -26,7 +26,6 @@ from app.kernels.swiglu import swiglu as swiglu_kernel
 from app.model.layers.attend import BY_TORCH, Attend
 from app.model.layers.layer_groups import ALONE, LayerGroups
 from app.model.layers.linear import ColumnParallelLinear, RowParallelLinear
-from app.model.layers.ready import ReadyRows, swiglu_fp8
 from app.model.layers.recompute import Recomputation
 from app.model.layers.weight_grads import WeightGradSink, take_partial
 from app.plan.model.mlp import MlpWeights
@@ -302,15 +301,16 @@ class Mlp(nn.Module):
         return self.w_down.forward(act, sink)
 
 
-def swiglu(both: Tensor, used: Tensor | None = None, ready: ReadyRows | None = None) -> Tensor:
-    """Return silu(gate) · up of the two halves of the last dimension.
-
-    Only the first `used` rows (int32 [1], on the device) need to be computed. A kernel also writes
-    them to `ready` in FP8 for the next GEMM, except when only backward will read them.
-    """
+def swiglu(both: Tensor) -> Tensor:
+    """Return silu(gate) · up of the two halves of the last dimension."""
     if usable(both):
-        if ready is not None and used is not None and torch.is_grad_enabled():
-            return swiglu_fp8(both, used, ready)
-        return swiglu_kernel(both, used)
+        return swiglu_kernel(both, None)
     gate, up = both.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def expert_swiglu(both_R2F: Tensor, used: Tensor) -> Tensor:
+    """Return silu(gate) · up of experts' rows, of which only the first `used` (int32 [1], on the
+    device) need to be computed: R × F.
+    """
+    return swiglu_kernel(both_R2F, used) if usable(both_R2F) else swiglu(both_R2F)

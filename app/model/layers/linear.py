@@ -18,13 +18,12 @@ is an argument of each call and comes with the microbatch's context, not an attr
 several microbatches are in flight at once and each may have a sink of its own.
 
 Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them here, I
-and O widths, T rows, E experts of this rank, G replicas of remote experts, D hidden, V vocabulary.
+and O widths, T rows, E experts of this rank, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,30 +34,12 @@ from torch.autograd.function import once_differentiable
 from app.model.layers.layer_groups import ALONE, LayerGroups, rank, size
 from app.model.layers.linear_backend import (
     GroupedLinearBackend,
-    LinearBackend,
-    add_groups,
     grouped_linear_backend,
     linear_backend,
+    pushed,
 )
-from app.model.layers.quantised import Operand, Quantised
-from app.model.layers.ready import ReadyRows
-from app.model.layers.recompute import Keep
-from app.model.layers.replica_weight import ReplicaWeight
-from app.model.layers.tensor_parallel import (
-    OptionalGroup,
-    gathered,
-    scatter_tokens,
-    scattered,
-    start_gather,
-    start_scatter,
-)
-from app.model.layers.weight_grads import (
-    FetchedGrad,
-    GradWithReplicas,
-    ReplicaGrad,
-    WeightGrad,
-    WeightGradSink,
-)
+from app.model.layers.tensor_parallel import OptionalGroup, scatter_tokens
+from app.model.layers.weight_grads import WeightGradSink
 from app.plan.model.weight import Weight
 
 
@@ -98,10 +79,7 @@ class ColumnParallelLinear(LinearModule):
 
     def forward(self, x_BsI: Tensor, sink: WeightGradSink | None = None) -> Tensor:
         """Map B × s × I -> B × S × O / tp."""
-        if sink is None and self.group is None and self.backend.differentiable:
-            return self.backend.output(x_BsI, self.weight)
-        out_BSO: Tensor = _Linear.apply(x_BsI, self.weight, self.group, self.backend, sink)
-        return out_BSO
+        return self.backend.linear(x_BsI, self.weight, self.group, sink=sink)
 
 
 class RowParallelLinear(LinearModule):
@@ -116,10 +94,7 @@ class RowParallelLinear(LinearModule):
 
     def forward(self, x_BSI: Tensor, sink: WeightGradSink | None = None) -> Tensor:
         """Map B × S × I / tp -> B × s × O."""
-        if sink is None and self.backend.differentiable:
-            out_BSO = self.backend.output(x_BSI, self.weight)
-        else:
-            out_BSO = _Linear.apply(x_BSI, self.weight, None, self.backend, sink)
+        out_BSO = self.backend.linear(x_BSI, self.weight, None, sink=sink)
         return out_BSO if self.group is None else scatter_tokens(out_BSO, self.group)
 
 
@@ -162,22 +137,17 @@ class GroupedLinear(LinearModule):
         rows_TI: Tensor,
         ends_E: Tensor,
         sink: WeightGradSink | None = None,
-        keep: Keep | None = None,
-        replicas: ReplicaWeight | None = None,
-        ready: ReadyRows | None = None,
+        backend: GroupedLinearBackend | None = None,
     ) -> Tensor:
         """Map T × I -> T × O; expert e owns rows ends[e-1] to ends[e] (int32, on the rows' device).
 
-        Rows from ends[-1] on are uninitialised in the result and in the gradient. `keep` provides
-        memory for the operands of the weight gradient if that is deferred. `replicas` supplies the
-        weights of remote experts, which own the last groups of rows. `ready` may hold the rows, and
-        in backward their gradient, already quantised for the back end.
+        Rows from ends[-1] on are uninitialised in the result and in the gradient. `backend`
+        computes this call in place of the module's own.
         """
-        if sink is None and replicas is None and self.backend.differentiable:
-            return self.backend.output(rows_TI, self.weight, ends_E)
-        out_TO: Tensor = _GroupedLinear.apply(
-            rows_TI, self.weight, ends_E, self.backend, sink, keep, replicas, ready
-        )
+        backend = backend or self.backend
+        if sink is None and backend.differentiable:
+            return backend.output(rows_TI, self.weight, ends_E)
+        out_TO: Tensor = _GroupedLinear.apply(rows_TI, self.weight, ends_E, backend, sink)
         return out_TO
 
 
@@ -189,88 +159,6 @@ def _shared_by(weight: Weight, layer_groups: LayerGroups) -> OptionalGroup:
     return None if weight.tp is None or size(layer_groups.tp) == 1 else layer_groups.tp
 
 
-class _Linear(torch.autograd.Function):
-    """x · weightᵀ for the tokens of all ranks of `group`; of this rank only if `group` is None."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_BsI: Tensor,
-        weight_OI: nn.Parameter,
-        group: OptionalGroup,
-        backend: LinearBackend,
-        sink: WeightGradSink | None,
-    ) -> Tensor:
-        whole_BSI = x_BsI if group is None else gathered(x_BsI, group)
-        as_it_is = backend.differentiable  # skips operand functions that return their argument
-        x: Operand = whole_BSI if as_it_is else backend.input_operand(whole_BSI)
-        if as_it_is or group is not None:
-            ctx.save_for_backward(x_BsI)
-        else:
-            _keep(ctx, x)
-        ctx.weight_OI = weight_OI
-        ctx.group = group
-        ctx.backend = backend
-        ctx.sink = sink
-        return backend.output(x, weight_OI)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BSO: Tensor) -> tuple[Tensor | None, ...]:
-        weight_OI, group = ctx.weight_OI, ctx.group
-        backend: LinearBackend = ctx.backend
-        sink: WeightGradSink | None = ctx.sink
-        as_it_is = backend.differentiable
-        grad: Operand = grad_BSO if as_it_is else backend.grad_operand(grad_BSO)
-        if group is None:
-            x: Operand = ctx.saved_tensors[0] if as_it_is else _kept_operand(ctx)
-            weight_grad = backend.weight_grad(grad, x)
-            if sink is None:
-                return backend.input_grad(grad, weight_OI), weight_grad(), None, None, None
-            sink.push(weight_OI, weight_grad)
-            return backend.input_grad(grad, weight_OI), None, None, None, None
-        (x_BsI,) = ctx.saved_tensors
-        if sink is not None and sink.deferred:
-            kept = _for_weight_grad(grad)
-            sink.push(weight_OI, FetchedGrad(lambda: _of_gathered(backend, kept, x_BsI, group)))
-            grad_BSI = backend.input_grad(grad, weight_OI)
-            return scattered(grad_BSI, group), None, None, None, None
-        # overlap: the all-gather with the first GEMM, the reduce-scatter with the second
-        x_BSI = start_gather(x_BsI, group)
-        grad_BsI = start_scatter(backend.input_grad(grad, weight_OI), group)
-        weight_grad = backend.weight_grad(grad, backend.input_operand(x_BSI()))
-        if sink is None:
-            return grad_BsI(), weight_grad(), None, None, None
-        sink.push(weight_OI, weight_grad)
-        return grad_BsI(), None, None, None, None
-
-
-def _keep(ctx: Any, x: Operand) -> None:
-    """Save the copy of a quantised input that the weight gradient reads."""
-    assert isinstance(x, Quantised)
-    part = x.for_weight_grad()
-    ctx.save_for_backward(*part.tensors())
-    ctx.emptied = part.empty()
-
-
-def _kept_operand(ctx: Any) -> Quantised:
-    """Return the operand that `_keep` saved."""
-    quantised: Quantised = ctx.emptied.with_tensors(ctx.saved_tensors)
-    return quantised
-
-
-def _for_weight_grad(operand: Operand) -> Operand:
-    """Return the copy of the operand that the weight gradient reads."""
-    return operand.for_weight_grad() if isinstance(operand, Quantised) else operand
-
-
-def _of_gathered(
-    backend: LinearBackend, grad: Operand, x_BsI: Tensor, group: OptionalGroup
-) -> WeightGrad:
-    """Return the weight gradient after gathering the input over `group`."""
-    return backend.weight_grad(grad, backend.input_operand(gathered(x_BsI, group)))
-
-
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -280,94 +168,23 @@ class _GroupedLinear(torch.autograd.Function):
         ends_E: Tensor,
         backend: GroupedLinearBackend,
         sink: WeightGradSink | None,
-        keep: Keep | None,
-        replicas: ReplicaWeight | None,
-        ready: ReadyRows | None,
     ) -> Tensor:
         ctx.save_for_backward(rows_TI, ends_E)
-        ctx.keep = keep
         ctx.weight_EIO = weight_EIO
         ctx.backend = backend
         ctx.sink = sink
-        ctx.replicas = replicas
-        ctx.ready = ready
-        if replicas is None:
-            rows = rows_TI if ready is None else ready.of(rows_TI)
-            return backend.output(rows, weight_EIO, ends_E)
-        gemm = partial(backend.output, rows_TI)
-        return _with_replicas(gemm, rows_TI, weight_EIO, ends_E=ends_E, replicas=replicas)
+        return backend.output(rows_TI, weight_EIO, ends_E)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
         rows_TI, ends_E = ctx.saved_tensors
-        weight_EIO, sink, replicas = ctx.weight_EIO, ctx.sink, ctx.replicas
+        weight_EIO, sink = ctx.weight_EIO, ctx.sink
         backend: GroupedLinearBackend = ctx.backend
         grad_TO = grad_TO.contiguous()
-        gradient_of = partial(_gradient, backend, ends_E, len(weight_EIO), replicas=replicas)
-        gradient = gradient_of(grad_TO, rows_TI)
-        if ctx.keep is not None and sink is not None and sink.deferred:
-            gradient = _kept(gradient_of, ctx.keep, grad_TO, rows_TI=rows_TI)
-        if replicas is not None:
-            # here, between fetching replicas and returning gradients, ranks have equal work
-            gemm = partial(backend.input_grad, grad_TO)
-            grad_TI = _with_replicas(
-                gemm, grad_TO, weight_EIO, ends_E=ends_E, replicas=replicas, transposed=True
-            )
-        if sink is not None:
+        gradient = backend.weight_grad(grad_TO, rows_TI, ends_E)
+        if sink is not None and not backend.input_grad_first:
             sink.push(weight_EIO, gradient)
-        if replicas is None:
-            grad = grad_TO if ctx.ready is None else ctx.ready.of(grad_TO)
-            grad_TI = backend.input_grad(grad, weight_EIO, ends_E)
-        weight_grad = gradient() if sink is None else None
-        return grad_TI, weight_grad, None, None, None, None, None, None
-
-
-def _with_replicas(
-    gemm: Callable[[Tensor, Tensor], Tensor],
-    rows: Tensor,
-    weight_EIO: Tensor,
-    *,
-    ends_E: Tensor,
-    replicas: ReplicaWeight,
-    transposed: bool = False,
-) -> Tensor:
-    """Run the grouped GEMM of this rank's experts, then that of the replicas it hosts.
-
-    Fetch replica weights before the local GEMM. Otherwise receivers wait for the GEMM of the owner
-    rank, which is overloaded.
-    """
-    replica_GIO = replicas.fetch()
-    out = gemm(weight_EIO, ends_E[: len(weight_EIO)])
-    add_groups(out, rows, replica_GIO, ends_E=ends_E, transposed=transposed)
-    return out
-
-
-def _gradient(
-    backend: GroupedLinearBackend,
-    ends_E: Tensor,
-    own: int,
-    grad_TO: Tensor,
-    rows_TI: Tensor,
-    *,
-    replicas: ReplicaWeight | None,
-) -> WeightGrad:
-    """Return the weight gradient of this rank's `own` experts, the first groups of rows."""
-    gradient = backend.weight_grad(grad_TO, rows_TI, ends_E[:own])
-    if replicas is None:
-        return gradient
-    return GradWithReplicas(gradient, ReplicaGrad(rows_TI, grad_TO, ends_E, first=own), replicas)
-
-
-def _kept(
-    gradient_of: Callable[[Tensor, Tensor], WeightGrad],
-    keep: Keep,
-    grad_TO: Tensor,
-    *,
-    rows_TI: Tensor,
-) -> WeightGrad:
-    """Return a weight gradient whose operands are kept by `keep` until it is computed."""
-    operands = keep(grad_TO), keep(rows_TI)
-    for source, operand in zip(operands, (grad_TO, rows_TI), strict=True):
-        source.add_reader(operand)
-    return FetchedGrad(lambda: gradient_of(operands[0].read(), operands[1].read()))
+            return backend.input_grad(grad_TO, weight_EIO, ends_E), None, None, None, None
+        grad_TI = backend.input_grad(grad_TO, weight_EIO, ends_E)
+        return grad_TI, pushed(sink, weight_EIO, gradient), None, None, None

@@ -69,10 +69,7 @@ def token_losses(
     h_TD = gathered(h_BsD, group).flatten(0, 1)
     row_T = labels_BS.flatten() - rank(group) * len(weight_VD)
     parts = zip(h_TD.split(ROWS), row_T.split(ROWS), strict=True)
-    found = [
-        _statistics(backend.output(backend.input_operand(h_CD), weight_VD), row_C)
-        for h_CD, row_C in parts
-    ]
+    found = [_statistics(backend.output(h_CD, weight_VD), row_C) for h_CD, row_C in parts]
     lse_T, label_T = _merge(torch.cat(found, dim=1), group)
     return torch.where(labels_BS >= 0, (lse_T - label_T).view_as(labels_BS), 0.0)
 
@@ -138,7 +135,7 @@ class _SummedLoss(torch.autograd.Function):
         kept = []
         found = []
         for h_CD, row_C in zip(h_TD.split(chunk), row_T.split(chunk), strict=True):
-            logits_CV = backend.output(backend.input_operand(h_CD), weight_VD)
+            logits_CV = backend.output(h_CD, weight_VD)
             found.append(_statistics(logits_CV, row_C))
             kept += [logits_CV] if chunk_tokens is None else []
         lse_T, label_T = _merge(torch.cat(found, dim=1), group)
@@ -160,9 +157,7 @@ class _SummedLoss(torch.autograd.Function):
         weight_T = counts_T * grad
         if kept:
             _into_gradient(kept[0], row_T, lse_T, weight_C=weight_T)
-            grad_TV = ctx.backend.grad_operand(kept[0])
-            grad_TD = ctx.backend.input_grad(grad_TV, weight_VD)
-            weight_gradient = ctx.backend.weight_grad(grad_TV, ctx.backend.input_operand(h_TD))
+            grad_TD, weight_gradient = ctx.backend.gradients(kept[0], h_TD, weight_VD)
         else:
             grad_TD, weight_gradient = _chunked(
                 ctx.backend,
@@ -196,10 +191,8 @@ def _chunked(
     sum_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
     parts = (part.split(chunk) for part in (grad_TD, h_TD, row_T, lse_T, weight_T))
     for grad_CD, h_CD, row_C, lse_C, weight_C in zip(*parts, strict=True):
-        h = backend.input_operand(h_CD)
-        logits_CV = backend.output(h, weight_VD)
+        logits_CV = backend.output(h_CD, weight_VD)
         _into_gradient(logits_CV, row_C, lse_C, weight_C=weight_C)
-        grad = backend.grad_operand(logits_CV)
-        backend.input_grad(grad, weight_VD, out=grad_CD)
-        sum_VD += backend.weight_grad(grad, h)()
+        _, weight_grad = backend.gradients(logits_CV, h_CD, weight_VD, out=grad_CD)
+        sum_VD += weight_grad()
     return grad_TD, ComputedGrad(sum_VD)

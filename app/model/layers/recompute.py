@@ -47,9 +47,6 @@ class BackwardSource(ABC):
         """Return the tensor in new memory; called once per reader."""
 
 
-Keep = Callable[[Tensor], BackwardSource]  # for a tensor that is complete when it is saved
-
-
 @dataclass(slots=True)
 class _Function(BackwardSource):
     """Function and arguments that recompute a result, and the number of operations that read it."""

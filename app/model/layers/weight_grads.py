@@ -6,15 +6,14 @@ first (zero bubble, Qi et al. 2023). `MainGradSink` adds it at once to a main gr
 precision, inside the GEMM where the kernel allows, so that no microbatch's gradient is stored.
 
 Shapes: T rows, I input width, O output width, E experts; rows of an expert end at its offset in
-`ends_E`, the cumulative `offs` of `grouped_mm`. G replicas of remote experts, J partial sums over
-rows, W elements of a weight.
+`ends_E`, the cumulative `offs` of `grouped_mm`. J partial sums over rows, W elements of a weight.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 import torch
@@ -22,9 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.kernels.common import moves_tiles, usable
-from app.kernels.grouped_gradient import Operands, add_grouped_gradient
+from app.kernels.grouped_gradient import add_grouped_gradient
 from app.kernels.partial_sums import add_summed, summed
-from app.model.layers.replica_weight import ReplicaWeight
 from app.torch_versions import add_gemm
 
 
@@ -125,121 +123,27 @@ class GroupedLinearGrad(WeightGrad):
         """Return E × I × O in the dtype of the rows."""
         return F.grouped_mm(self.rows_TI.T, self.grad_TO, offs=self.ends_E)
 
-    def add_to(
-        self, total: Tensor, later: GroupedLinearGrad | None = None, writes: bool = False
-    ) -> None:
-        """Add to `total`, together with the gradient of a `later` microbatch if given.
-
-        With Triton on Hopper and newer GPUs the grouped GEMM accumulates both into a wider `total`
-        and rounds once. `writes`: overwrite `total`, as `write_to` does.
+    def add_to(self, total: Tensor) -> None:
+        """Add to `total`; with Triton on Hopper and newer GPUs the grouped GEMM accumulates into a
+        wider `total` and rounds once.
         """
-        wide = total.dtype.itemsize > self.rows_TI.dtype.itemsize
-        if wide and usable(total) and moves_tiles(total.device):
-            second = None if later is None else later.operands
-            add_grouped_gradient(total, *self.operands, adds=not writes, later=second, fills=writes)
-            return
-        if writes:
-            total.copy_(self())
+        if self._accumulates(total):
+            add_grouped_gradient(total, self.rows_TI, self.grad_TO, ends_E=self.ends_E)
         else:
             total.add_(self())
-        if later is not None:
-            later.add_to(total)
 
-    def write_to(self, total: Tensor, later: GroupedLinearGrad | None = None) -> None:
+    def write_to(self, total: Tensor) -> None:
         """Overwrite `total` without reading it; experts without rows get zeros."""
-        self.add_to(total, later, writes=True)
-
-    def with_own_ends(self) -> GroupedLinearGrad:
-        """Return the same gradient with a copy of the ends, which others may overwrite."""
-        return replace(self, ends_E=self.ends_E.clone())
-
-    @property
-    def operands(self) -> Operands:
-        """Return the operands as the kernel takes them."""
-        return Operands(self.rows_TI, self.grad_TO, self.ends_E)
-
-
-@dataclass(frozen=True, slots=True)
-class PairedGrad(WeightGrad):
-    """Gradients of one grouped weight in two microbatches."""
-
-    earlier: GroupedLinearGrad
-    later: GroupedLinearGrad
-
-    def __call__(self) -> Tensor:
-        """Return the sum of both."""
-        return self.earlier() + self.later()
-
-    def add_to(self, total: Tensor) -> None:
-        """Add both to `total`; a kernel that accumulates reads and writes `total` only once."""
-        self.earlier.add_to(total, self.later)
-
-    def write_to(self, total: Tensor) -> None:
-        """Overwrite `total` with the sum of both."""
-        self.earlier.write_to(total, self.later)
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaGrad:
-    """Gradients rows[e]ᵀ · grad[e] of the replicas on this rank: every expert e from `first` on."""
-
-    rows_TI: Tensor
-    grad_TO: Tensor
-    ends_E: Tensor
-    first: int
-
-    def write_to(self, out_GIO: Tensor) -> None:
-        """Write them in fp32, rounded once; undefined for experts without rows."""
-        if usable(out_GIO):
+        if self._accumulates(total):
             add_grouped_gradient(
-                out_GIO,
-                self.rows_TI,
-                self.grad_TO,
-                ends_E=self.ends_E,
-                first=self.first,
-                adds=False,
+                total, self.rows_TI, self.grad_TO, ends_E=self.ends_E, adds=False, fills=True
             )
-            return
-        begin = first_row(self.ends_E, self.first)
-        ends_G = self.ends_E[self.first :] - begin
-        rows_TI, grad_TO = (each[begin:].float() for each in (self.rows_TI, self.grad_TO))
-        out_GIO.copy_(F.grouped_mm(rows_TI.T, grad_TO, offs=ends_G))
+        else:
+            total.copy_(self())
 
-
-@dataclass(frozen=True, slots=True)
-class GradWithReplicas(WeightGrad):
-    """Gradient of this rank's experts, including the rows that replicas on other ranks computed."""
-
-    own: WeightGrad
-    replicas: ReplicaGrad
-    weight: ReplicaWeight
-
-    def __call__(self) -> Tensor:
-        """Compute the gradient of own rows, send back those of hosted replicas and add what
-        arrives.
-        """
-        total = self.own()
-        self._return_replicas(total)
-        return total
-
-    def add_to(self, total: Tensor) -> None:
-        """Add the gradient of own rows, then those that arrive from replicas."""
-        self.own.add_to(total)
-        self._return_replicas(total)
-
-    def write_to(self, total: Tensor) -> None:
-        """Write the gradient of own rows, then add those that arrive from replicas."""
-        self.own.write_to(total)
-        self._return_replicas(total)
-
-    def _return_replicas(self, total: Tensor) -> None:
-        self.replicas.write_to(self.weight.grads())
-        self.weight.return_grads(total)
-
-
-def first_row(ends_E: Tensor, expert: int) -> int:
-    """Return the index of an expert's first row; synchronizes with the device."""
-    return int(ends_E[expert - 1]) if expert else 0
+    def _accumulates(self, total: Tensor) -> bool:
+        wide = total.dtype.itemsize > self.rows_TI.dtype.itemsize
+        return wide and usable(total) and moves_tiles(total.device)
 
 
 AddGrad = Callable[[nn.Parameter, WeightGrad], None]  # adds to a parameter's main gradient

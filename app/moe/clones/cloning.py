@@ -8,16 +8,20 @@ of each, in C blocks of tokens · I × O a matrix.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from app.config.model import EchoConfig
+from app.model.layers.linear_backend import GroupedLinearBackend
+from app.model.step_state import StepState
 from app.moe.clones.record import Clones
+from app.moe.clones.replicas import GemmsWithReplicas
 from app.moe.clones.transport import CloneTransport
 from app.moe.echo import ClonePlan, count_choices, follow_plan, plan_slots
-from app.moe.experts import ReplicaExperts
+from app.moe.experts import Dispatched, Experts
 
 UP, DOWN = 0, 1  # kinds of matrices
 # rows of the busiest rank without clones and with them, rows of all ranks, slots filled
@@ -26,7 +30,7 @@ CLONE_SUMS = ("busiest_before", "busiest_after", "routed_rows", "clones")
 
 @dataclass(frozen=True, slots=True)
 class SlotWeight:
-    """One kind of matrices of a microbatch's clones (a `ReplicaWeight` of the model)."""
+    """One kind of matrices of a microbatch's clones (`ReplicaWeight`)."""
 
     transport: CloneTransport
     kind: int
@@ -47,20 +51,29 @@ class SlotWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotExperts:
-    """Experts in this rank's slots for one microbatch (`app.moe.experts.ReplicaExperts`)."""
+class ClonedDispatch(Dispatched):
+    """Dispatched tokens of which the last groups of rows belong to clones in this rank's slots."""
 
     transport: CloneTransport
     clones: Clones
 
-    def of(self, up_LIO: Tensor, down_LIO: Tensor) -> tuple[SlotWeight, SlotWeight]:
-        """See the protocol."""
-        both = up_LIO, down_LIO
-        up, down = (SlotWeight(self.transport, kind, both, self.clones) for kind in (UP, DOWN))
+    def gemms(
+        self, experts: Experts, deferred: bool
+    ) -> tuple[GroupedLinearBackend, GroupedLinearBackend]:
+        """Compute the clones beside this rank's experts."""
+        both = experts.w_up.weight, experts.w_down.weight
+        up, down = (
+            GemmsWithReplicas(
+                linear.backend,
+                SlotWeight(self.transport, kind, both, self.clones),
+                experts=len(linear.weight),
+            )
+            for kind, linear in ((UP, experts.w_up), (DOWN, experts.w_down))
+        )
         return up, down
 
 
-class Cloning:
+class Cloning(StepState):
     """Plans the clones of each microbatch on the device, equally on every rank.
 
     All layers and microbatches share the slots, so backward sends the weights again by forward's
@@ -81,6 +94,10 @@ class Cloning:
         """Clear the counts."""
         self.sums_4.zero_()
 
+    def sums(self) -> Mapping[str, Tensor]:
+        """Return the counts of this rank's group since `start_step`, by name."""
+        return dict(zip(CLONE_SUMS, self.sums_4.unbind(), strict=True))
+
     def plan(self, experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Clones]:
         """Return the destinations of choices, T × K ids as in `app.moe.echo.reroute`, and their
         clones.
@@ -100,10 +117,6 @@ class Cloning:
         if echo.check:
             self._check(experts_TK, goes_TK, plan, experts=num_experts)
         return goes_TK, Clones(plan.expert_S, plan.moved_S)
-
-    def replicas(self, clones: Clones) -> ReplicaExperts:
-        """Return the experts in this rank's slots."""
-        return SlotExperts(self.transport, clones)
 
     def _check(self, experts_TK: Tensor, goes_TK: Tensor, plan: ClonePlan, *, experts: int) -> None:
         """Assert that the plan and the destinations agree; on a GPU a device-side assertion."""

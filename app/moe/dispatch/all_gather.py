@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.model.layers.ready import ReadyRows
+from app.moe.experts import Dispatched
 from app.moe.permute import Permutation, sort_by_expert
-from app.moe.protocol import Dispatched
 from app.moe.row_collectives import combine_and_scatter, gather_and_permute, gathered
 
 
@@ -70,13 +69,8 @@ class AllGatherDispatcher:
         ends_E = found.ends_E[ranks - 1 :: ranks].contiguous()
         return Selected(replace(found, ends_E=ends_E), counted=True)
 
-    def dispatch(
-        self, x_TD: Tensor, prepared: Selected, ready: ReadyRows | None = None
-    ) -> tuple[Dispatched, Permutation]:
-        """Map T × D -> R × D, expert-major; waits for the number of rows if it is not known.
-
-        Leaves nothing in `ready`.
-        """
+    def dispatch(self, x_TD: Tensor, prepared: Selected) -> tuple[Dispatched, Permutation]:
+        """Map T × D -> R × D, expert-major; waits for the number of rows if it is not known."""
         permutation = prepared.permutation
         if not prepared.counted:
             rows = int(permutation.ends_E[-1])
@@ -84,12 +78,6 @@ class AllGatherDispatcher:
         rows_RD = gather_and_permute(x_TD, permutation, self.group)
         return Dispatched(rows_RD, permutation.ends_E), permutation
 
-    def combine(
-        self,
-        expert_out_RD: Tensor,
-        probs_TK: Tensor,
-        origin: Permutation,
-        ready: ReadyRows | None = None,
-    ) -> Tensor:
+    def combine(self, expert_out_RD: Tensor, probs_TK: Tensor, origin: Permutation) -> Tensor:
         """Map R × D -> T × D."""
         return combine_and_scatter(expert_out_RD, probs_TK, origin, group=self.group)

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from app.collectives import all_gather
 from app.model.layers.layer_groups import size
-from app.model.layers.ready import ReadyRows
+from app.moe.experts import Dispatched
 from app.moe.permute import Permutation, combine, permute, reorder, sort_by_expert
-from app.moe.protocol import Dispatched
 from app.moe.row_collectives import all_to_all_rows, start_to_host
 
 
@@ -126,12 +125,9 @@ class AllToAllDispatcher:
         )
 
     def dispatch(
-        self, x_TD: Tensor, prepared: CountedRows | AllToAllLayout, ready: ReadyRows | None = None
+        self, x_TD: Tensor, prepared: CountedRows | AllToAllLayout
     ) -> tuple[Dispatched, AllToAllLayout]:
-        """Map T × D -> R × D, expert-major; waits for the splits if only the device knows them.
-
-        Leaves nothing in `ready`.
-        """
+        """Map T × D -> R × D, expert-major; waits for the splits if only the device knows them."""
         if isinstance(prepared, AllToAllLayout):
             rows, layout = permute(x_TD, prepared.permutation), prepared
         else:
@@ -140,13 +136,7 @@ class AllToAllDispatcher:
         rows = reorder(rows, layout.to_expert_major_R, layout.to_rank_major_R)
         return Dispatched(rows, layout.ends_E), layout
 
-    def combine(
-        self,
-        expert_out_RD: Tensor,
-        probs_TK: Tensor,
-        origin: AllToAllLayout,
-        ready: ReadyRows | None = None,
-    ) -> Tensor:
+    def combine(self, expert_out_RD: Tensor, probs_TK: Tensor, origin: AllToAllLayout) -> Tensor:
         """Map R × D -> T × D."""
         rows = reorder(expert_out_RD, origin.to_rank_major_R, origin.to_expert_major_R)
         rows = all_to_all_rows(rows, origin.output_splits, origin.input_splits, group=self.group)
@@ -159,7 +149,7 @@ def _permute_and_wait(x_TD: Tensor, counted: CountedRows) -> tuple[Tensor, AllTo
     """Return rows by destination, and the layout with the splits that have arrived on the host."""
     arrive = start_to_host(counted.splits_2P)
     permutation = counted.permutation
-    if permutation.kept_TK is None:
+    if not permutation.drops:
         rows = permute(x_TD, permutation)
         input_splits, output_splits = arrive()
     else:  # dropped choices are not sent, so wait for the number of rows first

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.kernels import peer_rows as kernels
-from app.kernels import peer_sums
+from app.kernels import peer_rows
+from app.kernels import rows as kernels
 from app.kernels.common import usable
 from app.kernels.expert_rows import expert_rows
 from app.kernels.quantise import Fp8Rows
-from app.moe.permute import dot_rows, pick_rows, sort_by_expert, sum_rows, widened
+from app.moe.permute import choice_of_rows, combine_gradients, sort_by_expert, widened
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,41 +31,24 @@ class ExpertRows:
 
     row_of_NK: Tensor  # R stands for no row here
     ends_E: Tensor  # L: the first row after each expert's, as `grouped_mm` takes it; at most R
-    filled_E: Tensor  # L: the first unused row of each expert, up to ends_E
     needed: Tensor  # one: rows that all choices would need; more than R is an overflow
 
 
-def place_rows(
-    chosen_NK: Tensor, first: int, local: int, num_rows: int, multiple: int = 1
-) -> ExpertRows:
+def place_rows(chosen_NK: Tensor, first: int, local: int, num_rows: int) -> ExpertRows:
     """Assign a row to every choice of the `local` experts from id `first` on.
 
-    Every expert's rows start at a multiple of `multiple`, and so does the end; choices whose rows
-    would lie beyond `num_rows`, also a multiple, get none. A token's ids differ from each other;
+    Choices whose rows would lie beyond `num_rows` get none. A token's ids differ from each other;
     other ids have no row.
     """
-    assert num_rows % multiple == 0, (num_rows, multiple)
     if chosen_NK.is_cuda and usable():
-        rows = expert_rows(chosen_NK, first, local, num_rows=num_rows, multiple=multiple)
-        row_of_NK, ends_E, filled_E, needed = rows
-        return ExpertRows(row_of_NK, ends_E, filled_E, needed=needed)
+        return ExpertRows(*expert_rows(chosen_NK, first, local, num_rows=num_rows))
     expert_NK = chosen_NK.long() - first
     here_NK = (expert_NK >= 0) & (expert_NK < local)
     expert_NK = expert_NK.masked_fill(~here_NK, local)
     found = sort_by_expert(expert_NK, local, drops=True)
-    counts_E = found.ends_E.diff(prepend=found.ends_E.new_zeros(1))
-    space_E = (counts_E + multiple - 1) // multiple * multiple
-    ends_E = space_E.cumsum(0)
-    starts_E = ends_E - space_E
-    shift_E = starts_E - (found.ends_E - counts_E)
-    row_NK = found.row_of_TK + torch.cat((shift_E, shift_E.new_zeros(1)))[expert_NK]
-    row_NK = row_NK.masked_fill(~here_NK, num_rows).clamp(max=num_rows)
-    return ExpertRows(
-        row_NK.to(torch.int32),
-        ends_E.clamp(max=num_rows).to(torch.int32),
-        (starts_E + counts_E).clamp(max=num_rows).to(torch.int32),
-        ends_E[-1:].to(torch.int32),
-    )
+    row_NK = found.row_of_TK.masked_fill(~here_NK, num_rows).clamp(max=num_rows)
+    ends_E = found.ends_E.clamp(max=num_rows)
+    return ExpertRows(row_NK.to(torch.int32), ends_E, found.ends_E[-1:])
 
 
 def spread_rows(
@@ -73,26 +56,9 @@ def spread_rows(
 ) -> Tensor:
     """Return rows[row_of[n, k]] = x[n]: [R, D]; x is contiguous. Kernels also fill `fp8_rows`."""
     if usable(x_ND):
-        addresses = kernels.addresses_in(x_ND)
-        return kernels.pull_rows(
-            addresses, row_of_NK, num_rows, width=x_ND.shape[1], dtype=x_ND.dtype, fp8_rows=fp8_rows
-        )
+        return kernels.spread_rows(x_ND, row_of_NK, num_rows, fp8_rows=fp8_rows)
     assert fp8_rows is None, "only kernels write fp8_rows"
-    return x_ND.index_select(0, _choice_of_rows(row_of_NK, num_rows) // row_of_NK.shape[1])
-
-
-def partial_sums(rows_RD: Tensor, probs_NK: Tensor | None, row_of_NK: Tensor) -> Tensor:
-    """Return Σ_k probs[n, k] · rows[row_of[n, k]] over the choices with a row here: [N, D].
-
-    Adds in fp32 in order of k and rounds to the rows' dtype; undefined for a token without a row.
-    """
-    if usable(rows_RD):
-        partial_ND = rows_RD.new_empty(len(row_of_NK), rows_RD.shape[1])
-        addresses = kernels.addresses_in(partial_ND)
-        peer_sums.push_sums(rows_RD, probs_NK, row_of_NK, addresses_P=addresses)
-        return partial_ND
-    kept_NK = row_of_NK < len(rows_RD)
-    return sum_rows(rows_RD, row_of_NK, probs_NK, kept_TK=kept_NK, dtype=rows_RD.dtype)
+    return x_ND.index_select(0, choice_of_rows(row_of_NK, num_rows) // row_of_NK.shape[1])
 
 
 def sum_partials(partial_PTD: Tensor, experts_TK: Tensor, local: int, etp: int) -> Tensor:
@@ -101,7 +67,7 @@ def sum_partials(partial_PTD: Tensor, experts_TK: Tensor, local: int, etp: int) 
     Adds in fp32 in rank order and rounds once.
     """
     if usable(partial_PTD):
-        return peer_sums.sum_partials(partial_PTD, experts_TK, local, etp=etp)
+        return peer_rows.sum_partials(partial_PTD, experts_TK, local, etp=etp)
     share_TK = experts_TK // local
     total_TD = partial_PTD.new_zeros((), dtype=widened(partial_PTD[:0]).dtype)
     for rank, partial_TD in enumerate(partial_PTD):
@@ -117,41 +83,15 @@ def row_gradients(
     row_of_NK: Tensor,
     fp8_rows: Fp8Rows | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `partial_sums`: of the rows, rounded once, [R, D]; of the
-    probabilities, [N, K] in their dtype, undefined for a choice without a row here.
+    """Return the gradients of the weighted sums of rows: of the rows, rounded once, [R, D],
+    undefined in rows without a choice; of the probabilities, [N, K] in their dtype.
 
-    The gradient and the probabilities are contiguous. Kernels also fill `fp8_rows` with the rows'
-    gradients.
+    Kernels also fill `fp8_rows` with the rows' gradients.
     """
-    if usable(rows_RD, probs_NK):
-        dots_NK = torch.empty_like(probs_NK)
-        grad_RD = kernels.pull_gradients(
-            kernels.addresses_in(grad_ND),
-            rows_RD,
-            probs_NK,
-            row_of_NK=row_of_NK,
-            dots_addresses_P=kernels.addresses_in(dots_NK),
-            fp8_rows=fp8_rows,
-        )
-        return grad_RD, dots_NK
+    if usable(rows_RD):
+        return kernels.combine_gradients(grad_ND, rows_RD, probs_NK, row_of_NK, fp8_rows=fp8_rows)
     assert fp8_rows is None, "only kernels write fp8_rows"
-    kept_NK = row_of_NK < len(rows_RD)
-    choice_R = _choice_of_rows(row_of_NK, len(rows_RD))
-    grad_RD = grad_ND.index_select(0, choice_R // row_of_NK.shape[1])
-    # in place: rows · fp32 probabilities is rounded once and never stored in fp32
-    grad_RD.mul_(probs_NK.flatten()[choice_R][:, None])
-    dots = [
-        dot_rows(pick_rows(rows_RD, row_of_NK, kept_NK, k=k), grad_ND)
-        for k in range(row_of_NK.shape[1])
-    ]
-    return grad_RD, torch.stack(dots, dim=1).to(probs_NK.dtype)
-
-
-def _choice_of_rows(row_of_NK: Tensor, num_rows: int) -> Tensor:
-    """Return the choice, of N·K, of each row; 0 for rows without one: int64 [R]."""
-    choices = torch.arange(row_of_NK.numel(), device=row_of_NK.device)
-    choice_R = choices.new_zeros(num_rows + 1)  # the last entry takes choices without a row
-    return choice_R.scatter_(0, row_of_NK.flatten().long(), choices)[:num_rows]
+    return combine_gradients(grad_ND, rows_RD, probs_NK, row_of_NK, drops=True)
 
 
 def sum_dots(dots_PTK: Tensor, experts_TK: Tensor, local: int, etp: int) -> Tensor:
@@ -160,20 +100,9 @@ def sum_dots(dots_PTK: Tensor, experts_TK: Tensor, local: int, etp: int) -> Tens
     Adds in rank order; 0 if there is none.
     """
     if usable(dots_PTK):
-        return peer_sums.sum_dots(dots_PTK, experts_TK, local, etp=etp)
+        return peer_rows.sum_dots(dots_PTK, experts_TK, local, etp=etp)
     share_TK = experts_TK // local
     total_TK = torch.zeros_like(dots_PTK[0])
     for rank, dots_TK in enumerate(dots_PTK):
         total_TK = total_TK + dots_TK.masked_fill(share_TK != rank // etp, 0)
     return total_TK
-
-
-def zero_gaps(rows_RD: Tensor, filled_E: Tensor, ends_E: Tensor) -> Tensor:
-    """Zero the unused rows of each expert in place; return the rows."""
-    if usable(rows_RD):
-        kernels.zero_gaps(rows_RD, filled_E, ends_E)
-        return rows_RD
-    place_R = torch.arange(len(rows_RD), device=rows_RD.device)
-    expert_R = torch.searchsorted(ends_E, place_R, right=True)
-    after_R = torch.cat((filled_E, filled_E.new_full((1,), len(rows_RD))))[expert_R]
-    return rows_RD.masked_fill_((place_R >= after_R)[:, None], 0)

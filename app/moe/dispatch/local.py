@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from app.model.layers.ready import ReadyRows
+from app.moe.experts import Dispatched
 from app.moe.permute import Permutation, combine, permute, sort_by_expert
-from app.moe.protocol import Dispatched
 
 
 class LocalDispatcher:
@@ -25,18 +24,10 @@ class LocalDispatcher:
         """Sort the choices by expert."""
         return sort_by_expert(experts_TK, self.num_experts, drops, rows_per_expert=rows_per_expert)
 
-    def dispatch(
-        self, x_TD: Tensor, prepared: Permutation, ready: ReadyRows | None = None
-    ) -> tuple[Dispatched, Permutation]:
+    def dispatch(self, x_TD: Tensor, prepared: Permutation) -> tuple[Dispatched, Permutation]:
         """Map T × D -> R × D, expert-major."""
-        return Dispatched(permute(x_TD, prepared, ready), prepared.ends_E), prepared
+        return Dispatched(permute(x_TD, prepared), prepared.ends_E), prepared
 
-    def combine(
-        self,
-        expert_out_RD: Tensor,
-        probs_TK: Tensor,
-        origin: Permutation,
-        ready: ReadyRows | None = None,
-    ) -> Tensor:
+    def combine(self, expert_out_RD: Tensor, probs_TK: Tensor, origin: Permutation) -> Tensor:
         """Map R × D -> T × D."""
-        return combine(expert_out_RD, probs_TK, origin, ready)
+        return combine(expert_out_RD, probs_TK, origin)

@@ -11,8 +11,10 @@ Shapes: as in `app.kernels.pages`; `ends_E` as in `app.moe.protocol`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Generic
 
 import torch
 from torch import Tensor
@@ -21,7 +23,12 @@ from app.config import Run
 from app.kernels import pages as kernels
 from app.kernels.common import usable
 from app.kernels.tiling import cdiv
-from app.model.layers.recompute import BackwardSource
+from app.model.layers.linear_backend import GroupedLinearBackend
+from app.model.layers.recompute import BackwardSource, Recomputation
+from app.model.layers.weight_grads import FetchedGrad, WeightGrad
+from app.moe.dispatch.static import StaticDispatcher
+from app.moe.experts import Dispatched, Experts
+from app.moe.protocol import Dispatcher, Origin, Prepared
 from app.plan.actions import Action
 from app.plan.parts.paged_buffer import PlannedPagedBuffer, planned_paged_buffer
 from app.plan.stages import Stage
@@ -35,12 +42,21 @@ class PagedBuffer:
     """
 
     def __init__(self, planned: PlannedPagedBuffer, device: torch.device) -> None:
+        self.state = torch.zeros(4, dtype=torch.int64, device=device)  # as in `app.kernels.pages`
+        self._allocate(planned)
+
+    def resize(self, planned: PlannedPagedBuffer) -> None:
+        """Replace the memory of all pages; none may be in use."""
+        del self.pool_NW, self.ring_N  # freed first, so that the new ones can reuse it
+        self._allocate(planned)
+
+    def _allocate(self, planned: PlannedPagedBuffer) -> None:
         self.planned = planned
+        device = self.state.device
         words = planned.page // WORD
         # the last page, and the last place in the ring, take what plain torch must write somewhere
         self.pool_NW = torch.empty(planned.pages + 1, words, dtype=torch.int32, device=device)
         self.ring_N = torch.arange(planned.pages + 1, dtype=torch.int32, device=device)
-        self.state = torch.zeros(4, dtype=torch.int64, device=device)  # as in `app.kernels.pages`
         self.clear()
 
     def clear(self) -> None:
@@ -156,6 +172,104 @@ class PagedRows(BackwardSource):
         if not self.readers:
             self.rows = None
         return rows
+
+
+@dataclass(frozen=True, slots=True)
+class PagedDispatch(Dispatched):
+    """Dispatched tokens whose rows backward reads from a paged buffer."""
+
+    inner: Dispatched
+    paged_buffer: PagedBuffer
+
+    @classmethod
+    def of(cls, inner: Dispatched, paged_buffer: PagedBuffer) -> PagedDispatch:
+        """Wrap dispatched tokens."""
+        return cls(inner.rows_RD, inner.ends_E, inner, paged_buffer=paged_buffer)
+
+    def gemms(
+        self, experts: Experts, deferred: bool
+    ) -> tuple[GroupedLinearBackend, GroupedLinearBackend]:
+        """Page the operands of weight gradients that are computed later."""
+        up, down = self.inner.gemms(experts, deferred)
+        if not deferred:
+            return up, down
+        # what outlives forward must not refer to the rows
+        paged = partial(PagedRows.of, self.paged_buffer, self.ends_E)
+        return PagedGemms(up, paged), PagedGemms(down, paged)
+
+    def saved(self, rows: Tensor, recompute: Recomputation | None) -> Tensor:
+        """Have operations that save these rows read them from pages."""
+        if recompute is not None:
+            recompute.replace(rows, PagedRows.of(self.paged_buffer, self.ends_E, rows))
+        return self.inner.saved(rows, recompute)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedGemms:
+    """Grouped GEMMs whose weight gradients keep their operands in pages until they are computed
+    (`GroupedLinearBackend`).
+    """
+
+    inner: GroupedLinearBackend
+    paged: Callable[[Tensor], PagedRows]
+
+    @property
+    def differentiable(self) -> bool:
+        """See the protocol."""
+        return self.inner.differentiable
+
+    @property
+    def input_grad_first(self) -> bool:
+        """See the protocol."""
+        return self.inner.input_grad_first
+
+    def output(self, rows_TI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+        """See the protocol."""
+        return self.inner.output(rows_TI, weight_EIO, ends_E)
+
+    def input_grad(self, grad_TO: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+        """See the protocol."""
+        return self.inner.input_grad(grad_TO, weight_EIO, ends_E)
+
+    def weight_grad(self, grad_TO: Tensor, rows_TI: Tensor, ends_E: Tensor) -> WeightGrad:
+        """See the protocol."""
+        grad, rows = self.paged(grad_TO), self.paged(rows_TI)
+        grad.add_reader(grad_TO)
+        rows.add_reader(rows_TI)
+        return FetchedGrad(lambda: self.inner.weight_grad(grad.read(), rows.read(), ends_E))
+
+
+class PagingDispatcher(Generic[Prepared, Origin]):
+    """Wrapper of a static dispatcher, with clones or without: the rows that backward needs are
+    saved in a paged buffer.
+    """
+
+    def __init__(
+        self,
+        inner: Dispatcher[Prepared, Origin],
+        static: StaticDispatcher,
+        paged_buffer: PagedBuffer,
+    ) -> None:
+        self.inner = inner
+        self.static = static
+        self.paged_buffer = paged_buffer
+
+    def preprocess(
+        self, experts_TK: Tensor, drops: bool = False, rows_per_expert: int | None = None
+    ) -> Prepared:
+        """See the protocol."""
+        return self.inner.preprocess(experts_TK, drops, rows_per_expert)
+
+    def dispatch(self, x_TD: Tensor, prepared: Prepared) -> tuple[Dispatched, Origin]:
+        """Map T × D -> R × D; leaves saving to autograd while there is memory for all rows."""
+        dispatched, origin = self.inner.dispatch(x_TD, prepared)
+        if not self.static.counts_rows:
+            dispatched = PagedDispatch.of(dispatched, self.paged_buffer)
+        return dispatched, origin
+
+    def combine(self, expert_out_RD: Tensor, probs_TK: Tensor, origin: Origin) -> Tensor:
+        """See the protocol."""
+        return self.inner.combine(expert_out_RD, probs_TK, origin)
 
 
 def build_paged_buffer(

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.kernels.peer_rows import pull_gradients, pull_rows, push_values
-from app.kernels.peer_sums import push_sums
+from app.kernels.peer_rows import push_values
 from app.kernels.quantise import Fp8Rows
+from app.kernels.rows import OfRanks, gradients_into, spread_into, sum_into
 from app.moe.dispatch.expert_rows import sum_dots, sum_partials
 from app.moe.peer_memory import Buffer, Layout, PeerMemory
 
@@ -83,15 +83,9 @@ class PeerTransport:
         """See the protocol."""
         tokens = self._offered(x_TD)
         self._memory.barrier()
-        return pull_rows(
-            tokens.addresses_P,
-            row_of_NK,
-            num_rows,
-            width=x_TD.shape[1],
-            dtype=x_TD.dtype,
-            rank=self.rank,
-            fp8_rows=fp8_rows,
-        )
+        rows_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
+        spread_into(rows_RD, self._of_ranks(tokens), row_of_NK, fp8_rows)
+        return rows_RD
 
     def combine(
         self, rows_RD: Tensor, probs_TK: Tensor | None, row_of_NK: Tensor, experts_TK: Tensor
@@ -100,7 +94,7 @@ class PeerTransport:
         probs_NK = None if probs_TK is None else self._everyones(self._probs, probs_TK)
         partials = next(self._partials)
         assert rows_RD.dtype == partials.own.dtype
-        push_sums(rows_RD, probs_NK, row_of_NK, partials.addresses_P, rank=self.rank)
+        sum_into(self._of_ranks(partials), rows_RD, row_of_NK, weights_TK=probs_NK)
         self._memory.barrier()
         return sum_partials(partials.own, experts_TK, self.local, etp=self.etp)
 
@@ -117,17 +111,21 @@ class PeerTransport:
         grads = self._offered(grad_TD)
         probs_NK = self._everyones(self._probs, probs_TK)  # one barrier for both
         dots = next(self._dots)
-        grad_RD = pull_gradients(
-            grads.addresses_P,
-            rows_RD,
-            probs_NK,
-            row_of_NK=row_of_NK,
-            dots_addresses_P=dots.addresses_P,
-            rank=self.rank,
+        grad_RD = torch.empty_like(rows_RD, memory_format=torch.contiguous_format)
+        gradients_into(
+            grad_RD,
+            self._of_ranks(dots),
+            self._of_ranks(grads),
+            rows_RD=rows_RD,
+            probs_TK=probs_NK,
+            row_of_TK=row_of_NK,
             fp8_rows=fp8_rows,
         )
         self._memory.barrier()
         return grad_RD, sum_dots(dots.own, experts_TK, self.local, etp=self.etp)
+
+    def _of_ranks(self, buffer: Buffer) -> OfRanks:
+        return OfRanks(buffer.addresses_P, self.rank)
 
     def _offered(self, x_TD: Tensor) -> Buffer:
         """Copy this rank's rows to memory that others can read after a barrier."""

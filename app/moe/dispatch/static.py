@@ -11,23 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from app.kernels.common import usable
-from app.kernels.quantise import empty_fp8_rows
-from app.model.layers.ready import ReadyRows
-from app.moe.clones.cloning import Cloning
-from app.moe.clones.record import Clones
-from app.moe.dispatch.expert_rows import ExpertRows, place_rows, zero_gaps
-from app.moe.dispatch.paged_buffer import PagedBuffer, PagedRows
-from app.moe.dispatch.peer import PeerTransport
-from app.moe.dispatch.transport import CollectiveTransport, TokenTransport
-from app.moe.protocol import Dispatched
+from app.moe.dispatch.expert_rows import ExpertRows, place_rows
+from app.moe.dispatch.transport import SizedTransport, TokenTransport
+from app.moe.experts import Dispatched
 from app.plan.parts.static import PlannedStatic
 
 
@@ -38,7 +30,6 @@ class Places:
     rows: ExpertRows
     experts_TK: Tensor  # experts chosen by this rank's own tokens
     num_rows: int  # R
-    clones: Clones | None = None  # None disables cloning
 
 
 class StaticDispatcher:
@@ -58,17 +49,14 @@ class StaticDispatcher:
     def __init__(
         self,
         planned: PlannedStatic,
-        collective: CollectiveTransport,
-        peer: PeerTransport | None,
+        collective: TokenTransport,
+        peer: SizedTransport | None,
         *,
         ep_rank: int,
         device: torch.device,
-        paged_buffer: PagedBuffer | None = None,
-        cloning: Cloning | None = None,
     ) -> None:
         """`peer` transports as many tokens as it has memory for, `collective` other numbers of
-        them, with equal bits. `paged_buffer` keeps the rows that backward needs; None leaves all of
-        them to autograd. `cloning` sends choices of hot experts to clones; None disables it.
+        them, with equal bits.
         """
         self.planned = planned
         self.collective = collective
@@ -76,25 +64,15 @@ class StaticDispatcher:
         self.first = ep_rank * planned.experts  # global index of this rank's first expert
         # int32 [1]: most rows that a microbatch has lacked since `clear`
         self.missing = torch.zeros(1, dtype=torch.int32, device=device)
-        self.paged_buffer = paged_buffer
-        self.cloning = cloning
-        self._counts_rows = False
+        self.counts_rows = False  # True within `all_rows`
 
     def clear(self) -> None:
-        """Reset the overflow record and the paged buffer at the start of a step."""
+        """Reset the overflow record at the start of a step."""
         self.missing.zero_()
-        if self.paged_buffer is not None:
-            self.paged_buffer.clear()
 
     def lacks(self) -> Tensor:
-        """Return whether rows, or pages to keep them, have been missing since `clear`: bool [1]."""
-        lacking = self.missing > 0
-        return lacking if self.paged_buffer is None else lacking | self.paged_buffer.lacks()
-
-    @property
-    def _gaps(self) -> bool:
-        """True if experts' rows are padded to a multiple."""
-        return self.planned.moe.static.multiple > 1
+        """Return whether rows have been missing since `clear`: bool [1]."""
+        return self.missing > 0
 
     def _transport(self, tokens: int) -> TokenTransport:
         if self.peer is not None and self.peer.tokens == tokens:
@@ -106,11 +84,11 @@ class StaticDispatcher:
         """Allocate as many rows as are needed within the block, so that none are missing; the host
         waits for their number, which cannot be captured.
         """
-        self._counts_rows = True
+        self.counts_rows = True
         try:
             yield
         finally:
-            self._counts_rows = False
+            self.counts_rows = False
 
     def preprocess(
         self, experts_TK: Tensor, drops: bool = False, rows_per_expert: int | None = None
@@ -121,67 +99,34 @@ class StaticDispatcher:
         """
         assert rows_per_expert is None, "model.moe.pad_to_capacity is refused"
         tokens = len(experts_TK)
-        clones = None
-        if self.cloning is not None:
-            experts_TK, clones = self.cloning.plan(experts_TK, self.planned.moe.num_experts)
         num_rows = self.planned.rows(tokens).computed
-        if self._counts_rows:
+        if self.counts_rows:
             num_rows = self.planned.worst_rows(tokens)
         rows = place_rows(
             self._transport(tokens).gather_choices(experts_TK),
             self.first,
             self.planned.experts,
             num_rows=num_rows,
-            multiple=self.planned.moe.static.multiple,
         )
-        if not self._counts_rows:
+        if not self.counts_rows:
             torch.maximum(self.missing, rows.needed - num_rows, out=self.missing)
-            return Places(rows, experts_TK, num_rows, clones=clones)
+            return Places(rows, experts_TK, num_rows)
         needed = int(rows.needed)
         # `needed` replaces R as the "no local row" sentinel
         row_of_NK = rows.row_of_NK.clamp(max=needed)
-        return Places(replace(rows, row_of_NK=row_of_NK), experts_TK, needed, clones=clones)
+        return Places(replace(rows, row_of_NK=row_of_NK), experts_TK, needed)
 
-    def dispatch(
-        self, x_TD: Tensor, prepared: Places, ready: ReadyRows | None = None
-    ) -> tuple[Dispatched, Places]:
+    def dispatch(self, x_TD: Tensor, prepared: Places) -> tuple[Dispatched, Places]:
         """Map T × D -> R × D, expert-major."""
-        rows_RD: Tensor = _Dispatch.apply(
-            x_TD, self._transport(len(x_TD)), prepared, self._gaps, self._filled(ready, x_TD)
-        )
-        ends_E = prepared.rows.ends_E
-        keep = None
-        if self.paged_buffer is not None and not self._counts_rows:
-            keep = partial(PagedRows.of, self.paged_buffer, ends_E)
-        replicas = None
-        if self.cloning is not None and prepared.clones is not None:
-            replicas = self.cloning.replicas(prepared.clones)
-        return Dispatched(rows_RD, ends_E, keep, replicas=replicas), prepared
+        transport = self._transport(len(x_TD))
+        rows_RD: Tensor = _Dispatch.apply(x_TD, transport, prepared)
+        return Dispatched(rows_RD, prepared.rows.ends_E), prepared
 
-    def combine(
-        self,
-        expert_out_RD: Tensor,
-        probs_TK: Tensor,
-        origin: Places,
-        ready: ReadyRows | None = None,
-    ) -> Tensor:
+    def combine(self, expert_out_RD: Tensor, probs_TK: Tensor, origin: Places) -> Tensor:
         """Map R × D -> T × D."""
         transport = self._transport(len(probs_TK))
-        out_TD: Tensor = _Combine.apply(
-            expert_out_RD,
-            probs_TK,
-            transport,
-            origin,
-            self._gaps,
-            self._filled(ready, expert_out_RD),
-        )
+        out_TD: Tensor = _Combine.apply(expert_out_RD, probs_TK, transport, origin)
         return out_TD
-
-    def _filled(self, ready: ReadyRows | None, rows: Tensor) -> ReadyRows | None:
-        """Return `ready` if kernels quantise the rows into it; None if the GEMM quantises them,
-        after padding rows have been zeroed.
-        """
-        return ready if usable(rows) and not self._gaps else None
 
 
 class _Dispatch(torch.autograd.Function):
@@ -191,24 +136,17 @@ class _Dispatch(torch.autograd.Function):
         x_TD: Tensor,
         transport: TokenTransport,
         places: Places,
-        gaps: bool,
-        ready: ReadyRows | None,
     ) -> Tensor:
         rows = places.rows
         ctx.save_for_backward(rows.row_of_NK, places.experts_TK)
         ctx.transport = transport
-        if ready is not None:
-            fp8_rows = empty_fp8_rows((places.num_rows, x_TD.shape[1]), x_TD.device)
-            spread_RD = transport.spread(x_TD, rows.row_of_NK, places.num_rows, fp8_rows=fp8_rows)
-            return ready.put((spread_RD, *fp8_rows))
-        rows_RD = transport.spread(x_TD, rows.row_of_NK, places.num_rows)
-        return zero_gaps(rows_RD, rows.filled_E, rows.ends_E) if gaps else rows_RD
+        return transport.spread(x_TD, rows.row_of_NK, places.num_rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
         row_of_NK, experts_TK = ctx.saved_tensors
-        return ctx.transport.combine(grad_RD, None, row_of_NK, experts_TK), None, None, None, None
+        return ctx.transport.combine(grad_RD, None, row_of_NK, experts_TK), None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -219,26 +157,14 @@ class _Combine(torch.autograd.Function):
         probs_TK: Tensor,
         transport: TokenTransport,
         places: Places,
-        gaps: bool,
-        ready: ReadyRows | None,
     ) -> Tensor:
         rows = places.rows
-        ctx.ready = ready
         ctx.save_for_backward(rows_RD, probs_TK, rows.row_of_NK, places.experts_TK)
-        ctx.gaps = (rows.filled_E, rows.ends_E) if gaps else None
         ctx.transport = transport
         return transport.combine(rows_RD, probs_TK, rows.row_of_NK, places.experts_TK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        rows_RD, *where = ctx.saved_tensors
-        fp8_rows = None if ctx.ready is None else empty_fp8_rows(rows_RD.shape, grad_TD.device)
-        grad_RD, dots_TK = ctx.transport.spread_gradients(
-            grad_TD, rows_RD, *where, fp8_rows=fp8_rows
-        )
-        if fp8_rows is not None:
-            ctx.ready.put((grad_RD, *fp8_rows))
-        if ctx.gaps is not None:
-            grad_RD = zero_gaps(grad_RD, *ctx.gaps)
-        return grad_RD, dots_TK, None, None, None, None
+        grad_RD, dots_TK = ctx.transport.spread_gradients(grad_TD, *ctx.saved_tensors)
+        return grad_RD, dots_TK, None, None

@@ -16,13 +16,8 @@ from torch import Tensor
 
 from app.collectives import all_to_all
 from app.kernels.quantise import Fp8Rows
-from app.moe.dispatch.expert_rows import (
-    partial_sums,
-    row_gradients,
-    spread_rows,
-    sum_dots,
-    sum_partials,
-)
+from app.moe.dispatch.expert_rows import row_gradients, spread_rows, sum_dots, sum_partials
+from app.moe.permute import sum_rows
 from app.moe.row_collectives import gathered
 
 
@@ -32,8 +27,7 @@ class TokenTransport(Protocol):
 
     `row_of_NK` holds the row here of each choice of any rank, R for none (`place_rows`). Rows
     without a choice are neither written nor read. Nothing here is differentiable: the backward of
-    `spread` is `combine` without probabilities, that of `combine` is `spread_gradients`. Kernels of
-    both spreads may also write their rows to `fp8_rows`.
+    `spread` is `combine` without probabilities, that of `combine` is `spread_gradients`.
     """
 
     def gather_choices(self, experts_TK: Tensor) -> Tensor:
@@ -43,9 +37,7 @@ class TokenTransport(Protocol):
         """
         ...
 
-    def spread(
-        self, x_TD: Tensor, row_of_NK: Tensor, num_rows: int, fp8_rows: Fp8Rows | None = None
-    ) -> Tensor:
+    def spread(self, x_TD: Tensor, row_of_NK: Tensor, num_rows: int) -> Tensor:
         """Return rows[row_of[n, k]] = x[n]: T × D -> R × D."""
         ...
 
@@ -67,7 +59,6 @@ class TokenTransport(Protocol):
         probs_TK: Tensor,
         row_of_NK: Tensor,
         experts_TK: Tensor,
-        fp8_rows: Fp8Rows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of `combine`: of the rows, R × D, and of the probabilities, T × K in
         fp32.
@@ -77,8 +68,18 @@ class TokenTransport(Protocol):
         ...
 
 
+class SizedTransport(TokenTransport, Protocol):
+    """Transport with memory for a number of tokens that was fixed when it was built."""
+
+    @property
+    def tokens(self) -> int:
+        """Return T."""
+        ...
+
+
 class CollectiveTransport:
-    """Transport by collectives of equal sizes, on any back end and device.
+    """Transport by collectives of equal sizes, on any back end and device. Kernels of both spreads
+    also write their rows to `fp8_rows`, if given.
 
     All-gathers the tokens; an all-to-all of equal parts returns what a rank makes of a token to its
     source rank. N·D elements arrive in either direction.
@@ -104,7 +105,7 @@ class CollectiveTransport:
     ) -> Tensor:
         """See the protocol."""
         probs_NK = None if probs_TK is None else gathered(probs_TK, self.group)
-        partial_ND = partial_sums(rows_RD, probs_NK, row_of_NK)
+        partial_ND = sum_rows(rows_RD, row_of_NK, probs_NK, drops=True, dtype=rows_RD.dtype)
         return sum_partials(self._to_sources(partial_ND), experts_TK, self.local, etp=self.etp)
 
     def spread_gradients(

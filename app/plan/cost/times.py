@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, log, sqrt
+from math import log, sqrt
 
 from app.choices import GraphImpl
 from app.config import HardwareProfile, Run
@@ -209,13 +209,12 @@ class _Clock:
         """Return reads and writes of the main gradient per microbatch, relative to one
         accumulation.
 
-        Experts' paired gradients count half each; the first one of a step is only written.
+        The first gradient of experts in a step is only written.
         """
         if op.work is not Work.grouped:
             return 1.0
         count = self.run.num_microbatches
-        times = ceil(count / 2) if self.run.optim.pair_expert_grads else count
-        return ((times - 0.5) if self.run.writes_expert_grads else times) / count
+        return (count - 0.5) / count if self.run.writes_expert_grads else 1.0
 
     def _sent(self, op: Operation, size: int) -> float:
         assert op.sends is not None

@@ -17,7 +17,7 @@ from app.plan.actions import Action, Compute, MicrobatchChunk
 from app.plan.layout import ParallelLayout
 from app.plan.model.vocabulary import table
 from app.plan.parts.stage import StagePart, part_operations, sizes_of, stage_parts
-from app.plan.parts.trace import Sizes, Work, trace_memory
+from app.plan.parts.trace import Sizes, trace_memory
 from app.plan.recompute import RecomputeChoice
 from app.plan.select import captured_phases
 from app.plan.stages import Stage
@@ -46,7 +46,6 @@ class ChunkActivations:
     spared: MicrobatchMemory  # those that save more (`RecomputePolicy.spared`)
     border: int  # hidden states at the border of a stage; their gradients are as large
     deferred: int  # most memory of one weight gradient in the second part of a split backward
-    grouped: int  # inputs of the experts' weight gradients of one microbatch
     kernels: int  # kernel launches of a forward
     captured: int  # of these, those in partial graphs
 
@@ -66,7 +65,6 @@ def chunk_activations(run: Run, stage: Stage, layout: ParallelLayout) -> ChunkAc
         usual if same else _microbatch(s, stage, again.spared),
         border=s.stream,
         deferred=max((op.deferred for op in ops), default=0),
-        grouped=sum(op.reads + op.makes for op in ops if op.work is Work.grouped),
         kernels=sum(op.kernels for op in ops),
         captured=sum(op.kernels for op in ops if op.phase in phases),
     )

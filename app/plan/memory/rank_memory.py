@@ -141,11 +141,7 @@ class _Rank:
         peak = self._peak(run, chunks)
         step = list(self._step(chunks, peak))
         tensors = [*self._state(), *step, *self._update(step)]
-        held = held_gradients(run, chunks)
-        if held:
-            how = "of one microbatch per chunk: inputs and output gradients of experts' GEMMs"
-            tensors.append(MemoryPart("held gradients", held, how))
-        tensors += self._dispatch(peak.total + held)
+        tensors += self._dispatch(peak.total)
         size = WORKSPACES + (FP8_WORKSPACE if run.precision.fp8.by_library else 0)
         tensors.append(MemoryPart("library workspaces", size, "of GEMMs, forward and backward"))
         yield from tensors
@@ -262,7 +258,7 @@ class _Rank:
         more = with_rows(with_paged_buffer(with_full_recompute(run), None), needed_rows)
         again = replace(more, cuda_graph=CudaGraphConfig())
         chunks = self.known.chunks(again, self.stages)
-        needed = self._peak(again, chunks).total + held_gradients(run, chunks)
+        needed = self._peak(again, chunks).total
         needed -= 0 if run.cuda_graph.impl is GraphImpl.full_iteration else alive
         if needed > 0:
             how = "eagerly, with more capacity for dispatched tokens"
@@ -308,11 +304,6 @@ def _communicators_note(groups: Sequence[Group]) -> str:
             each = " each" if len(names) > 1 else ""
             found.append(f"{COMMUNICATOR[kind] // MIB} MiB{each} for {', '.join(names)}")
     return "; ".join((*found, "small ones for control"))
-
-
-def held_gradients(run: Run, chunks: Sequence[ChunkActivations]) -> int:
-    """Return the inputs of experts' weight gradients that wait for the next microbatch."""
-    return sum(chunk.grouped for chunk in chunks) if run.optim.pair_expert_grads else 0
 
 
 def _by_phase(peak: Peak) -> str:

@@ -36,7 +36,7 @@ class PlannedAllGather(PlannedDispatcher):
     def rows(self, tokens: int) -> RowCounts:
         """Count all ranks' choices; those of this rank's experts have a row here."""
         rows = round(self.mean_rows(tokens) * self.busiest_load(tokens))
-        return RowCounts(self.ranks * tokens * self.moe.top_k, True, sent=rows, computed=rows)
+        return RowCounts(self.ranks * tokens * self.moe.top_k, sent=rows, computed=rows)
 
     def dispatch(self, t: Trace, tokens: Tokens) -> int:
         """T × D -> R × D: all-gather of tokens and choices, then permute."""

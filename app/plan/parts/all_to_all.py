@@ -32,7 +32,7 @@ class PlannedAllToAll(PlannedDispatcher):
         most = self.most_rows(tokens)
         sent = asked if most is None else most if self.moe.pad_to_capacity else min(asked, most)
         computed = round(asked * self.busiest_load(tokens))
-        return RowCounts(asked, most is not None, sent=sent, computed=computed)
+        return RowCounts(asked, sent=sent, computed=computed)
 
     def dispatch(self, t: Trace, tokens: Tokens) -> int:
         """T × D -> R × D: permute, all-to-all, sort by local expert."""
@@ -49,7 +49,7 @@ class PlannedAllToAll(PlannedDispatcher):
         t.op(Work.other, arrived, arrived, PLACE * rows.computed)
         t.op(Work.other, arrived, sent, sends=self._exchange(tokens))
         reads = sent + PROBABILITY * rows.asked
-        t.op(Work.rows, reads, tokens.bytes, reads + PLACE * rows.asked)
+        t.op(Work.rows, reads, tokens.bytes, reads)
 
     def _exchange(self, tokens: Tokens) -> Sends:
         """Return sends of one all-to-all at the busiest rank's load, and of its backward."""

@@ -64,7 +64,6 @@ class RowCounts:
     """
 
     asked: int  # choices of the tokens seen here
-    drops: bool  # some choices have no row here
     sent: int  # rows that leave this rank, or are permuted out of gathered tokens
     computed: int  # rows of this rank's experts, at the planned load
 

@@ -1,4 +1,4 @@
-"""FP8 GEMMs: bytes of copies, host time and speeds (`app.model.fp8`).
+"""FP8 GEMMs: bytes of copies, host time and speeds (`app.fp8`).
 
 As on Hopper GPUs, whose tensor cores need a row-wise and a column-wise copy of each matrix.
 """

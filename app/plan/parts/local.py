@@ -33,7 +33,7 @@ class PlannedLocal(PlannedDispatcher):
         asked = self.mean_rows(tokens)
         most = self.most_rows(tokens)
         rows = most if most is not None and self.moe.pad_to_capacity else asked
-        return RowCounts(asked, most is not None, sent=rows, computed=rows)
+        return RowCounts(asked, sent=rows, computed=rows)
 
     @property
     def quantises(self) -> bool:
@@ -52,4 +52,4 @@ class PlannedLocal(PlannedDispatcher):
         rows = self.rows(tokens.count)
         reads = rows.sent * tokens.row + PROBABILITY * rows.asked
         scratch = (0, rows.sent * tokens.in_fp8)
-        t.op(Work.rows, reads, tokens.bytes, reads + PLACE * rows.asked, scratch=scratch)
+        t.op(Work.rows, reads, tokens.bytes, reads, scratch=scratch)

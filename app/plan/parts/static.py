@@ -72,8 +72,8 @@ class PlannedStatic(PlannedDispatcher):
 
     @property
     def quantises(self) -> bool:
-        """True without padding between the rows of experts."""
-        return self.moe.static.multiple == 1
+        """True: kernels write every row."""
+        return True
 
     @property
     def moves(self) -> str:
@@ -147,7 +147,7 @@ class PlannedStatic(PlannedDispatcher):
         if self.moe.static.capacity is StaticCapacity.factor:
             wanted = self.moe.static.factor * self.mean_rows(tokens)
             rows = min(rows, ceil(wanted / ROUNDED_ROWS) * ROUNDED_ROWS)
-        return RowCounts(self.ranks * tokens * self.moe.top_k, True, sent=rows, computed=rows)
+        return RowCounts(self.ranks * tokens * self.moe.top_k, sent=rows, computed=rows)
 
     def may_lack_rows(self, tokens: int) -> bool:
         """Return whether the routing could exceed the capacity, or the paged buffer."""
@@ -155,16 +155,10 @@ class PlannedStatic(PlannedDispatcher):
         return short or self.paged_buffers
 
     def worst_rows(self, tokens: int) -> int:
-        """Return the most rows that the experts of a rank could get, padded to multiples.
-
-        A token's experts are distinct.
-        """
+        """Return the most rows that the experts of a rank could get: a token's are distinct."""
         most = tokens * min(self.moe.top_k, self.experts)
         taken = self.most_per_expert(tokens)
-        asked = self.ranks * (most if taken is None else min(most, self.experts * taken))
-        multiple = self.moe.static.multiple
-        filled = asked + min(self.experts, asked) * (multiple - 1)
-        return ceil(filled / multiple) * multiple
+        return self.ranks * (most if taken is None else min(most, self.experts * taken))
 
     def preprocess(self, t: Trace, tokens: Tokens) -> None:
         """All-gather of choices, and the permutation for this rank's experts."""

@@ -7,7 +7,6 @@ executor.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 from app.plan.actions import (
@@ -25,26 +24,18 @@ from app.plan.actions import (
 from app.plan.pipeline.exchanges import add_exchanges, add_frees
 
 
-def add_reductions(actions: Sequence[Action], delay: int = 0) -> list[Action]:
-    """Insert ReduceGrads of a chunk right after the action that completes its gradients.
+def add_reductions(actions: Sequence[Action]) -> list[Action]:
+    """Insert ReduceGrads of a chunk after the backward that completes its gradients.
 
-    That is the chunk's last Backward (BackwardWeight if split), or the `delay`-th backward after
-    it, whatever its chunk, at most the last one. An exchange at that place goes first: another rank
-    waits.
+    That is the chunk's last Backward (BackwardWeight if split). An exchange at that place goes
+    first: another rank waits.
     """
-    places = [
-        place
+    last = {
+        action.chunk: place
         for place, action in enumerate(actions)
         if isinstance(action, Backward | BackwardWeight)
-    ]
-    completes = {
-        action.chunk: nth
-        for nth, place in enumerate(places)
-        if isinstance(action := actions[place], Compute)
     }
-    chunks: defaultdict[int, list[int]] = defaultdict(list)
-    for chunk, nth in sorted(completes.items()):
-        chunks[places[min(nth + delay, len(places) - 1)]].append(chunk)
+    completes = {place: chunk for chunk, place in last.items()}
     lowered: list[Action] = []
     due: list[int] = []
     for place, action in enumerate(actions):
@@ -52,7 +43,8 @@ def add_reductions(actions: Sequence[Action], delay: int = 0) -> list[Action]:
             lowered += map(ReduceGrads, due)
             due = []
         lowered.append(action)
-        due += chunks[place]
+        if place in completes:
+            due.append(completes[place])
     return [*lowered, *map(ReduceGrads, due)]
 
 
@@ -71,27 +63,22 @@ def add_gathers(actions: Sequence[Action]) -> list[Action]:
     return lowered
 
 
-def lower(actions: Sequence[Action], delay: int = 0) -> list[Action]:
+def lower(actions: Sequence[Action]) -> list[Action]:
     """Add freeing, reducing and gathering to one rank's actions."""
-    return add_gathers(add_reductions(add_frees(actions), delay))
+    return add_gathers(add_reductions(add_frees(actions)))
 
 
 def lower_all(
     schedule: Sequence[Sequence[Compute]],
     overlap: bool = True,
-    align_reductions: bool = False,
     v_shape: bool = False,
 ) -> list[list[Action]]:
     """Return all actions of every pipeline rank in a step; schedule[rank] is from build_schedule.
 
-    overlap: exchanges run beside compute; otherwise each is waited for at once. align_reductions:
-    pipeline rank r starts a chunk's reduction r backwards later, when rank 0, which gets there
-    last, starts its own: data-parallel traffic of all stages then falls into the same time.
-    v_shape: placement of stages on ranks, see Pipeline.
+    overlap: exchanges run beside compute; otherwise each is waited for at once. v_shape: placement
+    of stages on ranks, see Pipeline.
 
     Raises ValueError if the lists wait for each other in a circle. `check` proves the result.
     """
     exchanged = add_exchanges(schedule, overlap, v_shape)
-    return [
-        lower(actions, rank if align_reductions else 0) for rank, actions in enumerate(exchanged)
-    ]
+    return [lower(actions) for actions in exchanged]

@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from app.fp8.quantised import Operand, Quantised
+from app.kernels.common import usable
 from app.kernels.fp8.swiglu import InBoth, swiglu_rows, swiglu_rows_gradient
-from app.model.layers.quantised import Operand, Quantised
+from app.model.layers.layers import expert_swiglu
 
 
 @dataclass(slots=True)
 class ReadyRows:
-    """Cache of one prequantized operand: the FP8 copy of rows for the next grouped GEMM, in one
-    forward through a layer of experts or its backward; matched to the rows by address.
+    """Cache of one prequantized operand of a rank: the FP8 copy of rows for the grouped GEMM that
+    runs next, in a forward through a layer of experts or its backward; matched by address.
     """
 
     rows: Tensor | None = None
@@ -34,10 +36,20 @@ class ReadyRows:
     def of(self, rows: Tensor) -> Operand:
         """Return the operand for these rows: the FP8 copy if it is of them, otherwise the rows."""
         there, fp8_rows = self.rows, self.fp8_rows
-        if there is None or fp8_rows is None or there.data_ptr() != rows.data_ptr():
+        if there is None or fp8_rows is None:
+            return rows
+        if there.data_ptr() != rows.data_ptr() or there.shape != rows.shape:
             return rows
         self.rows = self.fp8_rows = None
         return fp8_rows
+
+    def swiglu(self, both_R2F: Tensor, used: Tensor) -> Tensor:
+        """Activation of experts (`app.moe.experts.Activation`) that also leaves its result here,
+        except when only backward will read it.
+        """
+        if usable(both_R2F) and torch.is_grad_enabled():
+            return swiglu_fp8(both_R2F, used, self)
+        return expert_swiglu(both_R2F, used)
 
 
 class _Swiglu(torch.autograd.Function):

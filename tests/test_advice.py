@@ -8,11 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from app.cli.options.advice import MOST_TRIALS, MOST_TRIED, Asked, tried
 from app.cli.options.arguments import Typed, key_of
 from app.cli.options.compose import load_typed
-from app.cli.options.fixed import Fixed
-from app.cli.options.messages import Asked
-from app.cli.options.trial import MOST_TRIALS, MOST_TRIED, tried
 from app.errors import ConfigError, FirstOf, Instead
 
 WRONG = ConfigError("a.b", 3, "is odd", nearest=(FirstOf([1, 2, 4]), 5, Instead("c=1", "d=2")))
@@ -67,34 +65,28 @@ def test_all_trials_of_a_message_are_counted():
 
 
 def test_what_was_typed_beside_the_mistake_stays():
-    fixed = Fixed(typed=frozenset({"a.b", "c"}))
-    found = tried(WRONG, trial_that_takes(("a.b=2",), ("c=1", "d=2")), fixed)
+    found = tried(WRONG, trial_that_takes(("a.b=2",), ("c=1", "d=2")), ["a.b=3", "c=2"])
     assert str(found) == "a.b=3: is odd; nearest that works: 2"
 
 
-def test_keys_and_sizes_beside_a_default_stay():
-    """Nothing is offered rather than a change of what was typed or of a chosen model."""
-    takes = trial_that_takes(("c=1", "d=2"))
-    assert "c=1 d=2" in str(tried(WRONG, takes, Fixed()))
-    for fixed in (Fixed(typed=frozenset({"c"})), Fixed(sizes=frozenset({"c"}))):
-        assert "c=1" not in str(tried(WRONG, takes, fixed))
-
-
 @pytest.mark.parametrize(
-    ("words", "typed", "sizes"),
+    ("given", "override", "may_change"),
     [
-        (["parallel.tp=2"], {"parallel.tp"}, set()),
-        (["schedule=1f1b"], {"schedule", "schedule.name"}, set()),
-        (["model=llama3_8b"], {"model"}, {"model.num_layers"}),
-        (["model=dense_tiny"], {"model"}, set()),
-        (["+experiment=smallmoe"], {"experiment"}, {"model.moe.num_experts"}),
-        (["+experiment=smoke"], {"experiment"}, set()),
+        ("", "model.num_layers=3", True),
+        ("parallel.tp=2", "parallel.tp=1", False),
+        ("parallel.tp=2", "parallel.pp=1", True),
+        ("schedule=1f1b", "schedule.name=gpipe", False),
+        ("model=llama3_8b", "model.num_layers=3", False),
+        ("model=dense_tiny", "model.num_layers=3", True),
+        ("+experiment=smallmoe", "model.moe.num_experts=8", False),
+        ("+experiment=smallmoe", "train.steps=8", True),
+        ("+experiment=smoke", "model.num_layers=3", True),
     ],
 )
-def test_what_a_command_line_fixes(words: list[str], typed: set[str], sizes: set[str]):
-    found = Fixed.of(Typed(tuple(words)))
-    assert found.typed == typed
-    assert sizes <= found.sizes and bool(found.sizes) == bool(sizes)
+def test_what_a_command_line_fixes(given: str, override: str, may_change: bool):
+    wrong = ConfigError("a.b", 3, "is odd", nearest=Instead(override))
+    found = tried(wrong, lambda words: None if words else wrong, [given] * bool(given))
+    assert (override in str(found)) == may_change
 
 
 POOL = {

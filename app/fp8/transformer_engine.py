@@ -23,8 +23,8 @@ from torch import Tensor
 
 from app.choices import Fp8Recipe, LinearBackendKind
 from app.errors import ConfigError, Instead
-from app.model.fp8.delayed import EACH, GRAD, INPUT, WEIGHT, LinearScales
-from app.model.layers.quantised import Quantised
+from app.fp8.delayed import EACH, GRAD, INPUT, WEIGHT, LinearScales
+from app.fp8.quantised import Quantised
 from app.model.layers.transformer_engine import INSTALL, LIBRARY, import_library
 from app.plan.model.fp8 import MULTIPLE
 
@@ -54,7 +54,7 @@ Quantizer = Callable[[Tensor], object]  # of the library: makes a record
 
 class TransformerEngine:
     """GEMMs of one recipe (`Fp8Arithmetic`); for one layer only if the recipe has `scales`. See
-    `app.model.fp8.reference` for the recipes.
+    `app.fp8.reference` for the recipes.
     """
 
     def __init__(

@@ -113,7 +113,3 @@ class HeldWeight:
                 self._quantises.update_weight(self.weight, self.held)
             self.stale = False
             self.times += 1
-            self.refreshed()
-
-    def refreshed(self) -> None:
-        """Hook called after the copies have been updated."""

@@ -6,7 +6,7 @@ Transformer Engine's kernels: scales and entries agree bit for bit.
 Recipes follow Transformer Engine. `current`: one scale per matrix, FP8's maximum over the matrix's
 amax; inputs and weights are E4M3, gradients E5M2, which has fewer digits and more range
 (Micikevicius et al. 2022). `delayed`: the same with the amax of earlier steps
-(`app.model.fp8.delayed`); larger entries are clipped to FP8's maximum. `block`: one scale per 128
+(`app.fp8.delayed`); larger entries are clipped to FP8's maximum. `block`: one scale per 128
 values along the dimension that a GEMM sums over, for weights per 128 × 128; scales are powers of
 two, all matrices E4M3 (DeepSeek-V3).
 
@@ -21,10 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.model.fp8.delayed import GRAD, INPUT, WEIGHT, LinearScales
-from app.model.layers.quantised import Quantised
+from app.fp8.delayed import GRAD, INPUT, WEIGHT, LinearScales
+from app.fp8.quantised import Quantised
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# maxima of a layer's input, weight and output gradient in the recipe `delayed`
+LARGEST = tuple(torch.finfo(dtype).max for dtype in (E4M3, E4M3, E5M2))
 BLOCK = 128  # values that share a scale
 
 

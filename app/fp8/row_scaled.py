@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from app.fp8.quantised import Quantised
+from app.fp8.reference import E4M3, both, rounded, scale_for
 from app.kernels.common import usable
 from app.kernels.fp8.weights import quantise_weight_into
 from app.kernels.grouped_gemm import grouped_gemm
 from app.kernels.quantise import quantise_rows
-from app.model.fp8.reference import E4M3, both, rounded, scale_for
-from app.model.layers.quantised import Quantised
 
 
 class GroupedGemm(Protocol):

@@ -1,14 +1,16 @@
-"""Output into a pipe: the reader may close it early, like `head`, or use an encoding with fewer
-characters.
+"""Output of programs: into a pipe, whose reader may close it early, like `head`, or use an encoding
+with fewer characters; and the width of tables.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 from app.engine.report.lasting import print_every_character
 
@@ -29,3 +31,11 @@ def ends_with_its_reader() -> Iterator[None]:
         os.dup2(nowhere, sys.stdout.fileno())  # Python flushes its buffer once more as it ends
         os.close(nowhere)
         sys.exit(ENDED)
+
+
+def table_width(stream: TextIO, usual: int) -> int:
+    """Return the columns of a table: on stdout COLUMNS or the terminal's width, otherwise `usual`.
+
+    Tables written to files or strings do not depend on the terminal.
+    """
+    return shutil.get_terminal_size((usual, 0)).columns if stream is sys.__stdout__ else usual

@@ -1,0 +1,66 @@
+"""Advanced keys: rarely set, listed apart, and otherwise like all keys."""
+
+from __future__ import annotations
+
+# Keys, and sections with all their keys.
+ADVANCED = (
+    # architectures: presets and config.json of published models set these
+    "model.yarn",
+    "model.llama3_rope",
+    "model.qk_norm_whole",
+    "model.mla.norm_eps",
+    "model.moe.group_best",
+    "model.moe.norm_topk_prob",
+    "model.moe.jitter_eps",
+    # experts: how tokens and replicas travel, and what plans assume
+    "model.moe.shared_overlap",
+    "model.moe.planned_imbalance",
+    "model.moe.static.transport",
+    "model.moe.static.multiple",
+    "model.moe.static.on_overflow",
+    "model.moe.static.paged_buffer",
+    "model.moe.echo.algorithm",
+    "model.moe.echo.threshold",
+    "model.moe.echo.check",
+    # plans and pipelines
+    "parallel.cp_comm_type",
+    "parallel.count_embedding",
+    "parallel.count_head",
+    "hardware.efficiency",
+    "hardware.node_gb_s",
+    "hardware.profile",  # written by app.cli.calibrate
+    "schedule.group_size",
+    "schedule.overlap_p2p",
+    "schedule.batch_p2p",
+    "schedule.timeout_s",
+    "recompute.partial_microbatches",
+    # numbers
+    "precision.loss_scale",
+    "precision.initial_loss_scale",
+    "precision.min_loss_scale",
+    "precision.loss_scale_window",
+    "precision.loss_scale_hysteresis",
+    "precision.fp8.first_layers",
+    "precision.fp8.last_layers",
+    "precision.fp8.amax_history",
+    "precision.fp8.margin",
+    "precision.fp8.backend",
+    "precision.fp8.count_entries",
+    "optim.wsd_decay",
+    "optim.overlap_grads",
+    "optim.overlap_params",
+    "optim.pair_expert_grads",
+    "optim.bucket_numel",
+    # files and reactions
+    "data.validation_documents",
+    "data.cache_dir",
+    "data.accept_changed",
+    "log.group",
+    "train.max_bad_steps",
+    "train.max_rollbacks",
+)
+
+
+def is_advanced(key: str) -> bool:
+    """Return whether a dotted key or section is listed among the advanced ones."""
+    return any(key == name or key.startswith(f"{name}.") for name in ADVANCED)

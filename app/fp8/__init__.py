@@ -1,0 +1,1 @@
+"""FP8 GEMMs of linear layers and experts, wrapped around plain modules when a run is built."""

@@ -1,1 +1,0 @@
-"""FP8 GEMMs of linear layers and experts: quantised matrices, quantizers, back ends."""
