@@ -111,7 +111,7 @@ def test_a_layer_of_experts_by_the_formulas():
         "route": 2 * tokens * 1024 + 4 * tokens * (64 * 2 + 3 * 6),
         "dispatch": 8 * tokens * 6 + 8 * rows,
         "experts": 2 * rows * (1024 + 3 * 512),
-        "combine": (2 * 1024 + 4 + 8) * tokens * 6 + 8 * rows,
+        "combine": (2 * 1024 + 4) * tokens * 6 + 8 * rows,
     }
     assert expected == {phase: size for phase, size in layer.items() if phase != "rotary"}
 
