@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -11,13 +11,7 @@ from app.engine.capture.recorder import Recorder
 from app.plan.formatting import GIB
 from app.plan.memory.overheads import MIB
 
-# field of GraphFacts -> the part of planned memory that it is compared with
-PLANNED = {
-    "static": "static inputs",
-    "cut": "cut tensors",
-    "pool": "graph pool",
-    "objects": "graph objects",
-}
+PARTS = ("static", "cut", "pool", "objects")  # fields of GraphFacts with sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +39,15 @@ class GraphFacts:
             pool=max(0, recorder.pool_bytes - cut),
         )
 
-    def beside(self, count: int, parts: Mapping[str, int]) -> str:
-        """Return one line of captured and planned numbers; `parts`: bytes by `PLANNED` names."""
-        sizes = (
-            f"{name} {getattr(self, name) / MIB:.2f} ({parts.get(part, 0) / MIB:.2f})"
-            for name, part in PLANNED.items()
-        )
-        graphs = f"{self.count} ({count}) graphs captured in {self.seconds:.1f} s"
-        return f"{graphs}; MiB: {', '.join(sizes)}; in brackets: planned"
+    def beside(self, count: int) -> str:
+        """Return one line of captured numbers, beside the planned `count` of graphs."""
+        sizes = (f"{name} {getattr(self, name) / MIB:.2f}" for name in PARTS)
+        graphs = f"{self.count} graphs ({count} planned) captured in {self.seconds:.1f} s"
+        return f"{graphs}; MiB: {', '.join(sizes)}"
 
     def metrics(self) -> dict[str, float]:
         """Return metrics by key: graph_count, graph_capture_s, and sizes in GiB."""
-        sizes = {f"graph_{name}_gib": getattr(self, name) / GIB for name in PLANNED}
+        sizes = {f"graph_{name}_gib": getattr(self, name) / GIB for name in PARTS}
         return {"graph_count": self.count, "graph_capture_s": self.seconds, **sizes}
 
 

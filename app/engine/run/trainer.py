@@ -245,9 +245,7 @@ class Trainer:
         if not sinks or recorder is None or not captured_now:
             return
         plan = engine.plan.graphs[engine.groups.pp_rank]
-        memory = engine.plan.memory[engine.groups.pp_rank]
-        parts = {part.name: part.bytes for part in memory.parts}
-        text = GraphFacts.of(recorder).beside(plan.num_graphs if plan else 1, parts)
+        text = GraphFacts.of(recorder).beside(plan.num_graphs if plan else 1)
         for sink in sinks:
             sink.note(f"step {self.progress.step}/{self.run.train.steps}  {text}")
 
