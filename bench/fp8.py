@@ -155,7 +155,7 @@ class OneLayer:
 
     def operand(self) -> object:
         """What comes in, as forward quantises it."""
-        return self.fp8 and self.fp8.input_operand(self.x)
+        return self.fp8 and self.fp8.quantised_input(self.x)
 
     def off(self) -> tuple[float, float, float]:
         """Of output, input gradient and weight gradient."""

@@ -184,7 +184,7 @@ MOE = (
 LAYOUTS: dict[str, Any] = {
     "ep2 static": ("parallel.dp=2", "parallel.ep=2", "model.moe.dispatcher=static"),
     "zero bubble": ("parallel.pp=2", "schedule=zero_bubble_h1"),
-    "etp2": ("parallel.tp=2",),
+    "etp2": ("parallel.tp=2", "model.moe.dispatcher=static"),
 }
 
 
