@@ -33,11 +33,10 @@ import app.engine.run.train
 import app.engine.run.trainer  # noqa: F401 - likewise
 from app.cli.processes import parent
 from app.cli.processes.parent import end_with_parent
-from tests.forks import Process, Server, begin_fork
+from tests.forks import Process, Server, begin_fork, nap
 from tests.training import composed
 
 TIMEOUT_S = 600  # a machine may be busy
-POLL_S = 0.005  # seconds between looks at a program that is waited for
 
 
 def _warm_up() -> None:
@@ -147,7 +146,7 @@ class Forked:
         while (code := self.poll()) is None:
             if deadline is not None and time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired(self.args, timeout)
-            time.sleep(POLL_S)
+            nap(self.pid, deadline)
         return code
 
     def send_signal(self, number: int) -> None:

@@ -131,7 +131,7 @@ RECOMPUTED: dict[str, tuple[Recompute, ...]] = {
 }
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("name", ["none", "zero_bubble_h1"])
 @pytest.mark.parametrize("phases", RECOMPUTED.values(), ids=RECOMPUTED)
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_rows_are_restored_from_pages(
     assert pool.bytes == pytest.approx(1.1 / ratio * gone, rel=0.05) if gone else pool.pages == 1
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(12)
 @pytest.mark.parametrize(("model", "parallel"), SENT.values(), ids=SENT)
 def test_layers_of_experts_with_even_load(model: ModelConfig, parallel: dict[str, Any]):
     compare(run_of(model, **parallel))
