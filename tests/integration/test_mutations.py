@@ -68,8 +68,8 @@ BUGS = {
     ),
     "FP8 scales that move in a step that is rerun": Bug(
         "engine/step/step.py",
-        "self.engine.finish_step(skipped)",
-        "self.engine.finish_step(skipped * 0 if self.shortage is not None else skipped)",
+        "state.finish_step(skipped)",
+        "state.finish_step(skipped * 0 if self.shortage is not None else skipped)",
         "processes/test_fp8_state.py",
     ),
     "one token more than an expert's capacity": Bug(
@@ -94,7 +94,7 @@ BUGS = {
         "processes/test_context_parallel.py",
     ),
     "a stale FP8 copy of the weights": Bug(
-        "model/fp8/linear.py",
+        "fp8/linear.py",
         "linear.stale = True",
         "linear.stale = False",
         "processes/test_fp8_training.py",
