@@ -96,6 +96,12 @@ def _value(override: str) -> str:
     return override.partition("=")[2]
 
 
+def _two_overrides(value: str) -> bool:
+    """Return whether a value holds further overrides, as `10 optim.lr=1` does."""
+    others = [word.partition("=") for word in value.split()[1:]]
+    return bool(others) and all(equals and _known(name.lstrip("+~")) for name, equals, _ in others)
+
+
 def _known(name: str) -> bool:
     return name in all_keys() or bool(_options(name))
 
@@ -110,6 +116,9 @@ def _unreadable(override: str) -> ConfigError:
         return no_such_key(name, value)
     if re.fullmatch(r"[^(){}\[\]'\"]+,", value) and (one := value.rstrip(", ")):
         return ConfigError(key, value, "ends with a comma", nearest=one)
+    if _two_overrides(value):
+        rule = "holds several overrides in one word"
+        return ConfigError(key, value, rule, advice=f"type {override}, without quotes around it")
     rule = "cannot be read: a bracket or quote is open, or something is typed that needs quotes"
     bare = re.sub(r"^[='\"\[({ ]+|[='\"\])} ,]+$", "", value)
     if bare == value and (_kind(name) is str or name == "data.path"):
