@@ -17,6 +17,7 @@ from app.choices import AttentionBackendKind, Fp8Recipe, GraphImpl, ScheduleName
 from app.config import Fp8Config, Run
 from app.config.layout import OF_ALL, OF_DELAYED
 from app.plan.parts.dispatcher import run_dispatcher, without_waits
+from app.plan.parts.fp8 import RECIPES
 from app.planner.plan import Plan
 from app.planner.suggestion import Suggestion
 
@@ -120,22 +121,15 @@ def faster_attention(run: Run) -> Iterator[Change]:
         yield Change(values, BY_LIBRARY)
 
 
-BY_RECIPE = {
-    Fp8Recipe.current: "each matrix has one scale, by its largest entry",
-    Fp8Recipe.delayed: "entries beyond the largest of earlier steps are clipped",
-    Fp8Recipe.block: "gradients in E4M3, blocks with scales of their own",
-}
-
-
 def other_recipe(run: Run) -> Iterator[Change]:
     """Try the other FP8 recipes, and 16 bits: small GEMMs may lose by quantization."""
     fp8, key = run.precision.fp8, "precision.fp8"
     if fp8.recipe is None:
         return
-    for recipe, cost in BY_RECIPE.items():
+    for recipe, facts in RECIPES.items():
         if fp8.by_library and recipe is not fp8.recipe:
             unread = () if recipe is Fp8Recipe.delayed else OF_DELAYED
-            yield Change(_usual(fp8, unread) | {f"{key}.recipe": recipe}, cost)
+            yield Change(_usual(fp8, unread) | {f"{key}.recipe": recipe}, facts.cost)
     cost = "GEMMs in 16 bits, which take less time than with this recipe"
     yield Change(_usual(fp8, (*OF_ALL, *OF_DELAYED)) | {f"{key}.recipe": None}, cost)
 

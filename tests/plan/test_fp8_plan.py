@@ -37,7 +37,7 @@ from app.plan.layout import select_layout
 from app.plan.memory.activations import MicrobatchMemory, chunk_activations
 from app.plan.memory.overheads import FP8_WORKSPACE
 from app.plan.memory.rank_memory import RankMemory
-from app.plan.parts.fp8 import EXPERTS_SPEEDUP, SPEEDUP, fp8_copy
+from app.plan.parts.fp8 import EXPERTS_SPEEDUP, RECIPES, fp8_copy
 from app.plan.parts.stage import StagePart, part_operations, sizes_of, stage_parts
 from app.plan.parts.trace import Work
 from app.plan.stages import Stage
@@ -169,7 +169,7 @@ def test_times_are_those_of_faster_gemms_and_operations_stay():
     (before,), (after,), (blocks,) = (Plan(run).stage_seconds for run in (plain, narrow, block))
     rate = PLANNED_PEAK * 1e12 * plain.hardware.efficiency
     gemms = 2 * TOKENS * (4 * LAYER + 4096 * 512) / rate
-    speeds = SPEEDUP[Fp8Recipe.current], SPEEDUP[Fp8Recipe.block]
+    speeds = RECIPES[Fp8Recipe.current].speedup, RECIPES[Fp8Recipe.block].speedup
     assert 1 < speeds[1] < speeds[0] < 2  # twice the GEMM speed, less the time for quantization
     for found, speedup in zip((after, blocks), speeds, strict=True):
         saved = gemms * (1 - 1 / speedup)
@@ -249,7 +249,7 @@ def test_without_measured_speeds_gemms_are_as_many_times_faster(capsys):
         times_of(run_of(fp8), gemm_memory=0.0, **bare) for fp8 in (None, in_fp8(include=BOTH))
     )
     gemms = 2 * TOKENS * (4 * LAYER + 4096 * 512) / 790e12
-    saved = gemms * (1 - 1 / SPEEDUP[Fp8Recipe.current])
+    saved = gemms * (1 - 1 / RECIPES[Fp8Recipe.current].speedup)
     gone = plain.backward_weight["GEMMs"] - narrow.backward_weight["GEMMs"]
     assert gone == pytest.approx(saved) and not narrow.forward[QUANTISED]
     typed = ["what=schedule", "model=llama3_8b", "parallel.dp=8", "train.global_batch=64"]

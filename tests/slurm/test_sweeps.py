@@ -91,7 +91,7 @@ def test_without_slurm(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_slurm_refuses_costs_a_line_and_leaves_nothing(cluster: Cluster, tmp_path: Path):
+def test_what_slurm_refuses_costs_a_line_and_stays_on_record(cluster: Cluster, tmp_path: Path):
     """Here for an option of the job, in place of what sbatch itself prints; as without a
     controller.
     """
@@ -101,7 +101,8 @@ def test_what_slurm_refuses_costs_a_line_and_leaves_nothing(cluster: Cluster, tm
     assert done.stderr.startswith(
         "train.py: hydra/launcher=submitit_slurm: invalid partition specified: nowhere; "
     )
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.rglob("*.json")] == ["sweep.json"]
+    assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
 def test_the_commands_of_the_page(cluster: Cluster):

@@ -30,7 +30,7 @@ from app.plan.formatting import (
     signed_percent,
 )
 from app.plan.groups import GROUPS
-from app.plan.parts.fp8 import EXPERTS_SPEEDUP, SPEEDUP
+from app.plan.parts.fp8 import EXPERTS_SPEEDUP, RECIPES
 from app.planner.export import (
     DECODING,
     SECTIONS,
@@ -241,7 +241,7 @@ def _fp8_assumption(plan: Plan) -> str:
         return ""
     assumed = []
     if fp8.by_library and fp8_tflops(plan.profile, fp8.recipe) is None:
-        assumed.append(f"FP8 GEMMs {SPEEDUP[fp8.recipe]:g} times")
+        assumed.append(f"FP8 GEMMs {RECIPES[fp8.recipe].speedup:g} times")
     if Fp8Part.experts in fp8.include and plan.profile.fp8_grouped_tflops is None:
         assumed.append(f"FP8 GEMMs of experts {EXPERTS_SPEEDUP:g} times")
     if not assumed:

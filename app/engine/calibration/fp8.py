@@ -20,7 +20,7 @@ from app.engine.calibration.solve import GIGA, MICRO, TERA
 from app.engine.fp8 import arithmetic_maker, experts_arithmetic
 from app.errors import ConfigError
 from app.fp8.delayed import EACH, LinearScales
-from app.plan.parts.fp8 import LAUNCHES, MOVED
+from app.plan.parts.fp8 import RECIPES
 
 SIZE = 2  # bytes of a 16-bit element
 
@@ -115,6 +115,6 @@ class _Recipe:
 
     def quantising(self) -> float:
         """Return GB/s of quantisation, over the bytes that the plan counts for it."""
-        started = LAUNCHES[self.recipe] * self.speeds["kernel_us"] * MICRO
+        started = RECIPES[self.recipe].launches * self.speeds["kernel_us"] * MICRO
         took = self.clock.seconds(partial(self.arithmetic.input, self.x_SS))
-        return solve.rate(float(MOVED[self.recipe] * self.square**2), took, started)
+        return solve.rate(float(RECIPES[self.recipe].moved * self.square**2), took, started)

@@ -15,7 +15,7 @@ from app.plan.groups import ETP_EP, Group, Way
 from app.plan.layout import ParallelLayout
 from app.plan.nodes import NodeSpan, node_span
 from app.plan.parts.dispatcher import run_dispatcher
-from app.plan.parts.fp8 import MOVED, MOVED_ROWS
+from app.plan.parts.fp8 import MOVED_ROWS, RECIPES
 from app.plan.parts.static import PlannedStatic
 from app.plan.parts.trace import BYTES, Operation, Work
 
@@ -105,7 +105,7 @@ class Kernels:
         rate = self.profile.fp8_quantise_gb_s
         if rate is None or recipe is None or fp8_tflops(self.profile, recipe) is None:
             return 0.0
-        return MOVED[recipe] * elements / (rate * GIGA)
+        return RECIPES[recipe].moved * elements / (rate * GIGA)
 
     def sums(self, op: Operation) -> float:
         """Return seconds of accumulating a weight gradient in the main gradient."""
@@ -137,15 +137,7 @@ class Kernels:
 
 def fp8_tflops(profile: HardwareProfile, recipe: Fp8Recipe | None) -> float | None:
     """Return the speed of FP8 GEMMs with a recipe; None if not measured."""
-    match recipe:
-        case Fp8Recipe.current:
-            return profile.fp8_current_tflops
-        case Fp8Recipe.delayed:
-            return profile.fp8_delayed_tflops
-        case Fp8Recipe.block:
-            return profile.fp8_block_tflops
-        case None:
-            return None
+    return None if recipe is None else getattr(profile, f"fp8_{recipe.value}_tflops", None)
 
 
 def _between(points: Sequence[tuple[float, float]], at: float) -> float:

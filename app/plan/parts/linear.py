@@ -12,7 +12,7 @@ from __future__ import annotations
 from app.choices import Recompute
 from app.plan.model.mlp import MlpWeights
 from app.plan.model.weight import Weight
-from app.plan.parts.fp8 import LAUNCHES, Fp8Work, fp8_copy
+from app.plan.parts.fp8 import RECIPES, Fp8Work, fp8_copy
 from app.plan.parts.trace import Trace, Work
 
 
@@ -57,7 +57,10 @@ def _linear(
         # backward quantizes gathered tokens again; of others the FP8 copy is saved
         given, back = fp8_copy(s.in_fp8, rows * taken), fp8_copy(s.in_fp8, rows * made)
         fp8 = Fp8Work(s.in_fp8, rows * taken, rows * made + (rows * taken if gathers else 0))
-        launches, scratch = LAUNCHES[s.in_fp8], (whole + given, (1 + copies) * whole + 2 * back)
+        launches, scratch = (
+            RECIPES[s.in_fp8].launches,
+            (whole + given, (1 + copies) * whole + 2 * back),
+        )
         keeps, waits = (keeps, x + back) if gathers else (given, given + back)
     return t.op(
         Work.gemm,
