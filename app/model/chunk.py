@@ -15,8 +15,7 @@ from app.choices import CpComm
 from app.config import ModelConfig
 from app.model.block import Layer, RoutingReport, RunPhases, run_layer
 from app.model.layers.attend import BY_TORCH, Attend
-from app.model.layers.context_parallel import own_tokens
-from app.model.layers.layer_groups import ALONE, LayerGroups, rank, size
+from app.model.layers.layer_groups import ALONE, LayerGroups, own_tokens, rank, size
 from app.model.layers.layers import Context, RMSNorm, document_mask, layer_context
 from app.model.layers.linear import ColumnParallelLinear, VocabParallelEmbedding, named_parameters
 from app.model.layers.loss import summed_loss, token_losses
