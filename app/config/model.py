@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from app.choices import (
     Balance,
@@ -15,7 +16,7 @@ from app.choices import (
     StaticOverflow,
     StaticTransport,
 )
-from app.config.attention import Llama3RopeConfig, MLAConfig, Rope, YarnConfig
+from app.config.attention import AttentionSpec, Llama3RopeConfig, MLAConfig, Rope, YarnConfig
 from app.config.bounds import above_zero, at_least, finite
 from app.errors import ConfigError, Instead, nearest_divisors
 
@@ -233,6 +234,14 @@ class MoEConfig:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What decoder layers may differ in; layers with equal specs have equal weights and costs."""
+
+    attention: AttentionSpec
+    routed: bool  # has routed experts instead of a dense feed-forward
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer.
@@ -353,10 +362,24 @@ class ModelConfig:
         own = None if self.mla is None else self.mla.norm_eps
         return self.norm_eps if own is None else own
 
-    @property
-    def value_width(self) -> int:
-        """Width of one value head."""
-        return self.head_width if self.mla is None else self.mla.v_head_dim
+    @cached_property
+    def layer_specs(self) -> tuple[LayerSpec, ...]:
+        """Decoder layers in order; equal ones are one object."""
+        attention = AttentionSpec(
+            hidden=self.hidden_size,
+            heads=self.num_heads,
+            kv_heads=self.num_kv_heads,
+            width=self.head_width,
+            rope=self.rope,
+            scale=self.softmax_scale,
+            qk_norm=self.qk_norm,
+            qk_norm_whole=self.qk_norm_whole,
+            qkv_bias=self.qkv_bias,
+            eps=self.norm_eps if self.mla is None else self.latent_eps,
+            mla=self.mla,
+        )
+        kinds = {routed: LayerSpec(attention, routed) for routed in (False, True)}
+        return tuple(kinds[self.is_moe_layer(layer)] for layer in range(self.num_layers))
 
     @property
     def rope(self) -> Rope:

@@ -225,7 +225,7 @@ def chunk_of(run: Run, embedding: bool = True, head: bool = True) -> Chunk:
             if moe
             else DenseBody(model)
         )
-        layers[index] = Layer(model, body)
+        layers[index] = Layer(model, model.layer_specs[index].attention, body)
     attend: Attend = BY_TORCH
     if run.train.attention_backend is AttentionBackendKind.transformer_engine:
         attend = TransformerEngineAttention(run.train.deterministic)

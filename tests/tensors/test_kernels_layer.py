@@ -254,7 +254,8 @@ def test_a_residual_block_is_the_same_with_kernels(
 def test_attention_is_the_same_with_kernels(
     qk_norm: bool, parts: tuple[Recompute, ...], switch: Callable[[bool], None]
 ):
-    module = Attention(dataclasses.replace(MODEL, qk_norm=qk_norm))
+    model = dataclasses.replace(MODEL, qk_norm=qk_norm)
+    module = Attention(model.layer_specs[0].attention)
     set_parameters(module)
     tables = layer_context(
         torch.arange(6, device=DEVICE).expand(2, 6), None, Rope(MODEL.head_width, 10000.0)

@@ -105,7 +105,7 @@ class HeadsCache:
 
     def __init__(self, attn: Attention, sizes: CacheSizes) -> None:
         self.attn = attn
-        self.k_BGMH = sizes.zeros(attn.num_kv_heads, sizes.places, attn.width)
+        self.k_BGMH = sizes.zeros(attn.num_kv_heads, sizes.places, attn.spec.width)
         self.v_BGMH = torch.zeros_like(self.k_BGMH)
 
     @property
@@ -119,7 +119,9 @@ class HeadsCache:
         if self.k_BGMH.shape[2]:
             self.k_BGMH[:, :, : k_BPGH.shape[1]] = k_BPGH.transpose(1, 2)
             self.v_BGMH[:, :, : v_BPGH.shape[1]] = v_BPGH.transpose(1, 2)
-        out_BPNH = context.attend(q_BPNH, k_BPGH, v_BPGH, mask_B1SK=None, scale=self.attn.scale)
+        out_BPNH = context.attend(
+            q_BPNH, k_BPGH, v_BPGH, mask_B1SK=None, scale=self.attn.spec.scale
+        )
         return self.attn.wo.forward(out_BPNH.flatten(2))
 
     def step(self, x_1tD: Tensor, context: Context, following: NextToken) -> Tensor:
@@ -128,7 +130,7 @@ class HeadsCache:
         following.put(self.k_BGMH, following.own(k_1TGH))
         following.put(self.v_BGMH, following.own(v_1TGH))
         q_BGQH = following.own(q_1TNH).unflatten(1, (self.attn.num_kv_heads, -1))
-        out_BGQH = following.look(q_BGQH, self.k_BGMH, self.v_BGMH, self.attn.scale)
+        out_BGQH = following.look(q_BGQH, self.k_BGMH, self.v_BGMH, self.attn.spec.scale)
         return self.attn.wo.forward(following.as_rows(out_BGQH.flatten(1), q_1TNH))
 
 
@@ -162,7 +164,7 @@ class LatentCache:
         out_BPNH = context.attend(
             *attn.heads(q, kv, key_BPR, context),
             mask_B1SK=None,
-            scale=attn.scale,
+            scale=attn.spec.scale,
         )
         return attn.wo.forward(out_BPNH[..., : attn.mla.v_head_dim].flatten(2))
 
@@ -184,7 +186,8 @@ class LatentCache:
     @property
     def scale(self) -> float:
         """Factor on the scores: that of complete heads, although absorbed heads are wider."""
-        return self.attn.mla.key_width**-0.5 if self.attn.scale is None else self.attn.scale
+        scale = self.attn.spec.scale
+        return self.attn.mla.key_width**-0.5 if scale is None else scale
 
     def _both(self, latent_BsL: Tensor, key_BPR: Tensor, context: Context) -> Tensor:
         """Return the latent of all tokens and the rotated key: B × P × (L + R)."""
