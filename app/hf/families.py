@@ -161,11 +161,13 @@ def family_of(model: ModelConfig, key: str, value: object) -> Family:
     raise ConfigError(key, value, rule + (closest[1] if closest else ""))
 
 
-# fields that change what a model computes; those of training alone (losses, noise) may differ
-ARCHITECTURE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads",
-                "head_dim", "vocab_size", "rope_theta", "norm_eps", "qk_norm",
-                "qk_norm_whole", "qkv_bias",
-                "tie_embeddings", "yarn", "llama3_rope", "mla")  # fmt: skip
+# Fields that change what a model computes: all but names, initial weights, and experts, of which
+# those of training alone (losses, noise) may differ.
+ARCHITECTURE = tuple(
+    each.name
+    for each in dataclasses.fields(ModelConfig)
+    if each.name not in ("name", "init_std", "init_from", "moe")
+)
 OF_EXPERTS = ("num_experts", "top_k", "ffn_hidden_size", "every_n", "first_k_dense",
               "shared_ffn_hidden_size", "shared_gate", "score", "pre_softmax", "groups",
               "topk_groups", "group_best", "routed_scale", "norm_topk_prob")  # fmt: skip
