@@ -119,7 +119,9 @@ class HeadsCache:
         if self.k_BGMH.shape[2]:
             self.k_BGMH[:, :, : k_BPGH.shape[1]] = k_BPGH.transpose(1, 2)
             self.v_BGMH[:, :, : v_BPGH.shape[1]] = v_BPGH.transpose(1, 2)
-        out_BPNH = context.attend(q_BPNH, k_BPGH, v_BPGH, mask_B1SK=None, scale=self.attn.scale)
+        out_BPNH = context.attend(
+            q_BPNH, k_BPGH, v_BPGH, window=None, documents=None, scale=self.attn.scale
+        )
         return self.attn.wo.forward(out_BPNH.flatten(2))
 
     def step(self, x_1tD: Tensor, context: Context, following: NextToken) -> Tensor:
@@ -161,7 +163,8 @@ class LatentCache:
         kv = attn.kv_b.forward(latent_BsL)
         out_BPNH = context.attend(
             *attn.heads(q, kv, key_BPR, context),
-            mask_B1SK=None,
+            window=None,
+            documents=None,
             scale=attn.scale,
         )
         return attn.wo.forward(out_BPNH[..., : attn.mla.v_head_dim].flatten(2))
