@@ -96,7 +96,7 @@ def batches_of(run: Run, step: int, dp_rank: int) -> list[Batch]:
                 rows[:, :-1].contiguous(),
                 labels,
                 torch.arange(length).expand(size, length),
-                documents_BS=None,
+                ends_BD=None,
             )
         )
     return found

@@ -20,6 +20,8 @@ from app.config.bounds import above_zero, at_least, finite
 from app.errors import ConfigError, Instead, nearest_multiples
 
 EXAMPLE = "give for example data.path='folder/*'"
+# Most documents of a sequence by default: so many, or as many as there are with so many tokens.
+USUAL_DOCUMENTS, SHORT_DOCUMENT = 16, 64
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,9 @@ class DataConfig:
     validation_fraction: float = 0.1  # share of the documents kept for validation
     validation_documents: int = 100  # documents kept for validation when streaming
     document_mask: bool = False  # attention stays within a document, positions restart with it
+    # most documents of a sequence with document_mask; further ones go into the next sequence, after
+    # padding; null: a 64th of train.seq_len, at least 16
+    max_documents: int | None = None
     num_proc: int = 1  # processes that tokenize while the cache is prepared
     cache_dir: str | None = None  # folder of the arrow cache; null: the datasets library's own
     accept_changed: bool = False  # resume from a checkpoint although the data have changed since
@@ -112,7 +117,11 @@ class DataConfig:
                 "must be a file or glob, or a list of them",
                 advice=EXAMPLE,
             )
-        at_least("data", self, 1, "num_proc", "validation_documents")
+        at_least("data", self, 1, "num_proc", "validation_documents", "max_documents")
+        if self.max_documents is not None and not self.document_mask:
+            rule = "is read with data.document_mask=true, which keeps documents apart"
+            near = ("null", Instead("data.document_mask=true"))
+            raise ConfigError("data.max_documents", self.max_documents, rule, nearest=near)
         files = self.source in (Source.text, Source.jsonl, Source.parquet)
         if files and not self.path:
             raise ConfigError(
@@ -146,6 +155,17 @@ class DataConfig:
                 "must be between 0 and 1, both excluded",
                 nearest=0.1,
             )
+
+    def most_documents(self, seq_len: int) -> int | None:
+        """Return the most documents of a sequence of so many tokens; None: they are not told apart.
+
+        The usual number has room for documents of 64 tokens on average: attention kernels get that
+        many documents per sequence, and find out on the device how many are empty.
+        """
+        if not self.document_mask:
+            return None
+        usual = max(USUAL_DOCUMENTS, seq_len // SHORT_DOCUMENT)
+        return min(seq_len, self.max_documents or usual)
 
 
 @dataclass(frozen=True)

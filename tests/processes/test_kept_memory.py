@@ -71,7 +71,7 @@ def compare(run: Run) -> None:
         bytes_kept = sum(kept.values()) - cpu_masks(run, rank)
         assert bytes_kept == pytest.approx(memory.total, rel=0.05)
     # under a mask a CPU's attention needs other memory while it runs
-    if not cpu_masks(run, 0) and not run.data.document_mask:
+    if not cpu_masks(run, 0):
         forward, left, backward = (min(sizes) for sizes in list(zip(*found, strict=True))[1:4])
         assert left == pytest.approx(memory.total, rel=0.05)
         assert forward == pytest.approx(memory.total + memory.forward, rel=0.05)
@@ -80,11 +80,10 @@ def compare(run: Run) -> None:
 
 @pytest.mark.cover(1)
 @pytest.mark.parametrize(("model", "choices"), sampled(CUT.values(), 3), ids=CUT)
-@pytest.mark.parametrize("mask", [True, False], ids=["documents", "causal"])
 def test_dense_layers_and_the_ends_of_a_model_that_are_cut(
-    model: ModelConfig, choices: dict[str, Any], mask: bool
+    model: ModelConfig, choices: dict[str, Any]
 ):
-    compare(run_of(model, mask, **choices))
+    compare(run_of(model, **choices))
 
 
 @pytest.mark.every(2)

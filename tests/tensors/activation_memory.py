@@ -244,7 +244,7 @@ class Batch:
     tokens: Tensor
     labels: Tensor
     positions: Tensor
-    documents: Tensor | None
+    ends: Tensor | None  # of documents: one per sequence
 
 
 def batch_of(run: Run) -> Batch:
@@ -254,7 +254,9 @@ def batch_of(run: Run) -> Batch:
         tokens,
         labels,
         positions,
-        documents=torch.zeros_like(tokens) if run.data.document_mask else None,
+        ends=torch.full((SEQUENCES, 1), LENGTH, dtype=torch.int32)
+        if run.data.document_mask
+        else None,
     )
 
 
@@ -271,7 +273,7 @@ def measured(run: Run) -> dict[str, int]:
     inputs left out.
     """
     chunk, batch = chunk_of(run), batch_of(run)
-    context = chunk.context(batch.positions, batch.documents, sums_of(run))
+    context = chunk.context(batch.positions, batch.ends, sums_of(run))
     seen = {address(tensor) for tensor in (*chunk.parameters(), batch.tokens, batch.labels)}
     found, alive = Counter[str](), []
 
@@ -349,7 +351,7 @@ def forward_and_backward(run: Run, chunk: Chunk, whole: bool) -> tuple[int, int,
     x = batch.tokens if whole else hidden[0].clone().requires_grad_()
     inputs = [
         tensor
-        for tensor in (batch.tokens, batch.labels, batch.positions, batch.documents)
+        for tensor in (batch.tokens, batch.labels, batch.positions, batch.ends)
         if tensor is not None
     ]
     known = [*chunk.parameters(), *inputs, x, hidden]
@@ -363,7 +365,7 @@ def forward_and_backward(run: Run, chunk: Chunk, whole: bool) -> tuple[int, int,
 
 def roots_of(run: Run, chunk: Chunk, batch: Batch, x: Tensor, whole: bool) -> Iterator[Tensor]:
     again = recompute_policy(run).usual
-    context = chunk.context(batch.positions, batch.documents, sums_of(run), recompute=again)
+    context = chunk.context(batch.positions, batch.ends, sums_of(run), recompute=again)
     out = chunk(x, context)
     yield from (report.loss for report in out.routing if report.loss.requires_grad)
     yield chunk.loss(out.x, batch.labels, context) if whole else out.x

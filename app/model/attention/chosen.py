@@ -8,9 +8,9 @@ import torch
 
 from app.choices import AttentionBackendKind, CpComm
 from app.config import Run
-from app.config.training import TrainConfig
 from app.errors import ConfigError, Instead
 from app.model.attention.transformer_engine import TransformerEngineAttention
+from app.model.layers.attend import DocumentOffsets, by_flash
 from app.model.layers.transformer_engine import INSTALL, import_library, library_version
 from app.rules.attention import KEY, ON_CPU
 
@@ -36,8 +36,13 @@ def library_attention(
         torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
         for shape in _few_tokens(run)
     ]
+    most = run.data.most_documents(run.train.seq_len)
+    documents = None
+    if most is not None:
+        ends_BD = torch.full((1, most), TRIED, dtype=torch.int32, device=device)
+        documents = DocumentOffsets.of(ends_BD, leaves[0].shape[1], leaves[1].shape[1])
     try:
-        out = attend(*leaves, mask_B1SK=None, scale=None)
+        out = attend(*leaves, window=None, documents=documents, scale=None)
         torch.autograd.grad(out, leaves, torch.zeros_like(out))
     except (RuntimeError, ValueError) as error:
         width, what = run.model.head_width, str(error).splitlines()[0]
@@ -56,10 +61,21 @@ def _few_tokens(run: Run) -> Iterator[tuple[int, int, int, int]]:
         yield 1, TRIED, kv_heads // parts, model.head_width
 
 
-def attention_line(train: TrainConfig) -> str:
-    """Return the report line that names the kernels in use."""
-    order = ", gradients in a fixed order" if train.deterministic else ""
-    return f"cuDNN by Transformer Engine {library_version()}{order}"
+def attention_line(run: Run, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return the report line that names the kernels in use; None for torch's usual ones."""
+    documents = "documents by " if run.data.document_mask else ""
+    order = ", gradients in a fixed order" if run.train.deterministic else ""
+    if run.train.attention_backend is AttentionBackendKind.transformer_engine:
+        return f"{documents}cuDNN by Transformer Engine {library_version()}{order}"
+    if not documents:
+        return None
+    width = run.model.head_width
+    if device.type == "cuda" and by_flash(dtype, width):
+        return f"{documents}torch's Flash kernels{order}"
+    why = "on a CPU"
+    if device.type == "cuda":
+        why = f"Flash takes no heads of {width} values in {run.precision.params.value}"
+    return f"{documents}a mask of all queries and keys, slow in long sequences: {why}"
 
 
 def _refused(rule: str, *others: object, advice: str | None = None) -> ConfigError:

@@ -120,7 +120,7 @@ class HeadsCache:
             self.k_BGMH[:, :, : k_BPGH.shape[1]] = k_BPGH.transpose(1, 2)
             self.v_BGMH[:, :, : v_BPGH.shape[1]] = v_BPGH.transpose(1, 2)
         out_BPNH = context.attend(
-            q_BPNH, k_BPGH, v_BPGH, mask_B1SK=None, scale=self.attn.spec.scale
+            q_BPNH, k_BPGH, v_BPGH, window=None, documents=None, scale=self.attn.spec.scale
         )
         return self.attn.wo.forward(out_BPNH.flatten(2))
 
@@ -163,7 +163,8 @@ class LatentCache:
         kv = attn.kv_b.forward(latent_BsL)
         out_BPNH = context.attend(
             *attn.heads(q, kv, key_BPR, context),
-            mask_B1SK=None,
+            window=None,
+            documents=None,
             scale=attn.spec.scale,
         )
         return attn.wo.forward(out_BPNH[..., : attn.mla.v_head_dim].flatten(2))

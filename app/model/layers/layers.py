@@ -8,6 +8,7 @@ rank, P query heads for each, F = G·(P + 2)·H; R = B × S numbers.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ from app.config.attention import Llama3RopeConfig, Rope
 from app.kernels.common import usable
 from app.kernels.rms_norm import rms_norm, rms_norm_beside
 from app.kernels.swiglu import swiglu as swiglu_kernel
-from app.model.layers.attend import BY_TORCH, Attend
+from app.model.layers.attend import BY_TORCH, Attend, DocumentOffsets
 from app.model.layers.layer_groups import ALONE, LayerGroups
 from app.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 from app.model.layers.recompute import Recomputation
@@ -177,7 +178,8 @@ class Context:
 
     cos_BS1H: Tensor  # fp32; B may be 1
     sin_BS1H: Tensor
-    mask_B1SK: Tensor | None  # True where a query may attend to a key; None means causal
+    # of each call of `attend` in a layer; None where whole sequences attend
+    documents: Sequence[DocumentOffsets] | None
     attend: Attend = BY_TORCH  # implementation of softmax attention
     sink: WeightGradSink | None = None  # takes weight gradients; None leaves them to autograd
     recompute: Recomputation = field(default_factory=Recomputation)  # parts to recompute
@@ -185,13 +187,13 @@ class Context:
 
 def layer_context(
     positions_BS: Tensor,
-    mask_B1SK: Tensor | None,
+    documents: Sequence[DocumentOffsets] | None,
     rope: Rope,
     attend: Attend = BY_TORCH,
     sink: WeightGradSink | None = None,
     recompute: Recomputation | None = None,
 ) -> Context:
-    """Build the mask and rotary tables (Su et al. 2021, two halves of a head) of a microbatch."""
+    """Build the rotary tables (Su et al. 2021, two halves of a head) of a microbatch."""
     frequencies_H = _frequencies(rope, positions_BS.device)
     angles_BSH = (positions_BS[..., None].float() * frequencies_H).repeat(1, 1, 2)
     cos_BSH, sin_BSH = angles_BSH.cos(), angles_BSH.sin()
@@ -201,7 +203,7 @@ def layer_context(
     return Context(
         cos_BSH[:, :, None],
         sin_BSH[:, :, None],
-        mask_B1SK,
+        documents,
         attend=attend,
         sink=sink,
         recompute=recompute or Recomputation(),
@@ -256,13 +258,6 @@ def interleaved_to_halves(x: Tensor) -> Tensor:
     """
     halves: Tensor = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return halves
-
-
-def document_mask(documents_BK: Tensor, places_S: Tensor) -> Tensor:
-    """Return the bool mask B × 1 × S × K: causal, and every query stays within its document."""
-    keys_K = torch.arange(documents_BK.shape[1], device=documents_BK.device)
-    same_BSK = documents_BK[:, places_S, None] == documents_BK[:, None, :]
-    return (same_BSK & (keys_K <= places_S[:, None]))[:, None]
 
 
 def rotate(x_BSNH: Tensor, context: Context) -> Tensor:

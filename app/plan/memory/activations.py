@@ -74,10 +74,8 @@ def _microbatch(s: Sizes, stage: Stage, recompute: RecomputeChoice) -> Microbatc
     parts = stage_parts(s.model, stage, s.run.precision.fp8)
     found = {part: trace_memory(part_operations(s, part, recompute), s.stream) for part in parts}
     kept: Counter[str] = Counter()
-    if stage.layers:  # cosines and sines; rerunning whole layers needs the mask too
+    if stage.layers:  # cosines and sines
         kept["rotary"] = s.rotary
-        if recompute.whole_layers and s.mask:
-            kept["mask"] = s.mask
     forward = backward = saved = kept.total()
     waiting = waits = sum(found[part].waiting for part in parts)
     # the gradient of a tied embedding is alive from the head's backward to the embedding's

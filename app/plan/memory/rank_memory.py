@@ -314,9 +314,10 @@ def _by_phase(peak: Peak) -> str:
 
 
 def batch_bytes(run: Run, layout: ParallelLayout) -> int:
-    """Return bytes of tokens, labels, positions and document ids: whole sequences, int64."""
+    """Return bytes of tokens, labels and positions, int64, and of ends of documents, int32."""
     tokens = run.train.micro_batch * run.train.seq_len
-    return 8 * (3 * tokens // layout.cp + (tokens if run.data.document_mask else 0))
+    documents = run.train.micro_batch * (run.data.most_documents(run.train.seq_len) or 0)
+    return 8 * 3 * tokens // layout.cp + 4 * documents
 
 
 def communicators(model: ModelConfig, layout: ParallelLayout, pp_rank: int) -> list[Group]:

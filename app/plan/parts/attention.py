@@ -20,12 +20,10 @@ from app.plan.parts.trace import Sends, Sizes, Trace, Work
 def attends_by_matrices(run: Run) -> bool:
     """Return whether no fused attention supports the run: all S × S probabilities are stored.
 
-    With fewer key/value heads than query heads there is none in fp32, and no deterministic one
-    under a document mask.
+    With fewer key/value heads than query heads there is none in fp32.
     """
     grouped = run.model.num_kv_heads < run.model.num_heads
-    ordered_mask = run.data.document_mask and run.train.deterministic
-    return grouped and (run.precision.params is Dtype.float32 or ordered_mask)
+    return grouped and run.precision.params is Dtype.float32
 
 
 def attention(
@@ -144,23 +142,24 @@ def attend(
         work = Work.ordered_attention
         scratch = scores + copies, 2 * scores
         return t.op(work, q + kv, q, scores + copies, scratch=scratch, kernels=12, flops=flops)
-    work, keeps, sums = _kernel(s, rows, keys, own=own)
+    work, sums = _kernel(s, rows, keys, own=own)
+    # in fp32 documents are a mask, which torch adds to the scores; every layer makes it anew
+    masked = s.run.data.document_mask and s.run.precision.params is Dtype.float32
+    keeps = train.micro_batch * own * keys * s.size if masked else 0
     per_head = kv * s.heads // s.kv_heads - kv  # gradients of keys and values are per query head
     scratch = (0, 4 * elements + sums + per_head)
     return t.op(work, q + kv, q, saves + keeps + 4 * rows, scratch=scratch, flops=flops)
 
 
-def _kernel(s: Sizes, rows: int, keys: int, own: int) -> tuple[Work, int, int]:
-    """Return the work of the fused kernel, what it saves besides, and memory of its backward."""
+def _kernel(s: Sizes, rows: int, keys: int, own: int) -> tuple[Work, int]:
+    """Return the work of the fused kernel, and memory of its backward."""
     ordered = s.run.train.deterministic
     if s.run.train.attention_backend is AttentionBackendKind.transformer_engine:
         # cuDNN's deterministic backward stores a matrix of all scores
         matrix = rows * keys * s.size if ordered else 0
-        return (Work.cudnn_ordered_attention if ordered else Work.attention), 0, matrix
-    # torch adds the mask as numbers to the scores; every layer converts it anew
-    queries = s.run.train.micro_batch * own
-    mask = queries * keys * s.size if s.run.data.document_mask else 0
+        return (Work.cudnn_ordered_attention if ordered else Work.attention), matrix
     if ordered:
-        return Work.ordered_attention, mask, 0
-    # the fastest kernel needs as many queries as keys
-    return (Work.gathered_attention if own < keys else Work.attention), mask, 0
+        return Work.ordered_attention, 0
+    # the fastest kernel needs as many queries as keys, and has no documents
+    flash = own < keys or s.run.data.document_mask
+    return (Work.gathered_attention if flash else Work.attention), 0

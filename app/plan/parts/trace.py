@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
 
-from app.choices import CpComm, Dtype, Fp8Recipe, Recompute, ScheduleName
+from app.choices import Dtype, Fp8Recipe, Recompute, ScheduleName
 from app.config import ModelConfig, Run
 from app.plan.groups import TP, Group, Way
 from app.plan.layout import ParallelLayout
@@ -33,7 +33,8 @@ class Work(Enum):
     grouped = "grouped GEMMs"
     attention = "attention"
     ordered_attention = "ordered attention"  # torch's slower, deterministic kernel
-    gathered_attention = "attention to gathered keys"  # the same kernel, not deterministic
+    # the same kernel, not deterministic: queries that are the last of more keys, and documents
+    gathered_attention = "attention to gathered keys"
     cudnn_ordered_attention = "ordered attention of cuDNN"  # deterministic gradients
     activation = "activation"
     heads = "heads"
@@ -140,14 +141,6 @@ class Sizes:
     def rotary(self) -> int:
         """Cosines and sines that all layers of a microbatch share, fp32: 2 × T × rotated width."""
         return 2 * 4 * self.tokens * self.model.rope.width
-
-    @property
-    def mask(self) -> int:
-        """Document mask, if there is one: a byte per query and token of its sequence."""
-        cut = self.layout.cp if self.run.parallel.cp_comm_type is CpComm.all_gather else 1
-        if not self.run.data.document_mask:
-            return 0
-        return self.tokens * self.layout.cp // cut * self.run.train.seq_len
 
     @property
     def splits(self) -> bool:
