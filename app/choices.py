@@ -5,6 +5,13 @@ from __future__ import annotations
 from enum import Enum
 
 
+class LayerType(Enum):
+    """Tokens that the attention of a layer sees, by the names of `transformers`."""
+
+    full_attention = "full_attention"  # all tokens before a query
+    sliding_attention = "sliding_attention"  # the last `model.sliding_window` of them
+
+
 class Score(Enum):
     """Function that turns router logits into scores."""
 

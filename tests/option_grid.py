@@ -71,6 +71,7 @@ NUMBERS: dict[str, tuple[Value, ...]] = {
     "model.num_layers": (2, 3),
     "model.num_kv_heads": (2, 4),
     "model.head_dim": (None, 16),
+    "model.sliding_window": (None, 5),
     "model.mla.q_lora_rank": (None, 32),
     "model.moe.top_k": (2, 1),
     "model.moe.every_n": (1, 2),

@@ -132,6 +132,7 @@ class AttentionSpec:
     kv_heads: int  # key and value heads
     width: int  # of a query or key head
     rope: Rope
+    window: int | None  # tokens that a query sees, itself included; None means all before it
     scale: float | None  # factor on the scores; None means 1 / √width
     qk_norm: bool  # RMSNorm on each query and key head
     qk_norm_whole: bool  # one RMSNorm over all query or key heads together instead

@@ -11,6 +11,7 @@ from app.choices import (
     CloneAlgorithm,
     DispatcherKind,
     DropPolicy,
+    LayerType,
     Score,
     StaticCapacity,
     StaticOverflow,
@@ -18,7 +19,7 @@ from app.choices import (
 )
 from app.config.attention import AttentionSpec, Llama3RopeConfig, MLAConfig, Rope, YarnConfig
 from app.config.bounds import above_zero, at_least, finite
-from app.errors import ConfigError, Instead, nearest_divisors
+from app.errors import ConfigError, FirstOf, Instead, nearest_divisors
 
 # a capacity of StaticConfig is a multiple of this: whole tiles of the grouped GEMM
 ROUNDED_ROWS = 128
@@ -265,6 +266,12 @@ class ModelConfig:
     # one RMSNorm over all query or key heads together (OLMoE), not one per head
     qk_norm_whole: bool = False
     qkv_bias: bool = False  # a bias on queries, keys and values (Qwen2)
+    # tokens that a query sees in layers of type sliding_attention, itself included; null: no such
+    # layer
+    sliding_window: int | None = None
+    # attention of each layer, or a shorter pattern that repeats over the layers; empty:
+    # sliding_attention everywhere with a sliding_window, full_attention without
+    layer_types: tuple[LayerType, ...] = ()
     tie_embeddings: bool = False  # share one matrix between embedding and head
     init_std: float = 0.02  # standard deviation of the initial weights
     # Hugging Face model whose weights a new run starts from, a folder or a name on the hub; null:
@@ -274,6 +281,7 @@ class ModelConfig:
     moe: MoEConfig | None = None  # null: every layer is dense
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "layer_types", tuple(self.layer_types))
         at_least(
             "model",
             self,
@@ -285,6 +293,7 @@ class ModelConfig:
             "num_kv_heads",
             "head_dim",
             "vocab_size",
+            "sliding_window",
         )
         above_zero("model", self, "rope_theta", "norm_eps", "init_std")
         if self.moe and self.moe.first_k_dense >= self.num_layers:
@@ -302,6 +311,7 @@ class ModelConfig:
             rule = "needs norms of queries and keys, and model.qk_norm=false has none"
             near = (False, Instead("model.qk_norm=true"))
             raise ConfigError("model.qk_norm_whole", True, rule, nearest=near)
+        self._check_layer_types()
         if self.mla is not None:
             self._check_latent()
         elif self.head_dim is None and self.hidden_size % self.num_heads:
@@ -329,6 +339,25 @@ class ModelConfig:
                 "rotary positions need an even head width",
                 nearest=self.head_width + 1,
             )
+
+    def _check_layer_types(self) -> None:
+        types, window = self.layer_types, self.sliding_window
+        near: tuple[object, ...]
+        slides = LayerType.sliding_attention in types
+        if slides and window is None:
+            rule = "layer_types has sliding_attention, which needs a number of tokens"
+            near = (4096, Instead("model.layer_types=[]"))
+            raise ConfigError("model.sliding_window", None, rule, nearest=near)
+        if types and not slides and window is not None:
+            rule = f"has no sliding_attention that would use model.sliding_window={window}"
+            near = ("[]", Instead("model.sliding_window=null"))
+            raise ConfigError("model.layer_types", types, rule, nearest=near)
+        if len(types) > self.num_layers:
+            rule = f"has more entries than the num_layers={self.num_layers} layers"
+            first = types[: self.num_layers]
+            fits = [first] if slides == (LayerType.sliding_attention in first) else []
+            near = (FirstOf(fits), Instead(f"model.num_layers={len(types)}"))
+            raise ConfigError("model.layer_types", types, rule, nearest=near)
 
     def _check_latent(self) -> None:
         needs = "multi-head latent attention has widths of its own, model.mla.*"
@@ -365,12 +394,23 @@ class ModelConfig:
     @cached_property
     def layer_specs(self) -> tuple[LayerSpec, ...]:
         """Decoder layers in order; equal ones are one object."""
-        attention = AttentionSpec(
+        kinds: dict[LayerSpec, LayerSpec] = {}
+        listed = (
+            LayerSpec(self._attention(layer), self.is_moe_layer(layer))
+            for layer in range(self.num_layers)
+        )
+        return tuple(kinds.setdefault(spec, spec) for spec in listed)
+
+    def _attention(self, layer: int) -> AttentionSpec:
+        types = self.layer_types
+        slides = not types or types[layer % len(types)] is LayerType.sliding_attention
+        return AttentionSpec(
             hidden=self.hidden_size,
             heads=self.num_heads,
             kv_heads=self.num_kv_heads,
             width=self.head_width,
             rope=self.rope,
+            window=self.sliding_window if slides else None,
             scale=self.softmax_scale,
             qk_norm=self.qk_norm,
             qk_norm_whole=self.qk_norm_whole,
@@ -378,8 +418,6 @@ class ModelConfig:
             eps=self.norm_eps if self.mla is None else self.latent_eps,
             mla=self.mla,
         )
-        kinds = {routed: LayerSpec(attention, routed) for routed in (False, True)}
-        return tuple(kinds[self.is_moe_layer(layer)] for layer in range(self.num_layers))
 
     @property
     def rope(self) -> Rope:

@@ -131,6 +131,21 @@ def test_both_cp_chunks_cost_their_query_key_pairs(cp: int):
     assert attends == [2 * 2 * 2 * 8 * 8 * count for count in pairs]
 
 
+@pytest.mark.parametrize("cp", [1, 2])
+def test_windows_cost_their_query_key_pairs(cp: int):
+    """A query pairs with as many keys as its window has tokens, with itself half."""
+    piece = 32 // (2 * cp)
+    calls = (range(piece), range(32 - piece, 32)) if cp > 1 else (range(32),)
+    for window in (1, 5, 8, 16, 24, 31, 32, 100):
+        run = planned(dataclasses.replace(MODEL, sliding_window=window), world=cp, cp=cp)
+        pairs = [
+            sum(min(position + 0.5, window - 0.5) for position in queries) for queries in calls
+        ]
+        ops = operations(run, LayerPart(run.model.layer_specs[0]))
+        attends = [op.flops for op in ops if op.phase == "attn" and op.flops and not op.weight]
+        assert attends == [2 * 2 * 2 * 8 * 8 * count for count in pairs], window
+
+
 def test_only_what_has_a_weight_has_a_gradient_of_it():
     ops = [
         op

@@ -92,6 +92,7 @@ class Attention(nn.Module):
             v_BSGH,
             context=context,
             layer_groups=self.layer_groups,
+            window=self.spec.window,
             scale=self.spec.scale,
         ).flatten(2)
 
@@ -217,6 +218,7 @@ class LatentAttention(nn.Module):
             v_BSNH,
             context=context,
             layer_groups=self.layer_groups,
+            window=self.spec.window,
             scale=self.spec.scale,
         )
         return out_BSNH[..., : self.mla.v_head_dim].flatten(2)

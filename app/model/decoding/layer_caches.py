@@ -64,12 +64,25 @@ class NextToken:
         """Write one token of every sequence to the cache."""
         memory_BGMH[self.sequence_B, :, self.place_B] = value_BGH
 
-    def look(self, q_BGQH: Tensor, k_BGMH: Tensor, v_BGMH: Tensor, scale: float | None) -> Tensor:
+    def look(
+        self,
+        q_BGQH: Tensor,
+        k_BGMH: Tensor,
+        v_BGMH: Tensor,
+        *,
+        window: int | None,
+        scale: float | None,
+    ) -> Tensor:
         """Attend with the queries of one token; queries that share a key/value head are rows of one
         matrix: B × G × Q × H.
         """
+        bias_B11M = self.bias_B11M
+        if window is not None:
+            place_M = torch.arange(bias_B11M.shape[-1], device=bias_B11M.device)
+            gone_BM = place_M <= self.place_B[:, None] - window
+            bias_B11M = bias_B11M.masked_fill(gone_BM[:, None, None], -torch.inf)
         return F.scaled_dot_product_attention(
-            q_BGQH, k_BGMH, v_BGMH, attn_mask=self.bias_B11M, scale=scale
+            q_BGQH, k_BGMH, v_BGMH, attn_mask=bias_B11M, scale=scale
         )
 
     def own(self, rows_1TF: Tensor) -> Tensor:
@@ -115,22 +128,26 @@ class HeadsCache:
 
     def prompt(self, x_BsD: Tensor, context: Context) -> Tensor:
         """See `LayerCache`."""
+        spec = self.attn.spec
         q_BPNH, k_BPGH, v_BPGH = self.attn.heads(x_BsD, context)
         if self.k_BGMH.shape[2]:
             self.k_BGMH[:, :, : k_BPGH.shape[1]] = k_BPGH.transpose(1, 2)
             self.v_BGMH[:, :, : v_BPGH.shape[1]] = v_BPGH.transpose(1, 2)
         out_BPNH = context.attend(
-            q_BPNH, k_BPGH, v_BPGH, window=None, documents=None, scale=self.attn.spec.scale
+            q_BPNH, k_BPGH, v_BPGH, window=spec.window, documents=None, scale=spec.scale
         )
         return self.attn.wo.forward(out_BPNH.flatten(2))
 
     def step(self, x_1tD: Tensor, context: Context, following: NextToken) -> Tensor:
         """See `LayerCache`."""
+        spec = self.attn.spec
         q_1TNH, k_1TGH, v_1TGH = self.attn.heads(x_1tD, context)
         following.put(self.k_BGMH, following.own(k_1TGH))
         following.put(self.v_BGMH, following.own(v_1TGH))
         q_BGQH = following.own(q_1TNH).unflatten(1, (self.attn.num_kv_heads, -1))
-        out_BGQH = following.look(q_BGQH, self.k_BGMH, self.v_BGMH, self.attn.spec.scale)
+        out_BGQH = following.look(
+            q_BGQH, self.k_BGMH, self.v_BGMH, window=spec.window, scale=spec.scale
+        )
         return self.attn.wo.forward(following.as_rows(out_BGQH.flatten(1), q_1TNH))
 
 
@@ -163,7 +180,7 @@ class LatentCache:
         kv = attn.kv_b.forward(latent_BsL)
         out_BPNH = context.attend(
             *attn.heads(q, kv, key_BPR, context),
-            window=None,
+            window=attn.spec.window,
             documents=None,
             scale=attn.spec.scale,
         )
@@ -180,7 +197,9 @@ class LatentCache:
         plain, rotated = (following.own(part) for part in attn.queries(q, context))
         q_BNF = torch.cat((torch.einsum("bnc,ncl->bnl", plain, keys_NCL), rotated), dim=-1)
         latent_B1ML = self.both_B1MF[..., : mla.kv_lora_rank]
-        found_BNL = following.look(q_BNF[:, None], self.both_B1MF, latent_B1ML, self.scale)[:, 0]
+        found_BNL = following.look(
+            q_BNF[:, None], self.both_B1MF, latent_B1ML, window=attn.spec.window, scale=self.scale
+        )[:, 0]
         out_BNV = torch.einsum("bnl,nvl->bnv", found_BNL, values_NVL)
         return attn.wo.forward(following.as_rows(out_BNV.flatten(1), q))
 

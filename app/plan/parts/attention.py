@@ -126,14 +126,14 @@ def attend(
 ) -> int:
     """Attention of `q` bytes of queries to `kv` of keys and values, `keys` of each sequence.
 
-    Each query sees the keys before it, so of n queries the first sees all but n − 1. ranks: parts
-    that the queries of a sequence are divided into.
+    The queries are the last of the keys. ranks: parts that the queries of a sequence are divided
+    into.
     """
     s, train = t.sizes, t.sizes.run.train
     elements = q // s.size
     rows = elements // spec.width  # of all heads
     own = s.tokens // ranks // train.micro_batch if s.layout.cp == 1 or ranks > 1 else keys
-    pairs = rows * (2 * keys - own)  # twice the pairs of query and key
+    pairs = rows // own * twice_the_pairs(own, keys, spec.window)
     flops = pairs * (spec.width + spec.value_width)
     if attends_by_matrices(s.run):
         # GEMMs and an fp32 softmax, which saves all probabilities, and q, k and v per query head
@@ -142,17 +142,38 @@ def attend(
         work = Work.ordered_attention
         scratch = scores + copies, 2 * scores
         return t.op(work, q + kv, q, scores + copies, scratch=scratch, kernels=12, flops=flops)
-    work, sums = _kernel(s, rows, keys, own=own)
-    # in fp32 documents are a mask, which torch adds to the scores; every layer makes it anew
-    masked = s.run.data.document_mask and s.run.precision.params is Dtype.float32
-    keeps = train.micro_batch * own * keys * s.size if masked else 0
+    limited = s.run.data.document_mask or (spec.window or keys) < keys
+    work, sums = _kernel(s, rows, keys, flash=limited or own < keys)
+    # in fp32 documents and windows are a mask, which torch adds to the scores; every layer makes it
+    # anew
+    masked = limited and s.run.precision.params is Dtype.float32
+    each = train.micro_batch if s.run.data.document_mask else 1
+    keeps = each * own * keys * s.size if masked else 0
     per_head = kv * s.heads // s.kv_heads - kv  # gradients of keys and values are per query head
     scratch = (0, 4 * elements + sums + per_head)
     return t.op(work, q + kv, q, saves + keeps + 4 * rows, scratch=scratch, flops=flops)
 
 
-def _kernel(s: Sizes, rows: int, keys: int, own: int) -> tuple[Work, int]:
-    """Return the work of the fused kernel, and memory of its backward."""
+def twice_the_pairs(queries: int, keys: int, window: int | None) -> int:
+    """Return twice the pairs of a query and a key that it sees, of one head and sequence.
+
+    The queries are the last of the keys; a query and its own key are half a pair, as kernels that
+    skip what is masked compute about half of the blocks on the diagonal.
+    """
+    before = keys - queries  # keys before the first query
+    if window is None or window >= keys:
+        return queries * (before + keys)
+    growing = max(0, window - before)  # queries that see all keys before them
+    full = queries - growing
+    return growing * (2 * before + growing) + full * (2 * window - 1)
+
+
+def _kernel(s: Sizes, rows: int, keys: int, flash: bool) -> tuple[Work, int]:
+    """Return the work of the fused kernel, and memory of its backward.
+
+    `flash`: torch's fastest kernel, which needs as many queries as keys and has neither documents
+    nor windows, does not apply.
+    """
     ordered = s.run.train.deterministic
     if s.run.train.attention_backend is AttentionBackendKind.transformer_engine:
         # cuDNN's deterministic backward stores a matrix of all scores
@@ -160,6 +181,4 @@ def _kernel(s: Sizes, rows: int, keys: int, own: int) -> tuple[Work, int]:
         return (Work.cudnn_ordered_attention if ordered else Work.attention), matrix
     if ordered:
         return Work.ordered_attention, 0
-    # the fastest kernel needs as many queries as keys, and has no documents
-    flash = own < keys or s.run.data.document_mask
     return (Work.gathered_attention if flash else Work.attention), 0

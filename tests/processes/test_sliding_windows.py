@@ -1,0 +1,92 @@
+"""Layers with a sliding window among layers without train like one process in every kind of layout,
+and the same bit for bit whatever backward computes again and graphs hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from app.choices import CpComm, LayerType, Recompute, ScheduleName
+from app.config import ParallelConfig, RecomputeConfig, Run, ScheduleConfig
+from tests.cases import chosen
+from tests.distributed import run_distributed
+from tests.parity import OneProcess, few_steps
+from tests.processes.captured import WHOLE, local, same, several
+from tests.runs import LATENT, STEADY, TINY, make_run
+
+STEPS = 3
+WINDOWS: dict[str, Any] = {
+    "sliding_window": 5,  # of 16 tokens, so that it ends in other ranks' tokens
+    "layer_types": (LayerType.sliding_attention, LayerType.full_attention),
+}
+MODELS = {
+    "grouped": dataclasses.replace(TINY, moe=None, qk_norm=True, **WINDOWS),
+    "latent": dataclasses.replace(LATENT, **WINDOWS),
+}
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "tp 2": ({"tp": 2}, "auto"),
+    "cp 2": ({"cp": 2}, "auto"),
+    "cp 2 heads": ({"cp": 2, "cp_comm_type": CpComm.all_to_all}, "auto"),
+    "cp 4": ({"cp": 4}, "auto"),
+    "pp 2 split backward": ({"pp": 2}, "zero_bubble_h1"),
+    "tp 2 cp 2": ({"tp": 2, "cp": 2}, "auto"),
+    "two stages per rank": ({"pp": 2, "vpp": 2}, "interleaved"),
+}
+QUICK = [("grouped", "tp 2"), ("grouped", "cp 2"), ("grouped", "cp 2 heads"), ("latent", "cp 2"),
+         ("grouped", "two stages per rank")]  # fmt: skip
+PAIRS = [(name, case) for name in MODELS for case in CASES]
+
+
+def run_of(name: str, schedule: str = "auto", phases: Any = (), **parallel: Any) -> Run:
+    stages = parallel.get("pp", 1) * parallel.get("vpp", 1)
+    return make_run(
+        dataclasses.replace(MODELS[name], num_layers=max(2, stages)),
+        parallel=ParallelConfig(**({"dp": 1} | parallel)),
+        schedule=ScheduleConfig(ScheduleName(schedule)),
+        recompute=RecomputeConfig(phases=phases),
+        optim=STEADY,
+    )
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize(("name", "case"), chosen(PAIRS, QUICK))
+def test_layouts_equal_one_process(name: str, case: str):
+    parallel, schedule = CASES[case]
+    run = run_of(name, schedule, **parallel)
+    alone = dataclasses.replace(run, parallel=ParallelConfig(), schedule=ScheduleConfig())
+    one = OneProcess.of(alone, STEPS)
+    for found in run_distributed(few_steps, run.world_size, run, STEPS):
+        one.expect(found)
+
+
+@pytest.mark.parametrize("parallel", chosen([{}, {"tp": 2}, {"cp": 2}], [{}]), ids=str)
+def test_recomputed_and_captured_parts_change_nothing(parallel: dict[str, Any]):
+    plain = run_of("grouped", **parallel)
+    again = run_of("grouped", phases=(Recompute.attn_core, Recompute.norm), **parallel)
+    runs = {
+        "eager": plain,
+        "again": again,
+        "captured": dataclasses.replace(plain, cuda_graph=local("attn")),
+        "captured again": dataclasses.replace(again, cuda_graph=local("attn")),
+    }
+    if not parallel:
+        runs["whole"] = dataclasses.replace(plain, cuda_graph=WHOLE)
+    for results in run_distributed(several, plain.world_size, runs):
+        eager = results.pop("eager")
+        for name, result in results.items():
+            assert same(result, eager), name
+
+
+def trained(rank: int, models: dict[str, Any]) -> dict[str, Any]:
+    return {name: few_steps(rank, make_run(model), 1) for name, model in models.items()}
+
+
+def test_only_a_window_shorter_than_sequences_changes_losses():
+    full = dataclasses.replace(TINY, moe=None, num_layers=2)
+    windows = {size: dataclasses.replace(full, sliding_window=size) for size in (15, 16, 1000)}
+    ((found),) = run_distributed(trained, 1, {"full": full, **windows})
+    losses = {name: result["losses"] for name, result in found.items()}
+    assert losses[16] == losses[1000] == losses["full"] != losses[15]
