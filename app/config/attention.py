@@ -145,6 +145,12 @@ class AttentionSpec:
         """Width of one value head."""
         return self.width if self.mla is None else self.mla.v_head_dim
 
+    def cached_tokens(self, tokens: int) -> int:
+        """Return how many tokens of a sequence of `tokens` a KV cache holds: those that a window
+        reaches.
+        """
+        return tokens if self.window is None else min(self.window, tokens)
+
     def cached_numel(self, tp: int) -> int:
         """Return the elements of a token in a KV cache on one of `tp` ranks.
 

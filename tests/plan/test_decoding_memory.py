@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.choices import Dtype
+from app.choices import Dtype, LayerType
 from app.config import HardwareConfig, ParallelConfig, PrecisionConfig, Run
 from app.errors import ConfigError
 from app.plan.memory.overheads import CUDA_CONTEXT, WORKSPACES
@@ -38,6 +38,14 @@ def test_latent_attention_by_hand():
     for degrees in ({}, {"tp": 2}):
         plan = plan_of(LATENT, PrecisionConfig(), **degrees)
         assert decoding_memory(plan, 0, 3, tokens=10).caches[0] == layer
+
+
+def test_a_window_bounds_what_its_layers_cache():
+    types = (LayerType.sliding_attention, LayerType.full_attention)
+    plan = plan_of(dataclasses.replace(DENSE, sliding_window=6, layer_types=types))
+    token = 3 * 2 * 2 * 8 * 2  # texts, keys and values, heads, width, bytes
+    assert decoding_memory(plan, 0, 3, tokens=10).caches == (6 * token, 10 * token) * 2
+    assert decoding_memory(plan, 0, 3, tokens=5).caches == (5 * token,) * 4
 
 
 def test_the_table_of_a_plan_by_hand():

@@ -35,7 +35,7 @@ from tests.processes.decoding import (
 from tests.rounding import Values, expect_alike, numbered
 
 QUICK = [("moe", "tp 2 ep 2"), ("dense", "pp 2 tp 2"), ("latent", "tp 2"), ("moe", "cp 2 ep 2"),
-         ("static", "ep 2"), ("latent", "pp 2")]  # fmt: skip
+         ("static", "ep 2"), ("latent", "pp 2"), ("windows", "pp 2 tp 2")]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -84,7 +84,7 @@ CAPTURED = [
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), chosen(CAPTURED, [("latent", ""), ("moe", ""), ("static", "ep 2")])
+    ("name", "layout"), chosen(CAPTURED, [("latent", ""), ("moe", ""), ("windows", ""), ("static", "ep 2")])
 )
 def test_captured_steps_say_the_same(name: str, layout: str):
     degrees = LAYOUTS.get(layout, {})
@@ -169,7 +169,7 @@ def held_and_planned(engine: Engine) -> tuple[list[int], list[int]]:
     chosen(
         [*PAIRS, *((name, "") for name in MODELS)],
         [("dense", ""), ("dense", "pp 2 tp 2"), ("latent", "tp 2"), ("latent", "cp 2"),
-         ("moe", "ep 2")],
+         ("moe", "ep 2"), ("windows", ""), ("latent windows", "")],
     ),
 )  # fmt: skip
 def test_as_much_memory_is_taken_as_planned(name: str, layout: str):
