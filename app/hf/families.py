@@ -29,6 +29,7 @@ class Family:
     read: Callable[[TheirConfig], dict[str, Any]]  # returns fields of our configuration
     lines: tuple[NameLine, ...]  # weights
     written_moe: Callable[[MoEConfig], dict[str, Any]] | None = None  # None for dense families
+    windows: tuple[str, ...] = ()  # keys of sliding windows, of `config_json.written_windows`
     # values of keys that config.json lacks: the defaults of the class in `transformers`
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -48,7 +49,8 @@ class Family:
         found = config.written(model, self.model_type, self.architecture)
         if self.written_moe is not None and model.moe is not None:
             found |= self.written_moe(model.moe)
-        return found
+        windows = config.written_windows(model)
+        return found | {key: windows[key] for key in self.windows}
 
 
 _GROUPED = (*tables.WHOLE_MODEL, *tables.EVERY_LAYER, *tables.GROUPED_ATTENTION)
@@ -59,21 +61,41 @@ _DEEPSEEK = (
     *tables.EXPERTS,
     *tables.SHARED_EXPERTS,
 )
+_QWEN_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+_QWEN_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
 FAMILIES = (
     Family("llama", "LlamaForCausalLM", config.llama, _GROUPED),
+    Family(
+        "mistral",
+        "MistralForCausalLM",
+        config.mistral,
+        _GROUPED,
+        windows=("sliding_window",),
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    Family(
+        "ministral",
+        "MinistralForCausalLM",
+        config.ministral,
+        _GROUPED,
+        windows=("sliding_window", "layer_types"),
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
     Family(
         "qwen2",
         "Qwen2ForCausalLM",
         config.qwen2,
         _GROUPED,
-        defaults={"num_key_value_heads": 32},
+        windows=_QWEN_WINDOWS,
+        defaults={"num_key_value_heads": 32, **_QWEN_DEFAULTS},
     ),
     Family(
         "qwen3",
         "Qwen3ForCausalLM",
         config.qwen3,
         _GROUPED,
-        defaults={"num_key_value_heads": 32, "head_dim": 128},
+        windows=_QWEN_WINDOWS,
+        defaults={"num_key_value_heads": 32, "head_dim": 128, **_QWEN_DEFAULTS},
     ),
     Family(
         "mixtral",
@@ -81,6 +103,7 @@ FAMILIES = (
         config.mixtral,
         (*_GROUPED, *tables.MIXTRAL_EXPERTS),
         config.written_mixtral,
+        windows=("sliding_window",),
         defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "router_aux_loss_coef": 0.001},
     ),
     Family(
@@ -97,7 +120,12 @@ FAMILIES = (
         config.qwen3_moe,
         (*_GROUPED, *tables.EXPERTS),
         config.written_qwen3_moe,
-        defaults={"num_key_value_heads": 4, "router_aux_loss_coef": 0.001},
+        windows=("use_sliding_window", "sliding_window"),
+        defaults={
+            "num_key_value_heads": 4,
+            "router_aux_loss_coef": 0.001,
+            "sliding_window": 4096,
+        },
     ),
     Family(
         "deepseek_v2",
@@ -197,6 +225,7 @@ def _essence(model: ModelConfig) -> dict[str, Any]:
     """Return the fields that change what a model computes, in a canonical form."""
     found = {name: _plain(getattr(model, name)) for name in ARCHITECTURE}
     found["head_dim"] = None if model.mla else model.head_width
+    found["layer_types"] = config.layer_types(model)
     if all(map(model.is_moe_layer, range(model.num_layers))):
         del found["ffn_hidden_size"]  # unused if every layer is MoE
     if model.mla is not None:
