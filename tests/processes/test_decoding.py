@@ -84,7 +84,8 @@ CAPTURED = [
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), chosen(CAPTURED, [("latent", ""), ("moe", ""), ("windows", ""), ("static", "ep 2")])
+    ("name", "layout"),
+    chosen(CAPTURED, [("latent", ""), ("moe", ""), ("windows", ""), ("static", "ep 2")]),
 )
 def test_captured_steps_say_the_same(name: str, layout: str):
     degrees = LAYOUTS.get(layout, {})
