@@ -38,7 +38,7 @@ from app.rules import RULES
 
 CONF = Path(__file__).parent.parent / "conf"
 CPU = torch.device("cpu")
-VALUE_ATTEMPTS = 5  # a value that seems refused is in no run of a grid
+VALUE_ATTEMPTS = 6  # a value that seems refused is in no run of a grid
 STARTS = 4  # runs with one value of a pair that a search for the pair begins from
 ON = "on"  # of an optional section: it is there
 Value = Any
@@ -308,7 +308,8 @@ def _subsets(key: str, kind: type[Enum]) -> Iterator[tuple[Enum, ...]]:
     """None, one or all of the members, and what the config group of the section offers."""
     section, _, name = key.rpartition(".")
     offered = [yaml.safe_load(path.read_text()) for path in sorted((CONF / section).glob("*.yaml"))]
-    named = [tuple(map(kind, option[name])) for option in offered if option.get(name)]
+    listed = [option[name] for option in offered if isinstance(option.get(name), list)]
+    named = [tuple(map(kind, each)) for each in listed]
     all_found = ((), *((member,) for member in kind), tuple(kind), *named)
     yield from dict.fromkeys(all_found)
 

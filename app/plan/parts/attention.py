@@ -151,7 +151,8 @@ def attend(
     keeps = each * own * keys * s.size if masked else 0
     per_head = kv * s.heads // s.kv_heads - kv  # gradients of keys and values are per query head
     scratch = (0, 4 * elements + sums + per_head)
-    return t.op(work, q + kv, q, saves + keeps + 4 * rows, scratch=scratch, flops=flops)
+    saves += keeps + 4 * rows
+    return t.op(work, q + kv, q, saves, scratch=scratch, flops=flops, window=spec.window)
 
 
 def twice_the_pairs(queries: int, keys: int, window: int | None) -> int:

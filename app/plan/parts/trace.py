@@ -80,6 +80,7 @@ class Operation:
     fp8: Fp8Work | None  # None: its GEMMs are in the type of parameters
     sends: Sends | None  # None: nothing
     used: float  # share of its rows that hold a token; kernels skip the others
+    window: int | None = None  # most keys that a query sees; None: all before it
     summed: bool = False  # added to the residual stream, whose gradient is its output's
 
     @property
@@ -202,6 +203,7 @@ class Trace:
         fp8: Fp8Work | None = None,
         sends: Sends | None = None,
         used: float = 1.0,
+        window: int | None = None,
     ) -> int:
         """Add an operation; return the bytes that it makes.
 
@@ -233,6 +235,7 @@ class Trace:
                 fp8=fp8,
                 sends=sends,
                 used=used,
+                window=window,
             )
         )
         self._input = 0
