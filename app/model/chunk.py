@@ -67,6 +67,9 @@ class Chunk(nn.Module):
         self.embedding = VocabParallelEmbedding(rows, layer_groups) if embedding else None
         self.layers = nn.ModuleDict({str(index): layer for index, layer in layers.items()})
         self.in_order = tuple(layers.values())
+        # kinds of positions of its layers
+        specs = (model.layer_specs[index].attention for index in layers)
+        self.ropes = tuple(dict.fromkeys(spec.rope for spec in specs))
         self.norm = RMSNorm(NormWeights.of_hidden(model), model.norm_eps) if head else None
         if head and not embedding and model.tie_embeddings:
             # a last stage of its own has a copy of the tied table
@@ -106,7 +109,7 @@ class Chunk(nn.Module):
         return layer_context(
             positions_BS,
             documents,
-            self.model.rope,
+            self.ropes,
             attend=self.attend,
             sink=sink,
             recompute=Recomputation(recompute, draws, replaces=paged_buffers),

@@ -275,12 +275,14 @@ def measured(run: Run) -> dict[str, int]:
     chunk, batch = chunk_of(run), batch_of(run)
     context = chunk.context(batch.positions, batch.ends, sums_of(run))
     seen = {address(tensor) for tensor in (*chunk.parameters(), batch.tokens, batch.labels)}
+    tables = context.rotary.values()
+    rotary = {address(each) for table in tables for each in (table.cos_BS1H, table.sin_BS1H)}
     found, alive = Counter[str](), []
 
     def saving(phase: str) -> saved_tensors_hooks:
         def pack(tensor: Tensor) -> Tensor:
             alive.append(tensor)  # else another tensor may get the same address
-            shared = address(tensor) in (address(context.cos_BS1H), address(context.sin_BS1H))
+            shared = address(tensor) in rotary
             if address(tensor) not in seen:
                 found["rotary" if shared else phase] += tensor.untyped_storage().nbytes()
             seen.add(address(tensor))

@@ -20,7 +20,7 @@ from app.config.attention import Rope
 from app.model.block import Layer, Phase, run_phases
 from app.model.init import init_weights
 from app.model.layers.attend import DocumentOffsets, visible
-from app.model.layers.layers import layer_context, rotate
+from app.model.layers.layers import RotaryTable, layer_context, rotate
 from app.model.layers.linear import named_parameters
 from app.moe.dispatch.all_to_all import AllToAllDispatcher
 from app.moe.phases import MoEBody
@@ -144,7 +144,7 @@ def test_a_query_sees_its_document_and_window(queries: int, keys: int, window: i
 def test_rotation_turns_pairs_by_position_times_frequency():
     width, theta, positions = 12, 500.0, torch.tensor([[0, 1, 7, 300]])
     x = torch.randn(1, 4, 2, width, generator=torch.Generator().manual_seed(0))
-    rotated = rotate(x, layer_context(positions, None, Rope(width, theta)))
+    rotated = rotate(x, RotaryTable.of(positions, Rope(width, theta)))
     frequency = theta ** -(torch.arange(width // 2, dtype=torch.float64) * 2 / width)
     angle = positions[0, :, None, None] * frequency
     exact = torch.complex(*x.double().chunk(2, dim=-1)) * torch.polar(torch.ones_like(angle), angle)
@@ -165,8 +165,7 @@ def test_scores_depend_on_relative_positions_only():
     positions = torch.arange(40)[None]
     with in_fp64():
         rotated = [
-            rotate(x, layer_context(positions, None, Rope(width, 100.0)))[0, :, 0]
-            for x in (query, key)
+            rotate(x, RotaryTable.of(positions, Rope(width, 100.0)))[0, :, 0] for x in (query, key)
         ]
     scores = torch.einsum("qh,kh->qk", *rotated)
     distance = positions - positions.T
@@ -334,7 +333,7 @@ def test_phases_are_in_order_and_read_only_what_is_there(model: ModelConfig, nam
 def test_a_layer_cut_anywhere_computes_the_same(model: ModelConfig, names: list[str]):
     layer = layers_of(dataclasses.replace(model, init_std=0.4))[-1]
     x = torch.randn(2, LENGTH, model.hidden_size, generator=torch.Generator().manual_seed(0))
-    context = layer_context(torch.arange(LENGTH)[None], None, model.rope)
+    context = layer_context(torch.arange(LENGTH)[None], None, [model.rope])
     whole, _ = layer(x, context)
     for cut in range(1, len(names)):
         first, second = layer.phases[:cut], layer.phases[cut:]

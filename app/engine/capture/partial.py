@@ -94,8 +94,10 @@ class PartialGraphs:
         documents = context.documents
         return replace(
             context,
-            cos_BS1H=placed("cos_BS1H", context.cos_BS1H),
-            sin_BS1H=placed("sin_BS1H", context.sin_BS1H),
+            rotary={
+                rope: table.moved(f"rotary {n}", placed)
+                for n, (rope, table) in enumerate(context.rotary.items())
+            },
             documents=documents
             and [each.moved(f"documents {n}", placed) for n, each in enumerate(documents)],
         )

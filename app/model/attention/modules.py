@@ -101,11 +101,12 @@ class Attention(nn.Module):
         positions.
         """
         qkv = self._all_normed(qkv)
+        table = context.rotary[self.spec.rope]
         if usable(qkv):
             return split_and_rotate(
                 qkv,
-                context.cos_BS1H,
-                context.sin_BS1H,
+                table.cos_BS1H,
+                table.sin_BS1H,
                 num_kv_heads=self.num_kv_heads,
                 queries_per_kv=self.queries_per_kv,
                 norms=self._head_norms(),
@@ -115,7 +116,7 @@ class Attention(nn.Module):
         q_BSNH, k_BSGH = q.flatten(2, 3), k.squeeze(3)
         if self._head_norms() is not None:
             q_BSNH, k_BSGH = self.q_norm(q_BSNH), self.k_norm(k_BSGH)
-        return rotate(q_BSNH, context), rotate(k_BSGH, context), v.squeeze(3)
+        return rotate(q_BSNH, table), rotate(k_BSGH, table), v.squeeze(3)
 
     def _all_normed(self, qkv: Tensor) -> Tensor:
         """Apply the norms over all heads together, if the model has them."""
@@ -192,11 +193,11 @@ class LatentAttention(nn.Module):
         plain, rotated = q_BSNH.split(
             (self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim), dim=-1
         )
-        return plain, _rotate(rotated, context)
+        return plain, self._rotated(rotated, context)
 
     def shared_key(self, key_BSR: Tensor, context: Context) -> Tensor:
         """Return the rotated key that all heads share: B × S × 1 × R."""
-        return _rotate(key_BSR[:, :, None], context)
+        return self._rotated(key_BSR[:, :, None], context)
 
     def heads(
         self, q: Tensor, kv: Tensor, key_BSR: Tensor, context: Context
@@ -223,10 +224,9 @@ class LatentAttention(nn.Module):
         )
         return out_BSNH[..., : self.mla.v_head_dim].flatten(2)
 
+    def _rotated(self, x_BSNR: Tensor, context: Context) -> Tensor:
+        """Apply rotary positions to neighbouring pairs and return them in two halves.
 
-def _rotate(x_BSNR: Tensor, context: Context) -> Tensor:
-    """Apply rotary positions to neighbouring pairs and return them in two halves.
-
-    Queries and keys get the same order, so that their dot products are unchanged.
-    """
-    return rotate(interleaved_to_halves(x_BSNR), context)
+        Queries and keys get the same order, so that their dot products are unchanged.
+        """
+        return rotate(interleaved_to_halves(x_BSNR), context.rotary[self.spec.rope])

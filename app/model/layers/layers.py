@@ -8,7 +8,7 @@ rank, P query heads for each, F = G·(P + 2)·H; R = B × S numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -173,11 +173,33 @@ class _NormAllHeads(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
-    """Inputs that all layers of a chunk share for one microbatch."""
+class RotaryTable:
+    """Cosines and sines of a microbatch's positions, by which heads are rotated."""
 
     cos_BS1H: Tensor  # fp32; B may be 1
     sin_BS1H: Tensor
+
+    @classmethod
+    def of(cls, positions_BS: Tensor, rope: Rope) -> RotaryTable:
+        """Compute it (Su et al. 2021, two halves of a head)."""
+        frequencies_H = _frequencies(rope, positions_BS.device)
+        angles_BSH = (positions_BS[..., None].float() * frequencies_H).repeat(1, 1, 2)
+        cos_BSH, sin_BSH = angles_BSH.cos(), angles_BSH.sin()
+        if rope.yarn is not None:
+            growth = rope.yarn.growth(rope.yarn.mscale) / rope.yarn.growth(rope.yarn.mscale_all_dim)
+            cos_BSH, sin_BSH = cos_BSH * growth, sin_BSH * growth
+        return cls(cos_BSH[:, :, None], sin_BSH[:, :, None])
+
+    def moved(self, name: str, move: Callable[[str, Tensor], Tensor]) -> RotaryTable:
+        """Return a copy of which `move` has made each tensor, given a name and the tensor."""
+        return RotaryTable(move(f"{name}: cos", self.cos_BS1H), move(f"{name}: sin", self.sin_BS1H))
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Inputs that all layers of a chunk share for one microbatch."""
+
+    rotary: Mapping[Rope, RotaryTable]  # one for each kind of positions in the chunk
     # of each call of `attend` in a layer; None where whole sequences attend
     documents: Sequence[DocumentOffsets] | None
     attend: Attend = BY_TORCH  # implementation of softmax attention
@@ -188,21 +210,14 @@ class Context:
 def layer_context(
     positions_BS: Tensor,
     documents: Sequence[DocumentOffsets] | None,
-    rope: Rope,
+    ropes: Iterable[Rope],
     attend: Attend = BY_TORCH,
     sink: WeightGradSink | None = None,
     recompute: Recomputation | None = None,
 ) -> Context:
-    """Build the rotary tables (Su et al. 2021, two halves of a head) of a microbatch."""
-    frequencies_H = _frequencies(rope, positions_BS.device)
-    angles_BSH = (positions_BS[..., None].float() * frequencies_H).repeat(1, 1, 2)
-    cos_BSH, sin_BSH = angles_BSH.cos(), angles_BSH.sin()
-    if rope.yarn is not None:
-        growth = rope.yarn.growth(rope.yarn.mscale) / rope.yarn.growth(rope.yarn.mscale_all_dim)
-        cos_BSH, sin_BSH = cos_BSH * growth, sin_BSH * growth
+    """Build the context of a microbatch, with a rotary table for each of `ropes`."""
     return Context(
-        cos_BSH[:, :, None],
-        sin_BSH[:, :, None],
+        {rope: RotaryTable.of(positions_BS, rope) for rope in ropes},
         documents,
         attend=attend,
         sink=sink,
@@ -260,11 +275,11 @@ def interleaved_to_halves(x: Tensor) -> Tensor:
     return halves
 
 
-def rotate(x_BSNH: Tensor, context: Context) -> Tensor:
+def rotate(x_BSNH: Tensor, table: RotaryTable) -> Tensor:
     """Apply rotary positions to every head."""
     half = x_BSNH.shape[-1] // 2
     rotated = torch.cat((-x_BSNH[..., half:], x_BSNH[..., :half]), dim=-1)
-    return (x_BSNH * context.cos_BS1H + rotated * context.sin_BS1H).to(x_BSNH.dtype)
+    return (x_BSNH * table.cos_BS1H + rotated * table.sin_BS1H).to(x_BSNH.dtype)
 
 
 class Mlp(nn.Module):
