@@ -33,6 +33,7 @@ FAMILIES = {
     "llama-tied": "llama-gqa-tied",
     "mistral": "mistral",
     "ministral": "ministral",
+    "smollm3": "smollm3",
     "qwen2": "qwen2-gqa",
     "qwen2-windows": "qwen2-windows",
     "qwen3": "qwen3-gqa",

@@ -72,6 +72,7 @@ NUMBERS: dict[str, tuple[Value, ...]] = {
     "model.num_kv_heads": (2, 4),
     "model.head_dim": (None, 16),
     "model.sliding_window": (None, 5),
+    "model.no_rope_layers": ((), (1, 0)),
     "model.mla.q_lora_rank": (None, 32),
     "model.moe.top_k": (2, 1),
     "model.moe.every_n": (1, 2),

@@ -131,7 +131,7 @@ class AttentionSpec:
     heads: int  # query heads
     kv_heads: int  # key and value heads
     width: int  # of a query or key head
-    rope: Rope
+    rope: Rope | None  # None: no rotary positions
     window: int | None  # tokens that a query sees, itself included; None means all before it
     scale: float | None  # factor on the scores; None means 1 / √width
     qk_norm: bool  # RMSNorm on each query and key head

@@ -272,6 +272,9 @@ class ModelConfig:
     # attention of each layer, or a shorter pattern that repeats over the layers; empty:
     # sliding_attention everywhere with a sliding_window, full_attention without
     layer_types: tuple[LayerType, ...] = ()
+    # of each layer, or a shorter pattern that repeats: 1 with rotary positions, 0 without
+    # (SmolLM3); empty: all layers have them
+    no_rope_layers: tuple[int, ...] = ()
     tie_embeddings: bool = False  # share one matrix between embedding and head
     init_std: float = 0.02  # standard deviation of the initial weights
     # Hugging Face model whose weights a new run starts from, a folder or a name on the hub; null:
@@ -282,6 +285,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layer_types", tuple(self.layer_types))
+        object.__setattr__(self, "no_rope_layers", tuple(self.no_rope_layers))
         at_least(
             "model",
             self,
@@ -312,6 +316,7 @@ class ModelConfig:
             near = (False, Instead("model.qk_norm=true"))
             raise ConfigError("model.qk_norm_whole", True, rule, nearest=near)
         self._check_layer_types()
+        self._check_no_rope_layers()
         if self.mla is not None:
             self._check_latent()
         elif self.head_dim is None and self.hidden_size % self.num_heads:
@@ -359,6 +364,20 @@ class ModelConfig:
             near = (FirstOf(fits), Instead(f"model.num_layers={len(types)}"))
             raise ConfigError("model.layer_types", types, rule, nearest=near)
 
+    def _check_no_rope_layers(self) -> None:
+        key, rotates = "model.no_rope_layers", self.no_rope_layers
+        if set(rotates) - {0, 1}:
+            rule = "has numbers besides 1, with rotary positions, and 0, without"
+            near = tuple(int(each != 0) for each in rotates)
+            raise ConfigError(key, rotates, rule, nearest=(near, "[]"))
+        if len(rotates) > self.num_layers:
+            rule = f"has more entries than the num_layers={self.num_layers} layers"
+            enough = Instead(f"model.num_layers={len(rotates)}")
+            raise ConfigError(key, rotates, rule, nearest=(rotates[: self.num_layers], enough))
+        if self.mla is not None and 0 in rotates:
+            rule = "multi-head latent attention has rotary positions in every layer"
+            raise ConfigError(key, rotates, rule, nearest="[]")
+
     def _check_latent(self) -> None:
         needs = "multi-head latent attention has widths of its own, model.mla.*"
         if self.head_dim is not None:
@@ -404,12 +423,13 @@ class ModelConfig:
     def _attention(self, layer: int) -> AttentionSpec:
         types = self.layer_types
         slides = not types or types[layer % len(types)] is LayerType.sliding_attention
+        rotates = self.no_rope_layers or (1,)
         return AttentionSpec(
             hidden=self.hidden_size,
             heads=self.num_heads,
             kv_heads=self.num_kv_heads,
             width=self.head_width,
-            rope=self.rope,
+            rope=self.rope if rotates[layer % len(rotates)] else None,
             window=self.sliding_window if slides else None,
             scale=self.softmax_scale,
             qk_norm=self.qk_norm,

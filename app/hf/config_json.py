@@ -90,6 +90,11 @@ def _used_window(config: TheirConfig) -> int | None:
     return window if config.get("use_sliding_window", False) else None
 
 
+def rotated_layers(model: ModelConfig) -> list[int]:
+    """Return 1 for each layer with rotary positions, 0 for others."""
+    return [int(spec.attention.rope is not None) for spec in model.layer_specs]
+
+
 def layer_types(model: ModelConfig) -> list[str]:
     """Return the type of each layer's attention."""
     return [_type(spec.attention.window) for spec in model.layer_specs]
@@ -160,6 +165,26 @@ def mistral(config: TheirConfig) -> dict[str, Any]:
 def ministral(config: TheirConfig) -> dict[str, Any]:
     """Ministral."""
     return dense(config, windows_by_layer)
+
+
+def smollm3(config: TheirConfig) -> dict[str, Any]:
+    """SmolLM3: every fourth layer has no rotary positions, and only such layers have windows."""
+    layers, interval = config.need("num_hidden_layers"), config.value("no_rope_layer_interval")
+    rotates = config.value("no_rope_layers")
+    if rotates is None and not interval:
+        raise config.refusal("no_rope_layer_interval is missing")
+    if rotates is None:
+        rotates = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if len(rotates) != layers:
+        raise config.refusal(f"no_rope_layers has {len(rotates)} of num_hidden_layers={layers}")
+
+    def windows(config: TheirConfig, layers: int) -> dict[str, Any]:
+        window = _used_window(config)
+        types = [FULL if rotated else _type(window) for rotated in rotates]
+        return _windows(config, types, window, per_layer=True)
+
+    every = all(rotates)
+    return {**dense(config, windows), "no_rope_layers": () if every else tuple(rotates)}
 
 
 def qwen2(config: TheirConfig) -> dict[str, Any]:
@@ -341,6 +366,7 @@ def written(model: ModelConfig, family: str, architecture: str) -> dict[str, Any
         "attention_dropout": 0.0,
         "initializer_range": model.init_std,
         "use_cache": True,
+        "pad_token_id": None,  # some classes have a default beyond small vocabularies
         **{theirs: getattr(model, ours) for ours, theirs in SIZES.items()},
         "intermediate_size": model.ffn_hidden_size,
         "num_key_value_heads": model.num_kv_heads,
@@ -355,14 +381,15 @@ def written(model: ModelConfig, family: str, architecture: str) -> dict[str, Any
     return found
 
 
-def written_windows(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of sliding windows, of which a family has some."""
+def written_layers(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of what layers differ in, of which a family has some."""
     types = layer_types(model)
     return {
         "use_sliding_window": SLIDING in types,
         "sliding_window": model.sliding_window,
         "max_window_layers": [*types, SLIDING].index(SLIDING),
         "layer_types": types,
+        "no_rope_layers": rotated_layers(model),
     }
 
 

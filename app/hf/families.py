@@ -29,7 +29,7 @@ class Family:
     read: Callable[[TheirConfig], dict[str, Any]]  # returns fields of our configuration
     lines: tuple[NameLine, ...]  # weights
     written_moe: Callable[[MoEConfig], dict[str, Any]] | None = None  # None for dense families
-    windows: tuple[str, ...] = ()  # keys of sliding windows, of `config_json.written_windows`
+    layers: tuple[str, ...] = ()  # keys of what layers differ in, of `config_json.written_layers`
     # values of keys that config.json lacks: the defaults of the class in `transformers`
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -49,8 +49,8 @@ class Family:
         found = config.written(model, self.model_type, self.architecture)
         if self.written_moe is not None and model.moe is not None:
             found |= self.written_moe(model.moe)
-        windows = config.written_windows(model)
-        return found | {key: windows[key] for key in self.windows}
+        layers = config.written_layers(model)
+        return found | {key: layers[key] for key in self.layers}
 
 
 _GROUPED = (*tables.WHOLE_MODEL, *tables.EVERY_LAYER, *tables.GROUPED_ATTENTION)
@@ -61,7 +61,7 @@ _DEEPSEEK = (
     *tables.EXPERTS,
     *tables.SHARED_EXPERTS,
 )
-_QWEN_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+_QWEN_LAYERS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 _QWEN_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
 FAMILIES = (
     Family("llama", "LlamaForCausalLM", config.llama, _GROUPED),
@@ -70,7 +70,7 @@ FAMILIES = (
         "MistralForCausalLM",
         config.mistral,
         _GROUPED,
-        windows=("sliding_window",),
+        layers=("sliding_window",),
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     ),
     Family(
@@ -78,15 +78,28 @@ FAMILIES = (
         "MinistralForCausalLM",
         config.ministral,
         _GROUPED,
-        windows=("sliding_window", "layer_types"),
+        layers=("sliding_window", "layer_types"),
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    Family(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        config.smollm3,
+        _GROUPED,
+        layers=("use_sliding_window", "sliding_window", "layer_types", "no_rope_layers"),
+        defaults={
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "rope_theta": 2e6,
+            "no_rope_layer_interval": 4,
+        },
     ),
     Family(
         "qwen2",
         "Qwen2ForCausalLM",
         config.qwen2,
         _GROUPED,
-        windows=_QWEN_WINDOWS,
+        layers=_QWEN_LAYERS,
         defaults={"num_key_value_heads": 32, **_QWEN_DEFAULTS},
     ),
     Family(
@@ -94,7 +107,7 @@ FAMILIES = (
         "Qwen3ForCausalLM",
         config.qwen3,
         _GROUPED,
-        windows=_QWEN_WINDOWS,
+        layers=_QWEN_LAYERS,
         defaults={"num_key_value_heads": 32, "head_dim": 128, **_QWEN_DEFAULTS},
     ),
     Family(
@@ -103,7 +116,7 @@ FAMILIES = (
         config.mixtral,
         (*_GROUPED, *tables.MIXTRAL_EXPERTS),
         config.written_mixtral,
-        windows=("sliding_window",),
+        layers=("sliding_window",),
         defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "router_aux_loss_coef": 0.001},
     ),
     Family(
@@ -120,7 +133,7 @@ FAMILIES = (
         config.qwen3_moe,
         (*_GROUPED, *tables.EXPERTS),
         config.written_qwen3_moe,
-        windows=("use_sliding_window", "sliding_window"),
+        layers=("use_sliding_window", "sliding_window"),
         defaults={
             "num_key_value_heads": 4,
             "router_aux_loss_coef": 0.001,
@@ -226,6 +239,7 @@ def _essence(model: ModelConfig) -> dict[str, Any]:
     found = {name: _plain(getattr(model, name)) for name in ARCHITECTURE}
     found["head_dim"] = None if model.mla else model.head_width
     found["layer_types"] = config.layer_types(model)
+    found["no_rope_layers"] = config.rotated_layers(model)
     if all(map(model.is_moe_layer, range(model.num_layers))):
         del found["ffn_hidden_size"]  # unused if every layer is MoE
     if model.mla is not None:

@@ -69,7 +69,7 @@ class Chunk(nn.Module):
         self.in_order = tuple(layers.values())
         # kinds of positions of its layers
         specs = (model.layer_specs[index].attention for index in layers)
-        self.ropes = tuple(dict.fromkeys(spec.rope for spec in specs))
+        self.ropes = tuple(dict.fromkeys(spec.rope for spec in specs if spec.rope is not None))
         self.norm = RMSNorm(NormWeights.of_hidden(model), model.norm_eps) if head else None
         if head and not embedding and model.tie_embeddings:
             # a last stage of its own has a copy of the tied table

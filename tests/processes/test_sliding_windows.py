@@ -23,6 +23,7 @@ WINDOWS: dict[str, Any] = {
     "layer_types": (LayerType.sliding_attention, LayerType.full_attention),
 }
 MODELS = {
+    "some without positions": dataclasses.replace(TINY, moe=None, no_rope_layers=(0, 1), **WINDOWS),
     "grouped": dataclasses.replace(TINY, moe=None, qk_norm=True, **WINDOWS),
     "latent": dataclasses.replace(LATENT, **WINDOWS),
 }
@@ -36,6 +37,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "two stages per rank": ({"pp": 2, "vpp": 2}, "interleaved"),
 }
 QUICK = [("grouped", "tp 2"), ("grouped", "cp 2"), ("grouped", "cp 2 heads"), ("latent", "cp 2"),
+         ("some without positions", "pp 2 split backward"),
          ("grouped", "two stages per rank")]  # fmt: skip
 PAIRS = [(name, case) for name in MODELS for case in CASES]
 

@@ -93,6 +93,11 @@ BY_TYPES = {"layer_types": [each.value for each in TYPES], "sliding_window": 5}
 MISTRAL = {"sliding_window": 5}, {"sliding_window": 5}
 MINISTRAL = BY_TYPES, {"sliding_window": 5, "layer_types": TYPES}
 QWEN = {**BY_TYPES, "use_sliding_window": True}, MINISTRAL[1]
+SMOLLM3 = (
+    {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 5,
+        "pad_token_id": None, "bos_token_id": None, "eos_token_id": None},
+    {"no_rope_layers": (1, 0), "layer_types": (FULL, SLIDING), "sliding_window": 5},
+)  # fmt: skip
 LATER_LAYERS = (
     {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     {"sliding_window": 5, "layer_types": (FULL, SLIDING, SLIDING)},
@@ -370,6 +375,7 @@ CASES = {
     ),
     "mistral": lambda: dense("Mistral", 4, 2, width=8, tied=False, windows=MISTRAL),
     "ministral": lambda: dense("Ministral", 4, 2, width=8, tied=False, windows=MINISTRAL),
+    "smollm3": lambda: dense("SmolLM3", 4, 2, width=None, tied=True, windows=SMOLLM3),
     "qwen2-windows": lambda: dense("Qwen2", 4, 2, width=None, tied=False, windows=LATER_LAYERS),
     "qwen3-windows": lambda: dense("Qwen3", 4, 2, width=16, tied=False, windows=QWEN),
     "qwen3-moe-windows": lambda: qwen3_moe(normalised=True, tied=False, window=5),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from app.config import ModelConfig, MoEConfig, Run
@@ -27,7 +29,9 @@ def of_config_json(field: str, _root_: DictConfig) -> object:
         assert section == "moe", f"{field} is in no preset"
         return getattr(found.moe or MoEConfig(), name)
     value = getattr(found, name)
-    return ListConfig([each.value for each in value]) if isinstance(value, tuple) else value
+    if not isinstance(value, tuple):
+        return value
+    return ListConfig([each.value if isinstance(each, Enum) else each for each in value])
 
 
 def _their_model(model: DictConfig, asks_hub: bool = True) -> ModelConfig:

@@ -101,8 +101,8 @@ class Attention(nn.Module):
         positions.
         """
         qkv = self._all_normed(qkv)
-        table = context.rotary[self.spec.rope]
-        if usable(qkv):
+        table = None if self.spec.rope is None else context.rotary[self.spec.rope]
+        if usable(qkv) and table is not None:
             return split_and_rotate(
                 qkv,
                 table.cos_BS1H,
@@ -116,7 +116,9 @@ class Attention(nn.Module):
         q_BSNH, k_BSGH = q.flatten(2, 3), k.squeeze(3)
         if self._head_norms() is not None:
             q_BSNH, k_BSGH = self.q_norm(q_BSNH), self.k_norm(k_BSGH)
-        return rotate(q_BSNH, table), rotate(k_BSGH, table), v.squeeze(3)
+        if table is not None:
+            q_BSNH, k_BSGH = rotate(q_BSNH, table), rotate(k_BSGH, table)
+        return q_BSNH, k_BSGH, v.squeeze(3)
 
     def _all_normed(self, qkv: Tensor) -> Tensor:
         """Apply the norms over all heads together, if the model has them."""
@@ -229,4 +231,5 @@ class LatentAttention(nn.Module):
 
         Queries and keys get the same order, so that their dot products are unchanged.
         """
+        assert self.spec.rope is not None, "refused by rules"
         return rotate(interleaved_to_halves(x_BSNR), context.rotary[self.spec.rope])

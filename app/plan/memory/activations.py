@@ -74,7 +74,8 @@ def _microbatch(s: Sizes, stage: Stage, recompute: RecomputeChoice) -> Microbatc
     parts = stage_parts(s.model, stage, s.run.precision.fp8)
     found = {part: trace_memory(part_operations(s, part, recompute), s.stream) for part in parts}
     kept: Counter[str] = Counter()
-    if stage.layers:  # cosines and sines
+    if any(s.model.layer_specs[layer].attention.rope for layer in stage.layers):
+        # cosines and sines
         kept["rotary"] = s.rotary
     forward = backward = saved = kept.total()
     waiting = waits = sum(found[part].waiting for part in parts)
