@@ -175,11 +175,18 @@ def address(tensor: Tensor) -> int:
 def cpu_masks(run: Run, rank: int) -> int:
     """Return the bytes of masks saved on a CPU.
 
-    Causal attention of fewer queries than keys has no kernel there, and stores its mask.
+    Causal attention of fewer queries than keys has no kernel there, nor has a window: they store
+    their masks.
     """
     layout, gathered = select_layout(run), run.parallel.cp_comm_type is CpComm.all_gather
-    if layout.cp == 1 or not gathered:
-        return 0
-    piece, here = LENGTH // (2 * layout.cp), layout.coords(rank)["cp"]
-    ends = [number + 1 for number in (here, 2 * layout.cp - 1 - here) if number]
-    return run.model.num_layers * sum(piece * end * piece for end in ends) * 2
+    calls = [(LENGTH, LENGTH)]  # queries and keys
+    if layout.cp > 1 and gathered:
+        piece, here = LENGTH // (2 * layout.cp), layout.coords(rank)["cp"]
+        calls = [(piece, (n + 1) * piece) for n in (here, 2 * layout.cp - 1 - here)]
+    windows = [spec.attention.window for spec in run.model.layer_specs]
+    return 2 * sum(
+        queries * keys
+        for window in windows
+        for queries, keys in calls
+        if queries < keys or (window or keys) < keys
+    )

@@ -13,6 +13,7 @@ from app.choices import (
     Balance,
     CpComm,
     DispatcherKind,
+    LayerType,
     Recompute,
     ScheduleName,
     StaticTransport,
@@ -44,7 +45,13 @@ kernels = pytest.fixture(autouse=True)(with_kernels)
 LATENT = dataclasses.replace(
     DENSE, mla=MLAConfig(96, 64, 8, qk_rope_head_dim=8, v_head_dim=12), yarn=YarnConfig()
 )
+WINDOWS: dict[str, Any] = {
+    "sliding_window": 20,
+    "layer_types": (LayerType.sliding_attention, LayerType.full_attention),
+}
 CUT = {
+    "windows": (dataclasses.replace(DENSE, **WINDOWS), {"tp": 2}),
+    "windows cp 2": (dataclasses.replace(GROUPED, **WINDOWS), {"cp": 2}),
     "tp 2": (DENSE, {"tp": 2}),
     "tp 4": (GROUPED, {"tp": 4}),
     "tp 2 norms of all heads, biases": (
