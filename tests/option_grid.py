@@ -167,6 +167,7 @@ LEFT_OUT = {
     "data.tokenizer": HOST,
     "data.validation_fraction": HOST,
     "data.validation_documents": HOST,
+    "data.max_documents": "packs sequences; tests/data/test_packing.py",
     "data.num_proc": HOST,
     "data.cache_dir": HOST,
     "data.accept_changed": HOST,
