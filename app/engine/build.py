@@ -30,7 +30,7 @@ from app.fp8.linear import Fp8Layers
 from app.fp8.ready import ReadyRows
 from app.hf.chunks import fill_chunks, fill_main_params
 from app.hf.pretrained import Pretrained
-from app.model.attention.chosen import library_attention
+from app.model.attention.chosen import library_attention, torch_attention
 from app.model.block import Body, DenseBody, Layer
 from app.model.chunk import Chunk
 from app.model.init import init_weights
@@ -163,9 +163,9 @@ def _build_optimizer(
 
 def _attention(run: Run, groups: Groups, device: torch.device) -> Attend:
     """Choose the attention backend. Raises ConfigError, the same on every rank, if missing."""
-    if run.train.attention_backend is AttentionBackendKind.torch:
-        return TorchAttention(run.train.deterministic)
     dtype = DTYPES[run.precision.params]
+    if run.train.attention_backend is AttentionBackendKind.torch:
+        return all_succeed(groups, lambda: torch_attention(run, dtype, device))
     return all_succeed(groups, lambda: library_attention(run, dtype, device))
 
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from app.choices import AttentionBackendKind, CpComm, Dtype
-from app.config import ParallelConfig, PrecisionConfig, Run, TrainConfig
-from app.engine.build import _attention as attention_of
+from app.config import DataConfig, ParallelConfig, PrecisionConfig, Run, TrainConfig
 from app.errors import ConfigError
-from app.model.attention.chosen import attention_line, library_attention
+from app.model.attention.chosen import attention_line, library_attention, torch_attention
 from app.model.attention.transformer_engine import TransformerEngineAttention
 from app.model.layers import transformer_engine as library
 from app.model.layers.attend import DocumentOffsets, TorchAttention, by_flash
+from app.rules.attention import check_attention
 from tests.runs import make_run
 from tests.tensors.activation_memory import MODELS, measured, planned, run_of, with_kernels
 
@@ -286,4 +286,26 @@ def test_autograd_keeps_what_is_planned(model: str, stand_in: Library, kernels: 
 def test_torch_attends_unless_another_is_asked_for():
     for deterministic in (True, False):
         run = make_run(train=TrainConfig(deterministic=deterministic))
-        assert attention_of(run, None, CPU) == TorchAttention(deterministic)
+        assert torch_attention(run, torch.float32, CPU) == TorchAttention(deterministic)
+
+
+def test_documents_say_which_kernels_attend(monkeypatch: pytest.MonkeyPatch):
+    apart = {"data": DataConfig(document_mask=True)}
+    run = make_run(**apart, precision=PrecisionConfig(Dtype.bfloat16))
+    assert attention_line(make_run(), torch.float32, CPU) is None
+    line = attention_line(run, torch.bfloat16, GPU)
+    assert line == "documents by torch's Flash kernels, gradients in a fixed order"
+    line = attention_line(make_run(**apart), torch.float32, GPU)
+    assert line.endswith("sequences: Flash takes no heads of 8 values in float32")
+    assert attention_line(run, torch.bfloat16, CPU).endswith("slow in long sequences: on a CPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(ConfigError, match="document_mask=true: needs compute capability 8"):
+        torch_attention(run, torch.bfloat16, GPU)
+
+
+def test_transformer_engine_tells_documents_apart_in_no_fixed_order():
+    run = dataclasses.replace(by_library(), data=DataConfig(document_mask=True))
+    with pytest.raises(ConfigError, match=r"no fixed order .* torch or train\.determ"):
+        check_attention(run)
+    train = dataclasses.replace(BY_LIBRARY, deterministic=False)
+    check_attention(dataclasses.replace(run, train=train))

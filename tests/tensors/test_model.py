@@ -119,6 +119,33 @@ def test_document_mask_equals_documents_apart(model: ModelConfig):
     )
 
 
+@each_model
+def test_losses_and_gradients_are_those_of_documents_one_by_one(model: ModelConfig):
+    """In fp64; the router's losses, which are over a microbatch, are left out."""
+    tokens, (documents, ends) = draw_tokens(model, 2, LENGTH), draw_documents()
+    labels = draw_tokens(model, 2, LENGTH, seed=1)
+
+    def summed(rows: Tensor, wanted: Tensor, places: Tensor, ends: Tensor | None = None) -> Tensor:
+        context = chunk.context(places, ends)
+        return chunk.loss(chunk(rows, context).x, wanted, context)
+
+    with in_fp64():
+        chunk = make_chunk(model).double()
+        together = summed(tokens, labels, positions_within(documents), ends)
+        parts = [
+            (row[None, owner == n], wanted[None, owner == n])
+            for row, wanted, owner in zip(tokens, labels, documents, strict=True)
+            for n in owner.unique()
+        ]
+        alone = sum(summed(*each, torch.arange(each[0].shape[1])[None]) for each in parts)
+        params = list(chunk.parameters())
+        grads = [torch.autograd.grad(loss, params) for loss in (together, alone)]
+    assert together.dtype == torch.float64
+    torch.testing.assert_close(together, alone, rtol=1e-12, atol=0)
+    for found, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.parametrize("window", [None, 1, 4, LENGTH])
 @pytest.mark.parametrize(("queries", "keys"), [(LENGTH, LENGTH), (8, 17), (5, 5)])
 def test_a_query_sees_its_document_and_window(queries: int, keys: int, window: int | None):

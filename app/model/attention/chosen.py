@@ -1,4 +1,4 @@
-"""Transformer Engine's attention, checked on this host with a few tokens."""
+"""Attention by torch or Transformer Engine, checked on this host, the latter with a few tokens."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from app.choices import AttentionBackendKind, CpComm
 from app.config import Run
 from app.errors import ConfigError, Instead
 from app.model.attention.transformer_engine import TransformerEngineAttention
-from app.model.layers.attend import DocumentOffsets, by_flash
+from app.model.layers.attend import DocumentOffsets, TorchAttention, by_flash
 from app.model.layers.transformer_engine import INSTALL, import_library, library_version
 from app.rules.attention import KEY, ON_CPU
 
 ORDERED = 9  # major compute capability from which cuDNN has a deterministic backward
+FLASH = 8  # major compute capability from which torch has Flash
 TRIED = 64  # tokens
 
 
@@ -48,6 +49,16 @@ def library_attention(
         width, what = run.model.head_width, str(error).splitlines()[0]
         raise _refused(f"cuDNN has no kernel here for heads of {width}: {what}") from error
     return attend
+
+
+def torch_attention(run: Run, dtype: torch.dtype, device: torch.device) -> TorchAttention:
+    """Return attention by torch in this dtype. Raises ConfigError for what this host lacks."""
+    told_apart = run.data.document_mask and by_flash(dtype, run.model.head_width)
+    if told_apart and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < FLASH:
+        rule = f"needs compute capability {FLASH}.0 or above in {run.precision.params.value}"
+        near = (False, Instead("precision=fp32"))
+        raise ConfigError("data.document_mask", True, rule, nearest=near)
+    return TorchAttention(run.train.deterministic)
 
 
 def _few_tokens(run: Run) -> Iterator[tuple[int, int, int, int]]:
