@@ -22,7 +22,7 @@ from app.model.attention.transformer_engine import TransformerEngineAttention
 from app.model.layers import transformer_engine as library
 from app.model.layers.attend import DocumentOffsets, TorchAttention, by_flash
 from app.rules.attention import check_attention
-from tests.runs import make_run
+from tests.runs import TINY, make_run
 from tests.tensors.activation_memory import MODELS, measured, planned, run_of, with_kernels
 
 B, S, N, G, H = 2, 6, 4, 2, 8
@@ -301,6 +301,20 @@ def test_documents_say_which_kernels_attend(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(ConfigError, match="document_mask=true: needs compute capability 8"):
         torch_attention(run, torch.bfloat16, GPU)
+
+
+def test_windows_say_which_kernels_attend(monkeypatch: pytest.MonkeyPatch):
+    bf16 = PrecisionConfig(Dtype.bfloat16)
+    short, long = (
+        make_run(dataclasses.replace(TINY, sliding_window=size), precision=bf16) for size in (4, 16)
+    )
+    line = attention_line(short, torch.bfloat16, GPU)
+    assert line == "windows by torch's Flash kernels, gradients in a fixed order"
+    assert attention_line(long, torch.bfloat16, GPU) is None, "as long as sequences"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    torch_attention(long, torch.bfloat16, GPU)
+    with pytest.raises(ConfigError, match="sliding_window=4: needs compute capability 8"):
+        torch_attention(short, torch.bfloat16, GPU)
 
 
 def test_transformer_engine_tells_documents_apart_in_no_fixed_order():

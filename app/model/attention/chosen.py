@@ -42,9 +42,11 @@ def library_attention(
     if most is not None:
         ends_BD = torch.full((1, most), TRIED, dtype=torch.int32, device=device)
         documents = DocumentOffsets.of(ends_BD, leaves[0].shape[1], leaves[1].shape[1])
+    window = _shortest_window(run)
     try:
-        out = attend(*leaves, window=None, documents=documents, scale=None)
-        torch.autograd.grad(out, leaves, torch.zeros_like(out))
+        for tried in dict.fromkeys((None, window and min(window, TRIED // 4))):
+            out = attend(*leaves, window=tried, documents=documents, scale=None)
+            torch.autograd.grad(out, leaves, torch.zeros_like(out))
     except (RuntimeError, ValueError) as error:
         width, what = run.model.head_width, str(error).splitlines()[0]
         raise _refused(f"cuDNN has no kernel here for heads of {width}: {what}") from error
@@ -53,12 +55,23 @@ def library_attention(
 
 def torch_attention(run: Run, dtype: torch.dtype, device: torch.device) -> TorchAttention:
     """Return attention by torch in this dtype. Raises ConfigError for what this host lacks."""
-    told_apart = run.data.document_mask and by_flash(dtype, run.model.head_width)
-    if told_apart and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < FLASH:
+    window = _shortest_window(run)
+    limited = run.data.document_mask or window is not None
+    by_kernel = limited and by_flash(dtype, run.model.head_width)
+    if by_kernel and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < FLASH:
         rule = f"needs compute capability {FLASH}.0 or above in {run.precision.params.value}"
-        near = (False, Instead("precision=fp32"))
-        raise ConfigError("data.document_mask", True, rule, nearest=near)
+        wide = Instead("precision=fp32")
+        if run.data.document_mask:
+            raise ConfigError("data.document_mask", True, rule, nearest=(False, wide))
+        raise ConfigError("model.sliding_window", window, rule, nearest=wide)
     return TorchAttention(run.train.deterministic)
+
+
+def _shortest_window(run: Run) -> int | None:
+    """Return the shortest window of layers; None if no window is shorter than sequences."""
+    windows = (spec.attention.window for spec in run.model.layer_specs)
+    shorter = (window for window in windows if window is not None and window < run.train.seq_len)
+    return min(shorter, default=None)
 
 
 def _few_tokens(run: Run) -> Iterator[tuple[int, int, int, int]]:
@@ -74,19 +87,21 @@ def _few_tokens(run: Run) -> Iterator[tuple[int, int, int, int]]:
 
 def attention_line(run: Run, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return the report line that names the kernels in use; None for torch's usual ones."""
-    documents = "documents by " if run.data.document_mask else ""
+    limits = ["documents"] if run.data.document_mask else []
+    limits += ["windows"] if _shortest_window(run) is not None else []
+    by = f"{' and '.join(limits)} by " if limits else ""
     order = ", gradients in a fixed order" if run.train.deterministic else ""
     if run.train.attention_backend is AttentionBackendKind.transformer_engine:
-        return f"{documents}cuDNN by Transformer Engine {library_version()}{order}"
-    if not documents:
+        return f"{by}cuDNN by Transformer Engine {library_version()}{order}"
+    if not limits:
         return None
     width = run.model.head_width
     if device.type == "cuda" and by_flash(dtype, width):
-        return f"{documents}torch's Flash kernels{order}"
+        return f"{by}torch's Flash kernels{order}"
     why = "on a CPU"
     if device.type == "cuda":
         why = f"Flash takes no heads of {width} values in {run.precision.params.value}"
-    return f"{documents}a mask of all queries and keys, slow in long sequences: {why}"
+    return f"{by}a mask of all queries and keys, slow in long sequences: {why}"
 
 
 def _refused(rule: str, *others: object, advice: str | None = None) -> ConfigError:
