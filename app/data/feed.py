@@ -80,7 +80,7 @@ def make_batch(
 
     The boundary token belongs to the document that it ends: it is predicted but predicts nothing.
     PADDING belongs to the last document and is not predicted. `max_documents`: D, no fewer than a
-    row has; None: the most that one has.
+    row has; None: the most that one has, so that shapes differ between batches.
     """
     rows_BS1 = np.stack(rows)
     tokens_BS = rows_BS1[:, :-1]

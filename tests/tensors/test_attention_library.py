@@ -317,7 +317,7 @@ def test_windows_say_which_kernels_attend(monkeypatch: pytest.MonkeyPatch):
         torch_attention(short, torch.bfloat16, GPU)
 
 
-def test_transformer_engine_tells_documents_apart_in_no_fixed_order():
+def test_documents_by_the_library_have_no_fixed_order():
     run = dataclasses.replace(by_library(), data=DataConfig(document_mask=True))
     with pytest.raises(ConfigError, match=r"no fixed order .* torch or train\.determ"):
         check_attention(run)

@@ -84,7 +84,7 @@ def _padding(train: DataSplit) -> str | None:
         return None
     return (
         f"{sequences.padding:.1%} of positions are padding: a sequence ends after "
-        f"data.max_documents={train.max_documents} documents, and more of these are as short"
+        f"data.max_documents={train.max_documents} documents, also where more would fit"
     )
 
 
