@@ -71,6 +71,12 @@ class Balance(Enum):
     global_batch = "global_batch"  # the microbatches of all data-parallel ranks so far in the step
 
 
+class OptimizerKind(Enum):
+    """Optimizer of matrices of linear layers and experts; AdamW updates all other parameters."""
+
+    adamw = "adamw"
+
+
 class ScheduleName(Enum):
     """Order of forwards and backwards within a step; docs/parallelism.md shows each."""
 

@@ -12,6 +12,7 @@ from app.choices import (
     Decay,
     Device,
     Normalize,
+    OptimizerKind,
     Source,
     WandbMode,
     WsdDecay,
@@ -24,11 +25,13 @@ EXAMPLE = "give for example data.path='folder/*'"
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW (Loshchilov & Hutter 2019) and its schedules.
+    """AdamW (Loshchilov & Hutter 2019) or another optimizer, and its schedules.
 
     Steps are optimizer updates.
     """
 
+    # optimizer of the matrices of linear layers and experts; AdamW updates all other parameters
+    name: OptimizerKind = OptimizerKind.adamw
     lr: float = 3e-3  # peak learning rate
     min_lr: float = 3e-4  # learning rate after decay
     # steps in which the learning rate rises from 0 to lr; null: a twentieth of the decay steps

@@ -49,8 +49,8 @@ FIXED = frozenset((
     "model.moe.topk_groups", "model.moe.group_best", "model.moe.routed_scale",
     "model.moe.norm_topk_prob",
     "model.moe.capacity_factor", "model.moe.drop_policy", "model.moe.force_balance",
-    # Types of parameters and main gradients.
-    "precision.params", "precision.grads",
+    # Types of parameters and main gradients; the optimizer, whose state a checkpoint holds.
+    "precision.params", "precision.grads", "optim.name",
     # Documents, their split, tokenizer and attention mask.
     "data.source", "data.path", "data.name", "data.config_name", "data.split", "data.streaming",
     "data.text_field", "data.tokenizer", "data.validation_fraction", "data.validation_documents",
@@ -104,7 +104,7 @@ Difference = tuple[str, Any, Any]  # dotted key, saved value, current value
 def is_fixed(key: str) -> bool:
     """True if a resumed run must have the checkpoint's value of a key."""
     fixed = key in FIXED
-    free = key in FREE or f"{key}.".startswith(FREE_SECTIONS)
+    free = key in FREE or (not fixed and f"{key}.".startswith(FREE_SECTIONS))
     assert fixed != free, f"{key} must be listed as either fixed or free for resumed runs"
     return fixed
 
