@@ -9,10 +9,11 @@ from app.choices import OptimizerKind
 from app.config import OptimConfig
 from app.optim.adam import AdamShard
 from app.optim.grad_buckets import GradBuckets
+from app.optim.muon import MuonShard
 from app.optim.shard import OptimizerGroups, Shard, Update
 
 SHARDS: Mapping[OptimizerKind, type[Shard]] = MappingProxyType(
-    {kind.kind: kind for kind in (AdamShard,)}
+    {kind.kind: kind for kind in (AdamShard, MuonShard)}
 )
 
 
