@@ -157,6 +157,7 @@ LEFT_OUT = {
     "optim.beta1": SIZE,
     "optim.beta2": SIZE,
     "optim.eps": SIZE,
+    "optim.muon.momentum": SIZE,
     "data.source": HOST,
     "data.path": HOST,
     "data.name": HOST,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from app.choices import (
@@ -11,7 +11,10 @@ from app.choices import (
     BadStep,
     Decay,
     Device,
+    MuonDtype,
+    MuonTp,
     Normalize,
+    OptimizerKind,
     Source,
     WandbMode,
     WsdDecay,
@@ -25,12 +28,29 @@ USUAL_DOCUMENTS, SHORT_DOCUMENT = 16, 64
 
 
 @dataclass(frozen=True)
+class MuonConfig:
+    """Muon on the matrices of linear layers and experts (optim.name=muon)."""
+
+    momentum: float = 0.95  # decay of the momentum per step, which looks ahead (Nesterov)
+    dtype: MuonDtype = MuonDtype.bf16  # element type of its GEMMs
+    tp: MuonTp = MuonTp.gather  # what is orthogonalised of matrices divided over tp and etp
+
+    def __post_init__(self) -> None:
+        finite("optim.muon", self, "momentum")
+        if not 0 <= self.momentum < 1:
+            rule = "must be in [0, 1)"
+            raise ConfigError("optim.muon.momentum", self.momentum, rule, nearest=0.95)
+
+
+@dataclass(frozen=True)
 class OptimConfig:
-    """AdamW (Loshchilov & Hutter 2019) and its schedules.
+    """AdamW (Loshchilov & Hutter 2019) or another optimizer, and its schedules.
 
     Steps are optimizer updates.
     """
 
+    # optimizer of the matrices of linear layers and experts; AdamW updates all other parameters
+    name: OptimizerKind = OptimizerKind.adamw
     lr: float = 3e-3  # peak learning rate
     min_lr: float = 3e-4  # learning rate after decay
     # steps in which the learning rate rises from 0 to lr; null: a twentieth of the decay steps
@@ -50,8 +70,10 @@ class OptimConfig:
     overlap_params: bool = True
     # parameters per bucket of reduce-scatter and all-gather; null: 40 million, or 1 million × dp
     bucket_numel: int | None = None
+    muon: MuonConfig = field(default_factory=MuonConfig)  # of name=muon
 
     def __post_init__(self) -> None:
+        self._check_muon()
         above_zero("optim", self, "lr", "eps")
         at_least("optim", self, 0, "min_lr", "weight_decay", "clip_norm", "warmup_steps")
         at_least("optim", self, 1, "decay_steps", "wsd_decay_steps")
@@ -73,6 +95,15 @@ class OptimConfig:
                 rule,
                 advice="give a tenth of train.steps, for example",
             )
+
+    def _check_muon(self) -> None:
+        """Refuse keys of Muon that nothing reads."""
+        for each in fields(MuonConfig) if self.name is not OptimizerKind.muon else ():
+            value = getattr(self.muon, each.name)
+            if value != each.default:
+                rule = f"is not read by optim.name={self.name.value}"
+                near = (each.default, Instead("optim.name=muon"))
+                raise ConfigError(f"optim.muon.{each.name}", value, rule, nearest=near)
 
 
 def _kind_of(path: str) -> Source:

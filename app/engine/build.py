@@ -41,8 +41,9 @@ from app.moe.dispatch.paged_buffer import build_paged_buffer
 from app.moe.phases import MoEBody, Router
 from app.moe.protocol import Dispatcher
 from app.optim.buffers import ParamSpec
-from app.optim.distributed import DistributedOptimizer, OptimizerGroups
+from app.optim.distributed import DistributedOptimizer
 from app.optim.scale import LossScale
+from app.optim.shard import OptimizerGroups
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.stages import StagePlan
 from app.planner.plan import Plan
@@ -147,7 +148,12 @@ def _build_optimizer(
     """Build the ZeRO-1 optimizer over the parameters of this rank's chunks."""
     run = plan.run
     optimizer_groups = OptimizerGroups(
-        dp_cp=groups.dp_cp, edp=groups.edp, tp=groups.tp, embedding=groups.embedding
+        dp_cp=groups.dp_cp,
+        edp=groups.edp,
+        tp=groups.tp,
+        embedding=groups.embedding,
+        etp_ep=groups.etp_ep,
+        etp=groups.etp,
     )
     return DistributedOptimizer(
         [list(parameter_specs(chunk, groups.coords)) for chunk in chunks],
@@ -313,4 +319,5 @@ def parameter_specs(chunk: Chunk, coords: ShardCoords) -> Iterator[ParamSpec]:
             tied=named.tied,
             replicated=replicated,
             counted=(chunk.first or not named.tied) and not (replicated and index),
+            weight=weight,
         )

@@ -29,8 +29,8 @@ from app.errors import ConfigError, FirstOf, nearest, typed
 from app.hf.file_names import CONFIG_JSON
 
 FIXED = frozenset((
-    # Types of parameters and main gradients.
-    "precision.params", "precision.grads",
+    # Types of parameters and main gradients; the optimizer, whose state a checkpoint holds.
+    "precision.params", "precision.grads", "optim.name",
     # Documents, their split, tokenizer and attention mask.
     "data.source", "data.path", "data.name", "data.config_name", "data.split", "data.streaming",
     "data.text_field", "data.tokenizer", "data.validation_fraction", "data.validation_documents",
@@ -83,7 +83,8 @@ Difference = tuple[str, Any, Any]  # dotted key, saved value, current value
 
 def is_fixed(key: str) -> bool:
     """True if a resumed run must have the checkpoint's value of a key."""
-    free = key in FREE or f"{key}.".startswith(FREE_SECTIONS)
+    in_free_section = key not in FIXED and f"{key}.".startswith(FREE_SECTIONS)
+    free = key in FREE or in_free_section
     # keys of the model decide shapes of weights and the forward computation, unless listed as free
     fixed = key in FIXED or (key.startswith("model.") and not free)
     assert fixed != free, f"{key} must be listed as either fixed or free for resumed runs"

@@ -40,10 +40,11 @@ class AttentionWeights(Part):
             q_norm = NormWeights.of(spec.heads * width, tp=0)
             k_norm = NormWeights.of(spec.kv_heads * width, tp=0)
         rows = (spec.heads + 2 * spec.kv_heads) * width
-        bias = Weight((rows,), tp=0, initial=Initial.zeros, decay=False)
+        queries = spec.heads // spec.kv_heads  # per key/value head
+        bias = Weight((rows,), tp=0, initial=Initial.zeros, decay=False, linear=False)
         return cls(
             bqkv=bias if spec.qkv_bias else None,
-            wqkv=Weight((rows, hidden), tp=0),
+            wqkv=Weight((rows, hidden), tp=0, fused=(queries * width, width, width)),
             wo=Weight((hidden, spec.heads * width), tp=1, initial=Initial.residual),
             q_norm=q_norm,
             k_norm=k_norm,
@@ -70,12 +71,15 @@ class LatentAttentionWeights(Part):
     def of(cls, spec: AttentionSpec, mla: MLAConfig) -> LatentAttentionWeights:
         """Build the weights of one layer."""
         hidden, heads, rank = spec.hidden, spec.heads, mla.q_lora_rank
+        query = mla.qk_nope_head_dim, mla.qk_rope_head_dim
+        latent = mla.kv_lora_rank, mla.qk_rope_head_dim
+        key_value = mla.qk_nope_head_dim, mla.v_head_dim
         return cls(
             q_a=None if rank is None else Weight((rank, hidden)),
             q_a_norm=None if rank is None else NormWeights.of(rank),
-            q_b=Weight((heads * mla.key_width, rank or hidden), tp=0),
-            kv_a=Weight((mla.kv_lora_rank + mla.qk_rope_head_dim, hidden)),
+            q_b=Weight((heads * sum(query), rank or hidden), tp=0, fused=query),
+            kv_a=Weight((sum(latent), hidden), fused=latent),
             kv_a_norm=NormWeights.of(mla.kv_lora_rank),
-            kv_b=Weight((heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank), tp=0),
+            kv_b=Weight((heads * sum(key_value), mla.kv_lora_rank), tp=0, fused=key_value),
             wo=Weight((hidden, heads * mla.v_head_dim), tp=1, initial=Initial.residual),
         )
