@@ -142,7 +142,7 @@ def batches(run: Run) -> list[Batch]:
     for _ in range(run.num_microbatches):
         rows = torch.randint(0, run.model.vocab_size, (shape[0], shape[1] + 1))
         tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-        found.append(Batch(tokens, labels, places, documents_BS=None))
+        found.append(Batch(tokens, labels, places, ends_BD=None))
     return found
 
 
