@@ -11,6 +11,7 @@ events on the GPU, medians without the first two steps.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 from collections.abc import Sequence
@@ -91,6 +92,7 @@ def share(sequences: int, optim: str, steps: int, overrides: Sequence[str]) -> d
     row = {"optim": optim, "sequences": sequences, **times}
     row["share"] = row["update_ms"] / row["step_ms"]
     print(json.dumps(row), flush=True)
+    gc.collect()  # of the engine, whose parts refer to each other
     torch.cuda.empty_cache()
     return row
 

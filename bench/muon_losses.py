@@ -30,11 +30,12 @@ SMOOTHED = 20  # steps of a mean in the picture
 
 def runs() -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Yield name, model and overrides of each run."""
+    for optim in COLOURS:  # the longest first
+        yield f"small-{optim}-1", "small", ("+experiment=small", "train.seed=1", f"optim={optim}")
     for optim in COLOURS:
         for seed in (1, 2, 3):
             words = ("+experiment=smallmoe", "model.num_layers=8", f"train.seed={seed}")
             yield f"smallmoe-{optim}-{seed}", "smallmoe", (*words, f"optim={optim}")
-        yield f"small-{optim}-1", "small", ("+experiment=small", "train.seed=1", f"optim={optim}")
 
 
 def main() -> None:

@@ -114,7 +114,8 @@ class DistributedOptimizer:
             for specs, shards in zip(chunks, self.shards, strict=True)
             for shard in in_use_order(specs, shards)
         ]
-        self._updates = updates_of(self._in_use_order, config, groups)
+        updates = updates_of(self._in_use_order, config, groups)
+        self._updates = [(update, tuple(update.shards)) for update in updates]
         at_update = config.overlap_params and not full_iteration
         self._param_gather = ParamGather(self._in_use_order, at_update)
         # callback when parameters have changed, or will have when captured work is replayed;
@@ -233,11 +234,11 @@ class DistributedOptimizer:
         """
         skip = (~norm.isfinite()).float()
         divisor = grad_divisor(norm, self.config.clip_norm, scale)
-        for update in self._updates:
-            for shard in update.shards:
+        for update, shards in self._updates:
+            for shard in shards:
                 self._param_gather.wait(shard)
             update.update(self.config, rates_2, divisor, skip=skip)
-            for shard in update.shards:
+            for shard in shards:
                 self._param_gather.updated(shard)
         self.changed()
         return skip

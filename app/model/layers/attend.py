@@ -111,26 +111,17 @@ class TorchAttention:
         queries, keys = q_BSNH.shape[1], k_BKGH.shape[1]
         if window is not None and window >= keys:
             window = None
-        heads = q_BSNH, k_BKGH, v_BKGH
-        if documents is None and window is None:
-            mask = None if queries == keys else _last_rows(queries, keys)
-            return self._by_sdpa(*heads, mask=mask, scale=scale)
-        if q_BSNH.is_cuda and by_flash(q_BSNH.dtype, q_BSNH.shape[3]):
-            return self._by_flash(*heads, window=window, documents=documents, scale=scale)
-        mask = visible(len(q_BSNH), queries, keys, q_BSNH.device, window, documents)
-        return self._by_sdpa(*heads, mask=mask, scale=scale)
-
-    def _by_sdpa(
-        self,
-        q_BSNH: Tensor,
-        k_BKGH: Tensor,
-        v_BKGH: Tensor,
-        *,
-        mask: Tensor | None,
-        scale: float | None,
-    ) -> Tensor:
-        """Attend where a mask allows it; None means causally."""
-        q_BNSH, k_BGKH, v_BGKH = (heads.transpose(1, 2) for heads in (q_BSNH, k_BKGH, v_BKGH))
+        mask = None
+        if documents is not None or window is not None:
+            if q_BSNH.is_cuda and by_flash(q_BSNH.dtype, q_BSNH.shape[3]):
+                heads = q_BSNH, k_BKGH, v_BKGH
+                return self._by_flash(*heads, window=window, documents=documents, scale=scale)
+            mask = visible(len(q_BSNH), queries, keys, q_BSNH.device, window, documents)
+        elif queries != keys:
+            mask = _last_rows(queries, keys)
+        q_BNSH = q_BSNH.transpose(1, 2)
+        k_BGKH = k_BKGH.transpose(1, 2)
+        v_BGKH = v_BKGH.transpose(1, 2)
         ordered = self.deterministic and q_BNSH.is_cuda
         with sdpa_kernel(DETERMINISTIC_BACKENDS) if ordered else nullcontext():
             out = F.scaled_dot_product_attention(

@@ -28,16 +28,16 @@ def test_a_run_with_graphs_repeats_one_without(tmp_path: Path, graph: str):
     assert losses(tmp_path / "graphs", *WINDOWS, "precision=bf16", f"cuda_graph={graph}") == eager
 
 
-def test_losses_are_those_of_a_cpu(tmp_path: Path):
+def test_losses_are_those_of_a_mask(tmp_path: Path):
     """In fp32 by a mask, in bf16 by kernels that skip what a window hides."""
-    cpu = losses(tmp_path / "cpu", *WINDOWS, "precision=fp32", "train.device=cpu")
-    ways = {"fp32": (("precision=fp32",), 1e-4), "bf16": (("precision=bf16",), 3e-2)}
+    masked = losses(tmp_path / "fp32", *WINDOWS, "precision=fp32")
+    ways = {"bf16": (("precision=bf16",), 3e-2)}
     if find_spec("transformer_engine") is not None:
         library = "train.attention_backend=transformer_engine"
         ways["library"] = (("precision=bf16", library), 3e-2)
     for name, (words, bound) in ways.items():
         found = losses(tmp_path / name, *WINDOWS, *words)
-        for (loss, _), (wanted, _) in zip(found, cpu, strict=True):
+        for (loss, _), (wanted, _) in zip(found, masked, strict=True):
             assert loss == pytest.approx(wanted, rel=bound)
 
 
@@ -64,4 +64,5 @@ def test_kernels_hide_what_a_window_hides(queries: int, window: int):
 
     exact = gradients(torch.float64, by_mask=True)
     for found, wanted in zip(gradients(torch.bfloat16, by_mask=False), exact, strict=True):
-        assert (found.double() - wanted).norm() < 1e-2 * wanted.norm()
+        # of one visible key, the gradient of the query is 0
+        assert (found.double() - wanted).norm() < 1e-2 * wanted.norm() + 1e-5 * grad.norm()
