@@ -7,6 +7,7 @@ each alone or several together (`Shard.updates`).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, Self
@@ -66,7 +67,7 @@ class Update(Protocol):
         """
 
 
-class Shard:
+class Shard(ABC):
     """fp32 parameters, moments and gradients of the part of a bucket that this rank owns.
 
     In fp32 training the parameters are the buffer itself, otherwise an fp32 copy. The gradients are
@@ -97,11 +98,11 @@ class Shard:
         assert not self.tied or len(specs) == 1, "a tied parameter has a bucket of its own"
 
     @classmethod
+    @abstractmethod
     def updates(
         cls, shards: Sequence[Self], config: OptimConfig, groups: OptimizerGroups
     ) -> Sequence[Update]:
         """Return the updates of all these shards of this optimizer, in the order of use."""
-        raise NotImplementedError
 
     def _parts(self, rank: int) -> Iterator[tuple[ParamSpec, Range]]:
         for spec, ranges in zip(self.buffer.specs, self.buffer.layout.ranges(rank), strict=True):

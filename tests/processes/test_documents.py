@@ -9,54 +9,32 @@ from typing import Any
 
 import pytest
 
-from app.choices import CpComm, GraphKey, Recompute, ScheduleName
-from app.config import DataConfig, ParallelConfig, RecomputeConfig, Run, ScheduleConfig
+from app.choices import GraphKey, Recompute
+from app.config import DataConfig, Run
 from tests.cases import chosen
 from tests.distributed import run_distributed
-from tests.parity import OneProcess, few_steps
+from tests.layouts import LAYOUTS, expect_one_process, layout_run
 from tests.processes.captured import UPDATING, WHOLE, local, same, several
-from tests.runs import LATENT, STEADY, TINY, make_run
+from tests.runs import LATENT, TINY
 
-STEPS = 3
 MODELS = {
     "grouped": dataclasses.replace(TINY, moe=None, qk_norm=True),
     "experts": TINY,
     "latent": LATENT,
 }
-CASES: dict[str, tuple[dict[str, Any], str]] = {
-    "tp 2": ({"tp": 2}, "auto"),
-    "cp 2": ({"cp": 2}, "auto"),
-    "cp 2 heads": ({"cp": 2, "cp_comm_type": CpComm.all_to_all}, "auto"),
-    "cp 4": ({"cp": 4}, "auto"),
-    "dp 2": ({"dp": 2}, "auto"),
-    "pp 2 split backward": ({"pp": 2}, "zero_bubble_h1"),
-    "tp 2 cp 2": ({"tp": 2, "cp": 2}, "auto"),
-    "two stages per rank": ({"pp": 2, "vpp": 2}, "interleaved"),
-}
+PACKED = DataConfig(document_mask=True)
+CASES = LAYOUTS | {"cp 4": ({"cp": 4}, "auto"), "dp 2": ({"dp": 2}, "auto")}
 QUICK = [("grouped", "cp 2"), ("latent", "cp 2 heads"), ("experts", "two stages per rank")]
 PAIRS = [(name, case) for name in MODELS for case in CASES]
 
 
-def run_of(name: str, schedule: str = "auto", phases: Any = (), **parallel: Any) -> Run:
-    stages = parallel.get("pp", 1) * parallel.get("vpp", 1)
-    return make_run(
-        dataclasses.replace(MODELS[name], num_layers=max(2, stages)),
-        parallel=ParallelConfig(**({"dp": 1} | parallel)),
-        schedule=ScheduleConfig(ScheduleName(schedule)),
-        recompute=RecomputeConfig(phases=phases),
-        data=DataConfig(document_mask=True),
-        optim=STEADY,
-    )
+def run_of(name: str, phases: Any = (), **parallel: Any) -> Run:
+    return layout_run(MODELS[name], parallel, phases=phases, data=PACKED)
 
 
 @pytest.mark.parametrize(("name", "case"), chosen(PAIRS, QUICK))
 def test_layouts_equal_one_process(name: str, case: str):
-    parallel, schedule = CASES[case]
-    run = run_of(name, schedule, **parallel)
-    alone = dataclasses.replace(run, parallel=ParallelConfig(), schedule=ScheduleConfig())
-    one = OneProcess.of(alone, STEPS)
-    for found in run_distributed(few_steps, run.world_size, run, STEPS):
-        one.expect(found)
+    expect_one_process(layout_run(MODELS[name], *CASES[case], data=PACKED))
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from app.choices import CpComm, LayerType, Recompute, ScheduleName
-from app.config import ParallelConfig, RecomputeConfig, Run, ScheduleConfig
+from app.choices import LayerType, Recompute
+from app.config import Run
 from tests.cases import chosen
 from tests.distributed import run_distributed
-from tests.parity import OneProcess, few_steps
+from tests.layouts import LAYOUTS, expect_one_process, layout_run
+from tests.parity import few_steps
 from tests.processes.captured import WHOLE, local, same, several
-from tests.runs import LATENT, STEADY, TINY, make_run
+from tests.runs import LATENT, TINY, make_run
 
-STEPS = 3
 WINDOWS: dict[str, Any] = {
     "sliding_window": 5,  # of 16 tokens, so that it ends in other ranks' tokens
     "layer_types": (LayerType.sliding_attention, LayerType.full_attention),
@@ -27,41 +27,21 @@ MODELS = {
     "grouped": dataclasses.replace(TINY, moe=None, qk_norm=True, **WINDOWS),
     "latent": dataclasses.replace(LATENT, **WINDOWS),
 }
-CASES: dict[str, tuple[dict[str, Any], str]] = {
-    "tp 2": ({"tp": 2}, "auto"),
-    "cp 2": ({"cp": 2}, "auto"),
-    "cp 2 heads": ({"cp": 2, "cp_comm_type": CpComm.all_to_all}, "auto"),
-    "cp 4": ({"cp": 4}, "auto"),
-    "pp 2 split backward": ({"pp": 2}, "zero_bubble_h1"),
-    "tp 2 cp 2": ({"tp": 2, "cp": 2}, "auto"),
-    "two stages per rank": ({"pp": 2, "vpp": 2}, "interleaved"),
-}
+CASES = LAYOUTS | {"cp 4": ({"cp": 4}, "auto")}
 QUICK = [("grouped", "tp 2"), ("grouped", "cp 2"), ("grouped", "cp 2 heads"), ("latent", "cp 2"),
          ("some without positions", "pp 2 split backward"),
          ("grouped", "two stages per rank")]  # fmt: skip
 PAIRS = [(name, case) for name in MODELS for case in CASES]
 
 
-def run_of(name: str, schedule: str = "auto", phases: Any = (), **parallel: Any) -> Run:
-    stages = parallel.get("pp", 1) * parallel.get("vpp", 1)
-    return make_run(
-        dataclasses.replace(MODELS[name], num_layers=max(2, stages)),
-        parallel=ParallelConfig(**({"dp": 1} | parallel)),
-        schedule=ScheduleConfig(ScheduleName(schedule)),
-        recompute=RecomputeConfig(phases=phases),
-        optim=STEADY,
-    )
+def run_of(name: str, phases: Any = (), **parallel: Any) -> Run:
+    return layout_run(MODELS[name], parallel, phases=phases)
 
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "case"), chosen(PAIRS, QUICK))
 def test_layouts_equal_one_process(name: str, case: str):
-    parallel, schedule = CASES[case]
-    run = run_of(name, schedule, **parallel)
-    alone = dataclasses.replace(run, parallel=ParallelConfig(), schedule=ScheduleConfig())
-    one = OneProcess.of(alone, STEPS)
-    for found in run_distributed(few_steps, run.world_size, run, STEPS):
-        one.expect(found)
+    expect_one_process(layout_run(MODELS[name], *CASES[case]))
 
 
 @pytest.mark.parametrize("parallel", chosen([{}, {"tp": 2}, {"cp": 2}], [{}]), ids=str)
