@@ -25,6 +25,7 @@ from app.choices import MuonDtype, MuonTp, OptimizerKind
 from app.config import OptimConfig
 from app.kernels.common import usable
 from app.kernels.momentum import MovedSlices, apply_updates, push_momentum
+from app.kernels.polynomial import applied, gram, multiplies, squared
 from app.optim.shard import OptimizerGroups, Shard, Update
 from app.optim.whole_matrices import Peers, WholeMatrices
 from app.plan.sharding.optimizers import NEWTON_SCHULZ_STEPS, UPDATE_RMS, newton_schulz_flops
@@ -41,10 +42,15 @@ def orthogonalise(matrices_CMN: Tensor) -> Tensor:
     a, b, c = COEFFICIENTS
     norm_C11 = torch.linalg.vector_norm(matrices_CMN, dim=(1, 2), keepdim=True)
     matrices_CMN.div_(norm_C11.clamp(min=LEAST_NORM))
+    kernels = multiplies(matrices_CMN)
     for _ in range(NEWTON_SCHULZ_STEPS):
-        gram_CMM = matrices_CMN @ matrices_CMN.mT
-        poly_CMM = torch.baddbmm(gram_CMM, gram_CMM, gram_CMM, beta=b, alpha=c)
-        matrices_CMN = torch.baddbmm(matrices_CMN, poly_CMM, matrices_CMN, beta=a)
+        if kernels:
+            poly_CMM = squared(gram(matrices_CMN), c, b)
+            matrices_CMN = applied(poly_CMM, matrices_CMN, a)
+        else:
+            gram_CMM = matrices_CMN @ matrices_CMN.mT
+            poly_CMM = torch.baddbmm(gram_CMM, gram_CMM, gram_CMM, beta=b, alpha=c)
+            matrices_CMN = torch.baddbmm(matrices_CMN, poly_CMM, matrices_CMN, beta=a)
     return matrices_CMN
 
 
