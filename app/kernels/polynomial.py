@@ -1,10 +1,10 @@
-"""Batched GEMMs of a polynomial of X·Xᵀ: products that are symmetric are computed once, and addends
-are read where the product is stored.
+"""Batched GEMMs of a polynomial of X·Xᵀ: half of a symmetric result is computed, and addends are
+read where the result is stored.
 
 For GPUs with TMA (`moves_tiles`), in bf16 or fp16. cuBLAS computes both halves of a symmetric
-product, and `torch.baddbmm` copies its addend first.
+result, and `torch.baddbmm` copies its addend first.
 
-Shapes: C matrices of M rows and N columns.
+Shapes: C matrices of M rows and N columns, of which rows or columns are consecutive.
 """
 
 from __future__ import annotations
@@ -24,19 +24,24 @@ ALIGNMENT = 16  # bytes of rows, for TMA
 
 def multiplies(matrices_CMN: Tensor) -> bool:
     """Return whether the kernels support these matrices."""
+    if not usable(matrices_CMN) or matrices_CMN.dtype == torch.float32:
+        return False
+    matrix, row, column = matrices_CMN.stride()
+    starts = (
+        matrices_CMN.data_ptr(),
+        *(size * matrices_CMN.element_size() for size in (matrix, max(row, column))),
+    )
+    square = matrices_CMN.shape[1] * matrices_CMN.element_size()
     return (
-        usable(matrices_CMN)
-        and matrices_CMN.dtype != torch.float32
-        and moves_tiles(matrices_CMN.device)
-        and all(
-            size * matrices_CMN.element_size() % ALIGNMENT == 0 for size in matrices_CMN.shape[1:]
-        )
+        moves_tiles(matrices_CMN.device)
+        and min(row, column) == 1
+        and all(start % ALIGNMENT == 0 for start in (*starts, square))
     )
 
 
-def gram(left_CMN: Tensor) -> Tensor:
-    """Return left·leftᵀ, [C, M, M]; sums in fp32, rounded once."""
-    return _multiply(left_CMN, left_CMN, 1.0, addend=None, beta=0.0, symmetric=True)
+def gram(matrices_CMN: Tensor) -> Tensor:
+    """Return matrices·matricesᵀ, [C, M, M]; sums in fp32, rounded once."""
+    return _multiply(matrices_CMN, matrices_CMN, 1.0, addend=None, beta=0.0, symmetric=True)
 
 
 def squared(gram_CMM: Tensor, factor: float, beta: float) -> Tensor:
@@ -45,7 +50,12 @@ def squared(gram_CMM: Tensor, factor: float, beta: float) -> Tensor:
 
 
 def applied(poly_CMM: Tensor, matrices_CMN: Tensor, beta: float) -> Tensor:
-    """Return poly·matrices + beta·matrices; sums in fp32, rounded once."""
+    """Return poly·matrices + beta·matrices for symmetric `poly`, in the order of `matrices`; sums
+    in fp32, rounded once.
+    """
+    if matrices_CMN.stride(2) != 1:
+        tall = matrices_CMN.mT
+        return _multiply(tall, poly_CMM, 1.0, addend=tall, beta=beta, symmetric=False).mT
     return _multiply(poly_CMM, matrices_CMN, 1.0, addend=matrices_CMN, beta=beta, symmetric=False)
 
 
@@ -63,19 +73,28 @@ def _multiply(
     columns = rows if symmetric else right.shape[2]
     out_CMN = left_CMK.new_empty(count, rows, columns)
     tile = SQUARE if symmetric else WIDE
-    block = [1, tile["COLUMNS"], STEP] if symmetric else [1, STEP, tile["COLUMNS"]]
+    by_columns = left_CMK.stride(2) != 1  # both operands, of a symmetric result
+    if by_columns:
+        left_CMK, right = left_CMK.mT, right.mT
+    left_block = [1, STEP, tile["ROWS"]] if by_columns else [1, tile["ROWS"], STEP]
+    by_steps = by_columns or not symmetric
+    right_block = [1, STEP, tile["COLUMNS"]] if by_steps else [1, tile["COLUMNS"], STEP]
     grid = (cdiv(rows, tile["ROWS"]) * cdiv(columns, tile["COLUMNS"]), count)
     _polynomial[grid](
         out_CMN,
-        TensorDescriptor.from_tensor(left_CMK.contiguous(), [1, tile["ROWS"], STEP]),
-        TensorDescriptor.from_tensor(right.contiguous(), block),
+        TensorDescriptor.from_tensor(left_CMK, left_block),
+        TensorDescriptor.from_tensor(right, right_block),
         addend,
+        addend_matrix=0 if addend is None else addend.stride(0),
+        addend_row=0 if addend is None else addend.stride(1),
         rows=rows,
         columns=columns,
         width=width,
         alpha=alpha,
         beta=beta,
         SYMMETRIC=symmetric,
+        BY_COLUMNS=by_columns,
+        BY_STEPS=by_steps,
         STEP=STEP,
         BAND=BAND,
         **tile,
@@ -89,12 +108,16 @@ def _polynomial(
     left: tl.tensor_descriptor,
     right: tl.tensor_descriptor,
     addend: tl.tensor,
+    addend_matrix: int,
+    addend_row: int,
     rows: int,
     columns: int,
     width: int,
     alpha: float,
     beta: float,
     SYMMETRIC: tl.constexpr,
+    BY_COLUMNS: tl.constexpr,
+    BY_STEPS: tl.constexpr,
     STEP: tl.constexpr,
     BAND: tl.constexpr,
     ROWS: tl.constexpr,
@@ -110,21 +133,24 @@ def _polynomial(
     if along <= last:
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for k in range(0, width, STEP):  # beyond `width`, loads give zeros
-            a = left.load([matrix, down * ROWS, k]).reshape(ROWS, STEP)
-            if SYMMETRIC:
-                b = right.load([matrix, along * COLUMNS, k]).reshape(COLUMNS, STEP).T
+            if BY_COLUMNS:
+                a = left.load([matrix, k, down * ROWS]).reshape(STEP, ROWS).T
             else:
+                a = left.load([matrix, down * ROWS, k]).reshape(ROWS, STEP)
+            if BY_STEPS:
                 b = right.load([matrix, k, along * COLUMNS]).reshape(STEP, COLUMNS)
+            else:
+                b = right.load([matrix, along * COLUMNS, k]).reshape(COLUMNS, STEP).T
             total = tl.dot(a, b, total, input_precision="ieee")
         row = (down * ROWS + tl.arange(0, ROWS))[:, None]
         column = (along * COLUMNS + tl.arange(0, COLUMNS))[None, :]
         start = matrix.to(tl.int64) * rows * columns
         inside = (row < rows) & (column < columns)
-        at = start + row.to(tl.int64) * columns + column
         total *= alpha
         if addend is not None:
-            total += beta * tl.load(addend + at, mask=inside, other=0.0).to(tl.float32)
+            added = addend + matrix.to(tl.int64) * addend_matrix + row * addend_row + column
+            total += beta * tl.load(added, mask=inside, other=0.0).to(tl.float32)
         found = total.to(out.dtype.element_ty)
-        tl.store(out + at, found, mask=inside)
+        tl.store(out + start + row * columns + column, found, mask=inside)
         if SYMMETRIC and along < down:
-            tl.store(out + start + column.to(tl.int64) * rows + row, found, mask=inside)
+            tl.store(out + start + column * rows + row, found, mask=inside)

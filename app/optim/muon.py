@@ -9,7 +9,7 @@ An update has a root mean square of 0.2 before the learning rate, about that of 
 learning rates carry over (Liu et al. 2025, arXiv 2502.16982). Weight decay is decoupled. With
 `optim.muon.tp=blocks` the part of a matrix that a tensor-parallel rank holds counts as a matrix.
 
-Shapes: C matrices of M × N, M ≤ N.
+Shapes: C matrices of M × N.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from app.kernels.momentum import MovedSlices, apply_updates, push_momentum
 from app.kernels.polynomial import applied, gram, multiplies, squared
 from app.optim.shard import OptimizerGroups, Shard, Update
 from app.optim.whole_matrices import Peers, WholeMatrices
-from app.plan.sharding.optimizers import NEWTON_SCHULZ_STEPS, UPDATE_RMS, newton_schulz_flops
+from app.plan.sharding.optimizers import NEWTON_SCHULZ_STEPS, UPDATE_RMS, newton_schulz_cost
 
 # quintic polynomial a·X + b·(X·Xᵀ)·X + c·(X·Xᵀ)²·X, steep at 0 (Jordan et al. 2024)
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -36,9 +36,11 @@ LEAST_NORM = 1e-7
 
 
 def orthogonalise(matrices_CMN: Tensor) -> Tensor:
-    """Return matrices whose singular values are near 1 instead, M ≤ N, in the dtype of the
-    argument, which is overwritten.
+    """Return matrices whose singular values are near 1 instead, in the dtype of the argument, which
+    is overwritten.
     """
+    if matrices_CMN.shape[1] > matrices_CMN.shape[2]:  # X·Xᵀ of the shorter side is smaller
+        return orthogonalise(matrices_CMN.mT).mT
     a, b, c = COEFFICIENTS
     norm_C11 = torch.linalg.vector_norm(matrices_CMN, dim=(1, 2), keepdim=True)
     matrices_CMN.div_(norm_C11.clamp(min=LEAST_NORM))
@@ -89,7 +91,7 @@ class MuonUpdate:
         self.matrices = WholeMatrices(
             shards,
             inner,
-            cost=lambda stack: newton_schulz_flops(stack, inner.size),
+            cost=lambda stack: newton_schulz_cost(stack, inner.size),
             scale=update_scale,
         )
         main = shards[0].main
