@@ -5,6 +5,13 @@ from __future__ import annotations
 from enum import Enum
 
 
+class LayerType(Enum):
+    """Tokens that the attention of a layer sees, by the names of `transformers`."""
+
+    full_attention = "full_attention"  # all tokens before a query
+    sliding_attention = "sliding_attention"  # the last `model.sliding_window` of them
+
+
 class Score(Enum):
     """Function that turns router logits into scores."""
 
@@ -69,6 +76,27 @@ class Balance(Enum):
     microbatch = "microbatch"
     sequence = "sequence"  # each sequence by itself
     global_batch = "global_batch"  # the microbatches of all data-parallel ranks so far in the step
+
+
+class OptimizerKind(Enum):
+    """Optimizer of matrices of linear layers and experts; AdamW updates all other parameters."""
+
+    adamw = "adamw"
+    muon = "muon"  # momentum, orthogonalised matrix by matrix
+
+
+class MuonTp(Enum):
+    """Matrix that Muon orthogonalises where tensor parallelism divides matrices."""
+
+    gather = "gather"  # the whole one, on one of the ranks: exact
+    blocks = "blocks"  # each rank's block as if it were a matrix: approximate, and sends nothing
+
+
+class MuonDtype(Enum):
+    """Element type of Muon's GEMMs, and of the matrices that it sends."""
+
+    bf16 = "bf16"
+    fp32 = "fp32"
 
 
 class ScheduleName(Enum):

@@ -63,7 +63,7 @@ def measured(attend: Attend, heads: Heads, grad: Tensor, wanted: Heads | None) -
     leaves = [each.detach().requires_grad_() for each in heads]
 
     def forward() -> Tensor:
-        return attend(*leaves, mask_B1SK=None, scale=None)
+        return attend(*leaves, window=None, documents=None, scale=None)
 
     out = forward()
 

@@ -116,7 +116,7 @@ def main() -> None:
 def step_input() -> StepInput:
     """Microbatches of one sequence of four tokens."""
     tokens = torch.ones(1, 4, dtype=torch.int64)
-    batch = Batch(tokens, tokens, tokens, documents_BS=None)
+    batch = Batch(tokens, tokens, tokens, ends_BD=None)
     return StepInput(
         (batch,) * MICROBATCHES,
         torch.ones(MICROBATCHES),

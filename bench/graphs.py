@@ -269,7 +269,7 @@ def batches_of(run: Run, step: int, dp_rank: int) -> list[Batch]:
                 rows[:, :-1].contiguous(),
                 rows[:, 1:].contiguous(),
                 torch.arange(length).repeat(size, 1),
-                documents_BS=None,
+                ends_BD=None,
             )
         )
     return found

@@ -25,7 +25,7 @@ from app.kernels.attention.heads import HeadNorms, split_and_rotate
 from app.kernels.partial_sums import add_summed
 from app.kernels.rms_norm import rms_norm, rms_norm_beside
 from app.kernels.swiglu import swiglu
-from app.model.layers.layers import layer_context, rotate
+from app.model.layers.layers import RotaryTable, rotate
 
 try:
     import transformer_engine.pytorch as te
@@ -184,10 +184,8 @@ def swiglu_piece(rows: int, width: int) -> Piece:
 
 def heads_piece(heads: int, groups: int, width: int, norms: bool) -> Piece:
     """Queries, keys and values with rotary positions."""
-    queries, context = (
-        heads // groups,
-        layer_context(torch.arange(LENGTH, device="cuda")[None], None, Rope(width, THETA)),
-    )
+    queries = heads // groups
+    table = RotaryTable.of(torch.arange(LENGTH, device="cuda")[None], Rope(width, THETA))
 
     def split(qkv: Tensor) -> Outputs:
         q, k, v = qkv.unflatten(-1, (groups, queries + 2, width)).split((queries, 1, 1), dim=3)
@@ -200,14 +198,14 @@ def heads_piece(heads: int, groups: int, width: int, norms: bool) -> Piece:
                 F.rms_norm(x, (width,), weight, EPS)
                 for x, weight in zip(pair, weights, strict=True)
             ]
-        return (*(rotate(x, context) for x in pair), v)
+        return (*(rotate(x, table) for x in pair), v)
 
     def kernel(qkv: Tensor, *weights: Tensor) -> Outputs:
         given = HeadNorms(*weights, EPS) if norms else None
         return split_and_rotate(
             qkv,
-            context.cos_BS1H,
-            context.sin_BS1H,
+            table.cos_BS1H,
+            table.sin_BS1H,
             num_kv_heads=groups,
             queries_per_kv=queries,
             norms=given,

@@ -199,7 +199,7 @@ def batches_of(run: Run, kind: int, dp_rank: int) -> list[Batch]:
         generator = torch.Generator().manual_seed(1000 * kind + mb * run.dp + dp_rank)
         rows = torch.randint(0, run.model.vocab_size, (size, length + 1), generator=generator)
         found.append(
-            Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), positions, documents_BS=None)
+            Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), positions, ends_BD=None)
         )
     return found
 

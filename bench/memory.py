@@ -137,7 +137,7 @@ def random_batch(run: Run) -> Batch:
         rows[:, :-1].contiguous(),
         rows[:, 1:].contiguous(),
         torch.arange(length).repeat(size, 1),
-        documents_BS=None,
+        ends_BD=None,
     )
 
 

@@ -101,16 +101,40 @@ def train(run: Run, launch: Launch) -> tuple[list[dict[str, Any]], dict[str, flo
 
 def random_data(run: Run) -> Data:
     """As many uniform token ids as the steps use, the same on every rank; also for validation,
-    which does not happen.
+    which does not happen. Documents that are kept apart have lengths like those of web pages.
     """
     train = run.train
+    tokenizer = load_tokenizer("bytes")
     count = train.steps * train.global_batch * train.seq_len + 1
-    ids = np.random.default_rng(train.seed).integers(0, run.model.vocab_size, count)
-    documents = Documents.from_lists([ids])
-    split = DataSplit(
-        PackedSequences(documents.lengths_D, documents.read, train.seq_len, seed=train.seed), None
+    generator = np.random.default_rng(train.seed)
+    ids = generator.integers(0, run.model.vocab_size, count)
+    most = run.data.most_documents(train.seq_len)
+    if most is None:
+        documents, boundary = Documents.from_lists([ids]), None
+    else:
+        boundary = tokenizer.eod
+        ids[ids == boundary] = 0
+        ends = np.cumsum(web_lengths(generator, count))
+        ends = ends[: int(np.searchsorted(ends, count))]
+        ids[ends - 1] = boundary
+        documents = Documents.from_lists(np.split(ids, ends))
+    packed = PackedSequences(
+        documents.lengths_D, documents.read, train.seq_len, seed=train.seed, max_documents=most
     )
-    return Data(load_tokenizer("bytes"), split, split)
+    if most is not None:
+        mean = train.seq_len * packed.per_epoch / len(documents)
+        print(f"documents of {mean:.0f} tokens on average, {packed.padding:.2%} padding")
+    split = DataSplit(packed, boundary, most)
+    return Data(tokenizer, split, split)
+
+
+def web_lengths(generator: np.random.Generator, tokens: int) -> np.ndarray:
+    """Lengths of documents that have more than so many tokens together: half of them below 400,
+    800 on average.
+    """
+    draws = generator.lognormal(np.log(400), 1.18, tokens // 100 + 100)
+    lengths: np.ndarray = np.maximum(draws, 2).astype(np.int64)
+    return lengths
 
 
 def reserved_gib(groups: Groups, device: torch.device) -> dict[str, float]:

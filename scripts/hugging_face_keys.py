@@ -68,7 +68,9 @@ No effect: {free}.
 
 @cache
 def keys_read(model_type: str) -> frozenset[str]:
-    """Keys that a family's reader asks for, whatever their values."""
+    """Keys that a family's reader asks for, whatever their values; not those that only have to be
+    neutral.
+    """
     values = config_class(model_type)().to_dict()
     sizes = {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
     known = {name: value for name, value in sizes.items() if name in values}
@@ -76,8 +78,10 @@ def keys_read(model_type: str) -> frozenset[str]:
     with tempfile.TemporaryDirectory() as folder:
         written = json.dumps({**values, **known, "rope_parameters": rotary}, default=str)
         (Path(folder) / CONFIG_JSON).write_text(written)
-        config = TheirModel.read(Path(folder), "model.init_from").config
-    return frozenset(config.asked - config_keys.NEUTRAL.keys())
+        model = TheirModel.read(Path(folder), "model.init_from")
+    again = dataclasses.replace(model.config, asked=set())
+    model.family.read(again)
+    return frozenset(again.asked | (model.config.asked - config_keys.NEUTRAL.keys()))
 
 
 def config_class(model_type: str) -> Any:

@@ -38,7 +38,7 @@ from app.rules import RULES
 
 CONF = Path(__file__).parent.parent / "conf"
 CPU = torch.device("cpu")
-VALUE_ATTEMPTS = 5  # a value that seems refused is in no run of a grid
+VALUE_ATTEMPTS = 6  # a value that seems refused is in no run of a grid
 STARTS = 4  # runs with one value of a pair that a search for the pair begins from
 ON = "on"  # of an optional section: it is there
 Value = Any
@@ -71,6 +71,8 @@ NUMBERS: dict[str, tuple[Value, ...]] = {
     "model.num_layers": (2, 3),
     "model.num_kv_heads": (2, 4),
     "model.head_dim": (None, 16),
+    "model.sliding_window": (None, 5),
+    "model.no_rope_layers": ((), (1, 0)),
     "model.mla.q_lora_rank": (None, 32),
     "model.moe.top_k": (2, 1),
     "model.moe.every_n": (1, 2),
@@ -155,6 +157,7 @@ LEFT_OUT = {
     "optim.beta1": SIZE,
     "optim.beta2": SIZE,
     "optim.eps": SIZE,
+    "optim.muon.momentum": SIZE,
     "data.source": HOST,
     "data.path": HOST,
     "data.name": HOST,
@@ -165,6 +168,7 @@ LEFT_OUT = {
     "data.tokenizer": HOST,
     "data.validation_fraction": HOST,
     "data.validation_documents": HOST,
+    "data.max_documents": "packs sequences; tests/data/test_packing.py",
     "data.num_proc": HOST,
     "data.cache_dir": HOST,
     "data.accept_changed": HOST,
@@ -307,7 +311,8 @@ def _subsets(key: str, kind: type[Enum]) -> Iterator[tuple[Enum, ...]]:
     """None, one or all of the members, and what the config group of the section offers."""
     section, _, name = key.rpartition(".")
     offered = [yaml.safe_load(path.read_text()) for path in sorted((CONF / section).glob("*.yaml"))]
-    named = [tuple(map(kind, option[name])) for option in offered if option.get(name)]
+    listed = [option[name] for option in offered if isinstance(option.get(name), list)]
+    named = [tuple(map(kind, each)) for each in listed]
     all_found = ((), *((member,) for member in kind), tuple(kind), *named)
     yield from dict.fromkeys(all_found)
 

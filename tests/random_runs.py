@@ -158,6 +158,7 @@ def _model(draw: random.Random) -> Values:
         "model.qk_norm": draw.random() < 0.5,
         "model.head_dim": draw.choice((None, None, 8)),
         "model.qkv_bias": draw.random() < 0.3,
+        "model.sliding_window": draw.choice((None, None, 5)),
     }
 
 

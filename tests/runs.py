@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from app.config import MLAConfig, ModelConfig, MoEConfig, OptimConfig, Run, TrainConfig, YarnConfig
-from app.data.feed import Batch
+from app.data.feed import Batch, make_batch
 from app.engine.build import build_engine
 from app.engine.ranks.groups import create_groups
 from app.engine.step.engine import Engine
@@ -30,6 +30,7 @@ TINY_MOE = MoEConfig(
     first_k_dense=1,
     z_loss_coeff=0.001,
 )
+END = 0  # token that ends a document where documents are kept apart
 TINY = ModelConfig(
     num_layers=3,
     hidden_size=32,
@@ -91,12 +92,17 @@ def batches_of(run: Run, step: int, dp_rank: int) -> list[Batch]:
         labels = rows[:, 1:].clone()
         # uneven valid counts
         labels[torch.rand(labels.shape, generator=generator) < 0.1 * (m * run.dp + dp_rank)] = -100
+        most = run.data.most_documents(length)
+        if most is not None:
+            ends = torch.rand(rows.shape, generator=generator) < 0.2
+            found.append(make_batch([*rows.masked_fill(ends, END).numpy()], END, most))
+            continue
         found.append(
             Batch(
                 rows[:, :-1].contiguous(),
                 labels,
                 torch.arange(length).expand(size, length),
-                documents_BS=None,
+                ends_BD=None,
             )
         )
     return found

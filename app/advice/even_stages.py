@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import permutations
 
-from app.config import ModelConfig
 from app.plan.cost.times import stage_times
 from app.plan.dependencies import Pipeline
 from app.plan.stages import Stage, spelled_layout
@@ -39,14 +38,15 @@ class _Split:
     def __init__(self, plan: Plan) -> None:
         model = plan.run.model
         self.pipeline: Pipeline = plan.stages.pipeline
-        kinds = {model.is_moe_layer(layer): layer for layer in range(model.num_layers)}
+        kinds = {spec: layer for layer, spec in enumerate(model.layer_specs)}
         ends = [Stage((), embedding=True, head=False), Stage((), embedding=False, head=True)]
         layers = [Stage((layer,), embedding=False, head=False) for layer in kinds.values()]
         assert plan.profile is not None
         found = stage_times(plan.run, [*ends, *layers], plan.layout, plan.profile)
         seconds = [sum(times.by_kind().values()) for times in found]
         self.embedding, self.head, *per_kind = seconds
-        self.layers = _by_layer(model, dict(zip(kinds, per_kind, strict=True)))
+        of_kind = dict(zip(kinds, per_kind, strict=True))
+        self.layers = [of_kind[spec] for spec in model.layer_specs]
 
     def slowest(self, sizes: Sequence[int]) -> tuple[float, float]:
         """Return seconds of a microbatch on the slowest rank, and in the slowest stage."""
@@ -61,10 +61,6 @@ class _Split:
         for stage, seconds in enumerate(stages):
             ranks[self.pipeline.rank(stage)] += seconds
         return max(ranks), max(stages)
-
-
-def _by_layer(model: ModelConfig, seconds: dict[bool, float]) -> list[float]:
-    return [seconds[model.is_moe_layer(layer)] for layer in range(model.num_layers)]
 
 
 def _moved(sizes: Sequence[int], split: _Split) -> list[int]:

@@ -224,8 +224,7 @@ class _Search:
         Otherwise `_rung` may skip what fits: the first ranks have most microbatches in flight, and
         may have the lighter layers.
         """
-        model = self.run.model
-        return len({model.is_moe_layer(layer) for layer in range(model.num_layers)}) == 1
+        return len(set(self.run.model.layer_specs)) == 1
 
     @cached_property
     def count(self) -> ParameterCount:

@@ -17,6 +17,7 @@ from app.plan.memory.overheads import CUDA_CONTEXT
 from app.plan.memory.rank_memory import bytes_per_parameter
 from app.plan.parts.dispatcher import run_dispatcher, without_waits
 from app.plan.select import select_stages
+from app.plan.sharding.optimizers import less_state
 from app.plan.stages import spelled_layout
 
 Values = dict[str, Value]  # dotted key -> value
@@ -75,6 +76,7 @@ class Shape:
         This is a lower bound for the busiest rank.
         """
         params, grads, shard = bytes_per_parameter(run.precision)
+        shard -= less_state(run.optim.name)
         dense = (count.total - count.experts) / (self.tp * self.pp)
         expert = count.experts / ((self.etp or 1) * self.ep * self.pp)
         replicas = run.world_size // (self.tp * self.pp)  # context-parallel ranks share the state

@@ -252,10 +252,11 @@ class Writer:
             how = "a CUDA graph" if decoder.eager is None else f"not captured, as {decoder.eager}"
             steps = f"; a step is {how}"
         memory = decoding_memory(self.model.plan, 0, sizes.sequences, tokens=sizes.tokens)
+        per_layer = " to ".join(map(byte_count, sorted(set(memory.caches)) or [0]))
         return (
             f"{count_of(prompts, 'prompt')}{together}, of up to {count_of(sizes.prompt, 'token')}; "
             f"up to {count_of(sizes.new, 'new token')} each{limit}; keys and values take "
-            f"{byte_count(memory.layer)} per layer, {byte_count(decoder.nbytes)} per rank{steps}"
+            f"{per_layer} per layer, {byte_count(decoder.nbytes)} per rank{steps}"
         )
 
     def _batch(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from app.config.attention import Llama3RopeConfig, MLAConfig, YarnConfig
+from app.config.attention import AttentionSpec, Llama3RopeConfig, MLAConfig, YarnConfig
 from app.config.layout import (
     CudaGraphConfig,
     Fp8Config,
@@ -20,7 +20,7 @@ from app.config.layout import (
     RecomputeConfig,
     ScheduleConfig,
 )
-from app.config.model import ModelConfig, MoEConfig
+from app.config.model import LayerSpec, ModelConfig, MoEConfig
 from app.config.profile import HardwareProfile
 from app.config.training import (
     CheckpointConfig,
@@ -32,12 +32,14 @@ from app.config.training import (
 )
 
 __all__ = [
+    "AttentionSpec",
     "CheckpointConfig",
     "CudaGraphConfig",
     "DataConfig",
     "Fp8Config",
     "HardwareConfig",
     "HardwareProfile",
+    "LayerSpec",
     "Llama3RopeConfig",
     "LogConfig",
     "LossConfig",

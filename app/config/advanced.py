@@ -50,6 +50,7 @@ ADVANCED = (
     "optim.bucket_numel",
     # files and reactions
     "data.validation_documents",
+    "data.max_documents",
     "data.cache_dir",
     "data.accept_changed",
     "log.group",

@@ -1,4 +1,4 @@
-"""Configuration of latent attention and rotary positions."""
+"""Configuration of latent attention and rotary positions; the attention of one layer."""
 
 from __future__ import annotations
 
@@ -117,3 +117,46 @@ class Rope:
     theta: float  # base of the frequencies
     yarn: YarnConfig | None = None  # null: frequencies unscaled, or scaled by llama3
     llama3: Llama3RopeConfig | None = None  # null: unscaled, or scaled by yarn
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Causal attention of one layer.
+
+    A value without torch: modules, KV caches and plans of a layer read it, and layers with equal
+    specs compute the same. What layers may differ in is a field here.
+    """
+
+    hidden: int  # width of the residual stream
+    heads: int  # query heads
+    kv_heads: int  # key and value heads
+    width: int  # of a query or key head
+    rope: Rope | None  # None: no rotary positions
+    window: int | None  # tokens that a query sees, itself included; None means all before it
+    scale: float | None  # factor on the scores; None means 1 / √width
+    qk_norm: bool  # RMSNorm on each query and key head
+    qk_norm_whole: bool  # one RMSNorm over all query or key heads together instead
+    qkv_bias: bool
+    eps: float  # of norms of heads, or of latents
+    mla: MLAConfig | None = None  # None: grouped-query attention
+
+    @property
+    def value_width(self) -> int:
+        """Width of one value head."""
+        return self.width if self.mla is None else self.mla.v_head_dim
+
+    def cached_tokens(self, tokens: int) -> int:
+        """Return how many tokens of a sequence of `tokens` a KV cache holds: those that a window
+        reaches.
+        """
+        return tokens if self.window is None else min(self.window, tokens)
+
+    def cached_numel(self, tp: int) -> int:
+        """Return the elements of a token in a KV cache on one of `tp` ranks.
+
+        These are keys and values of its heads, or with MLA the latent and the rotary key, which
+        every tensor-parallel rank has.
+        """
+        if self.mla is not None:
+            return self.mla.kv_lora_rank + self.mla.qk_rope_head_dim
+        return 2 * (self.kv_heads // tp) * self.width

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from app.choices import (
     Balance,
     CloneAlgorithm,
     DispatcherKind,
     DropPolicy,
+    LayerType,
     Score,
     StaticCapacity,
     StaticOverflow,
     StaticTransport,
 )
-from app.config.attention import Llama3RopeConfig, MLAConfig, Rope, YarnConfig
+from app.config.attention import AttentionSpec, Llama3RopeConfig, MLAConfig, Rope, YarnConfig
 from app.config.bounds import above_zero, at_least, finite
-from app.errors import ConfigError, Instead, nearest_divisors
+from app.errors import ConfigError, FirstOf, Instead, nearest_divisors
 
 # a capacity of StaticConfig is a multiple of this: whole tiles of the grouped GEMM
 ROUNDED_ROWS = 128
@@ -233,6 +235,14 @@ class MoEConfig:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What decoder layers may differ in; layers with equal specs have equal weights and costs."""
+
+    attention: AttentionSpec
+    routed: bool  # has routed experts instead of a dense feed-forward
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer.
@@ -256,6 +266,15 @@ class ModelConfig:
     # one RMSNorm over all query or key heads together (OLMoE), not one per head
     qk_norm_whole: bool = False
     qkv_bias: bool = False  # a bias on queries, keys and values (Qwen2)
+    # tokens that a query sees in layers of type sliding_attention, itself included; null: no such
+    # layer
+    sliding_window: int | None = None
+    # attention of each layer, or a shorter pattern that repeats over the layers; empty:
+    # sliding_attention everywhere with a sliding_window, full_attention without
+    layer_types: tuple[LayerType, ...] = ()
+    # of each layer, or a shorter pattern that repeats: 1 with rotary positions, 0 without
+    # (SmolLM3); empty: all layers have them
+    no_rope_layers: tuple[int, ...] = ()
     tie_embeddings: bool = False  # share one matrix between embedding and head
     init_std: float = 0.02  # standard deviation of the initial weights
     # Hugging Face model whose weights a new run starts from, a folder or a name on the hub; null:
@@ -265,6 +284,8 @@ class ModelConfig:
     moe: MoEConfig | None = None  # null: every layer is dense
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "layer_types", tuple(self.layer_types))
+        object.__setattr__(self, "no_rope_layers", tuple(self.no_rope_layers))
         at_least(
             "model",
             self,
@@ -276,6 +297,7 @@ class ModelConfig:
             "num_kv_heads",
             "head_dim",
             "vocab_size",
+            "sliding_window",
         )
         above_zero("model", self, "rope_theta", "norm_eps", "init_std")
         if self.moe and self.moe.first_k_dense >= self.num_layers:
@@ -293,6 +315,8 @@ class ModelConfig:
             rule = "needs norms of queries and keys, and model.qk_norm=false has none"
             near = (False, Instead("model.qk_norm=true"))
             raise ConfigError("model.qk_norm_whole", True, rule, nearest=near)
+        self._check_layer_types()
+        self._check_no_rope_layers()
         if self.mla is not None:
             self._check_latent()
         elif self.head_dim is None and self.hidden_size % self.num_heads:
@@ -320,6 +344,39 @@ class ModelConfig:
                 "rotary positions need an even head width",
                 nearest=self.head_width + 1,
             )
+
+    def _check_layer_types(self) -> None:
+        types, window = self.layer_types, self.sliding_window
+        near: tuple[object, ...]
+        slides = LayerType.sliding_attention in types
+        if slides and window is None:
+            rule = "layer_types has sliding_attention, which needs a number of tokens"
+            near = (4096, Instead("model.layer_types=[]"))
+            raise ConfigError("model.sliding_window", None, rule, nearest=near)
+        if types and not slides and window is not None:
+            rule = f"has no sliding_attention that would use model.sliding_window={window}"
+            near = ("[]", Instead("model.sliding_window=null"))
+            raise ConfigError("model.layer_types", types, rule, nearest=near)
+        if len(types) > self.num_layers:
+            rule = f"has more entries than the num_layers={self.num_layers} layers"
+            first = types[: self.num_layers]
+            fits = [first] if slides == (LayerType.sliding_attention in first) else []
+            near = (FirstOf(fits), Instead(f"model.num_layers={len(types)}"))
+            raise ConfigError("model.layer_types", types, rule, nearest=near)
+
+    def _check_no_rope_layers(self) -> None:
+        key, rotates = "model.no_rope_layers", self.no_rope_layers
+        if set(rotates) - {0, 1}:
+            rule = "has numbers besides 1, with rotary positions, and 0, without"
+            near = tuple(int(each != 0) for each in rotates)
+            raise ConfigError(key, rotates, rule, nearest=(near, "[]"))
+        if len(rotates) > self.num_layers:
+            rule = f"has more entries than the num_layers={self.num_layers} layers"
+            enough = Instead(f"model.num_layers={len(rotates)}")
+            raise ConfigError(key, rotates, rule, nearest=(rotates[: self.num_layers], enough))
+        if self.mla is not None and 0 in rotates:
+            rule = "multi-head latent attention has rotary positions in every layer"
+            raise ConfigError(key, rotates, rule, nearest="[]")
 
     def _check_latent(self) -> None:
         needs = "multi-head latent attention has widths of its own, model.mla.*"
@@ -353,10 +410,34 @@ class ModelConfig:
         own = None if self.mla is None else self.mla.norm_eps
         return self.norm_eps if own is None else own
 
-    @property
-    def value_width(self) -> int:
-        """Width of one value head."""
-        return self.head_width if self.mla is None else self.mla.v_head_dim
+    @cached_property
+    def layer_specs(self) -> tuple[LayerSpec, ...]:
+        """Decoder layers in order; equal ones are one object."""
+        kinds: dict[LayerSpec, LayerSpec] = {}
+        listed = (
+            LayerSpec(self._attention(layer), self.is_moe_layer(layer))
+            for layer in range(self.num_layers)
+        )
+        return tuple(kinds.setdefault(spec, spec) for spec in listed)
+
+    def _attention(self, layer: int) -> AttentionSpec:
+        types = self.layer_types
+        slides = not types or types[layer % len(types)] is LayerType.sliding_attention
+        rotates = self.no_rope_layers or (1,)
+        return AttentionSpec(
+            hidden=self.hidden_size,
+            heads=self.num_heads,
+            kv_heads=self.num_kv_heads,
+            width=self.head_width,
+            rope=self.rope if rotates[layer % len(rotates)] else None,
+            window=self.sliding_window if slides else None,
+            scale=self.softmax_scale,
+            qk_norm=self.qk_norm,
+            qk_norm_whole=self.qk_norm_whole,
+            qkv_bias=self.qkv_bias,
+            eps=self.norm_eps if self.mla is None else self.latent_eps,
+            mla=self.mla,
+        )
 
     @property
     def rope(self) -> Rope:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from app.choices import (
@@ -11,7 +11,10 @@ from app.choices import (
     BadStep,
     Decay,
     Device,
+    MuonDtype,
+    MuonTp,
     Normalize,
+    OptimizerKind,
     Source,
     WandbMode,
     WsdDecay,
@@ -20,15 +23,34 @@ from app.config.bounds import above_zero, at_least, finite
 from app.errors import ConfigError, Instead, nearest_multiples
 
 EXAMPLE = "give for example data.path='folder/*'"
+# Most documents of a sequence by default: so many, or as many as there are with so many tokens.
+USUAL_DOCUMENTS, SHORT_DOCUMENT = 16, 64
+
+
+@dataclass(frozen=True)
+class MuonConfig:
+    """Muon on the matrices of linear layers and experts (optim.name=muon)."""
+
+    momentum: float = 0.95  # decay of the momentum per step, which looks ahead (Nesterov)
+    dtype: MuonDtype = MuonDtype.bf16  # element type of its GEMMs
+    tp: MuonTp = MuonTp.gather  # what is orthogonalised of matrices divided over tp and etp
+
+    def __post_init__(self) -> None:
+        finite("optim.muon", self, "momentum")
+        if not 0 <= self.momentum < 1:
+            rule = "must be in [0, 1)"
+            raise ConfigError("optim.muon.momentum", self.momentum, rule, nearest=0.95)
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW (Loshchilov & Hutter 2019) and its schedules.
+    """AdamW (Loshchilov & Hutter 2019) or another optimizer, and its schedules.
 
     Steps are optimizer updates.
     """
 
+    # optimizer of the matrices of linear layers and experts; AdamW updates all other parameters
+    name: OptimizerKind = OptimizerKind.adamw
     lr: float = 3e-3  # peak learning rate
     min_lr: float = 3e-4  # learning rate after decay
     # steps in which the learning rate rises from 0 to lr; null: a twentieth of the decay steps
@@ -48,8 +70,10 @@ class OptimConfig:
     overlap_params: bool = True
     # parameters per bucket of reduce-scatter and all-gather; null: 40 million, or 1 million × dp
     bucket_numel: int | None = None
+    muon: MuonConfig = field(default_factory=MuonConfig)  # of name=muon
 
     def __post_init__(self) -> None:
+        self._check_muon()
         above_zero("optim", self, "lr", "eps")
         at_least("optim", self, 0, "min_lr", "weight_decay", "clip_norm", "warmup_steps")
         at_least("optim", self, 1, "decay_steps", "wsd_decay_steps")
@@ -71,6 +95,15 @@ class OptimConfig:
                 rule,
                 advice="give a tenth of train.steps, for example",
             )
+
+    def _check_muon(self) -> None:
+        """Refuse keys of Muon that nothing reads."""
+        for each in fields(MuonConfig) if self.name is not OptimizerKind.muon else ():
+            value = getattr(self.muon, each.name)
+            if value != each.default:
+                rule = f"is not read by optim.name={self.name.value}"
+                near = (each.default, Instead("optim.name=muon"))
+                raise ConfigError(f"optim.muon.{each.name}", value, rule, nearest=near)
 
 
 def _kind_of(path: str) -> Source:
@@ -98,6 +131,9 @@ class DataConfig:
     validation_fraction: float = 0.1  # share of the documents kept for validation
     validation_documents: int = 100  # documents kept for validation when streaming
     document_mask: bool = False  # attention stays within a document, positions restart with it
+    # most documents of a sequence with document_mask; further ones go into the next sequence, after
+    # padding; null: a 64th of train.seq_len, at least 16
+    max_documents: int | None = None
     num_proc: int = 1  # processes that tokenize while the cache is prepared
     cache_dir: str | None = None  # folder of the arrow cache; null: the datasets library's own
     accept_changed: bool = False  # resume from a checkpoint although the data have changed since
@@ -112,7 +148,11 @@ class DataConfig:
                 "must be a file or glob, or a list of them",
                 advice=EXAMPLE,
             )
-        at_least("data", self, 1, "num_proc", "validation_documents")
+        at_least("data", self, 1, "num_proc", "validation_documents", "max_documents")
+        if self.max_documents is not None and not self.document_mask:
+            rule = "is read with data.document_mask=true, which keeps documents apart"
+            near = ("null", Instead("data.document_mask=true"))
+            raise ConfigError("data.max_documents", self.max_documents, rule, nearest=near)
         files = self.source in (Source.text, Source.jsonl, Source.parquet)
         if files and not self.path:
             raise ConfigError(
@@ -146,6 +186,17 @@ class DataConfig:
                 "must be between 0 and 1, both excluded",
                 nearest=0.1,
             )
+
+    def most_documents(self, seq_len: int) -> int | None:
+        """Return the most documents of a sequence of so many tokens; None: they are not told apart.
+
+        The usual number has room for documents of 64 tokens on average: attention kernels get that
+        many documents per sequence, and find out on the device how many are empty.
+        """
+        if not self.document_mask:
+            return None
+        usual = max(USUAL_DOCUMENTS, seq_len // SHORT_DOCUMENT)
+        return min(seq_len, self.max_documents or usual)
 
 
 @dataclass(frozen=True)

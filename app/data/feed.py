@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from app.data.packing import PackedSequences
+from app.data.packing import PADDING, PackedSequences
 from app.data.stream import StreamedSequences
 
 IGNORED = -100  # label of a position without a target
@@ -22,7 +22,9 @@ class Reader(Protocol):
     """Where a data-parallel rank gets its sequences: `PackedSequences` or `StreamReader`."""
 
     def sample(self, index: int) -> np.ndarray:
-        """Tokens of global sequence `index`, int64 [S + 1]; a stream's next ones instead."""
+        """Tokens of global sequence `index`, PADDING at the end of a short one: int64 [S + 1]; a
+        stream's next ones instead.
+        """
 
     def state(self) -> dict[str, Any] | None:
         """Position beyond the count of used sequences, as plain values."""
@@ -34,20 +36,21 @@ class DataSplit:
 
     sequences: PackedSequences | StreamedSequences
     boundary: int | None  # id that ends a document when documents are kept apart, otherwise None
+    max_documents: int | None = None  # of a sequence, then
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch, int64. The feed gives whole sequences on the CPU; `Loader` in
-    `app.engine.step.data_feed` makes of them the tokens of this rank on its device.
+    """One microbatch, mostly int64. The feed gives whole sequences on the CPU; `Loader` in
+    `app.engine.step.step` makes of them the tokens of this rank on its device.
     """
 
     tokens_BS: torch.Tensor
     labels_BS: torch.Tensor  # the token that follows; -100: no target
     # within the sequence, or within the document when documents are kept apart
     positions_BS: torch.Tensor
-    # ordinal of the document within the sequence; None when not kept apart
-    documents_BS: torch.Tensor | None
+    # int32; where the documents of each whole sequence end, padded with S; None: not kept apart
+    ends_BD: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -69,29 +72,45 @@ class Cursor:
         return cls(**state)
 
 
-def make_batch(rows: Sequence[np.ndarray], boundary: int | None) -> Batch:
+def make_batch(
+    rows: Sequence[np.ndarray], boundary: int | None, max_documents: int | None = None
+) -> Batch:
     """Microbatch of B rows of S + 1 tokens. With `boundary`, no document sees or predicts its
     neighbour's tokens.
 
     The boundary token belongs to the document that it ends: it is predicted but predicts nothing.
+    PADDING belongs to the last document and is not predicted. `max_documents`: D, no fewer than a
+    row has; None: the most that one has, so that shapes differ between batches.
     """
     rows_BS1 = np.stack(rows)
     tokens_BS = rows_BS1[:, :-1]
     labels_BS = rows_BS1[:, 1:]
     steps_BS = np.broadcast_to(np.arange(tokens_BS.shape[1]), tokens_BS.shape)
     if boundary is None:
-        return Batch(_tensor(tokens_BS), _tensor(labels_BS), _tensor(steps_BS), documents_BS=None)
+        return Batch(_tensor(tokens_BS), _tensor(labels_BS), _tensor(steps_BS), ends_BD=None)
     ends_BS = tokens_BS == boundary
-    starts_BS = np.zeros_like(tokens_BS)
-    starts_BS[:, 1:] = np.where(ends_BS[:, :-1], steps_BS[:, 1:], 0)
-    positions_BS = steps_BS - np.maximum.accumulate(starts_BS, axis=1)
-    documents_BS = np.cumsum(ends_BS, axis=1) - ends_BS
+    begins_BS = np.zeros_like(ends_BS)
+    begins_BS[:, 1:] = ends_BS[:, :-1] & (tokens_BS[:, 1:] != PADDING)
+    positions_BS = steps_BS - np.maximum.accumulate(np.where(begins_BS, steps_BS, 0), axis=1)
     return Batch(
-        _tensor(tokens_BS),
-        _tensor(np.where(ends_BS, IGNORED, labels_BS)),
+        _tensor(np.where(tokens_BS == PADDING, boundary, tokens_BS)),
+        _tensor(np.where(ends_BS | (labels_BS == PADDING), IGNORED, labels_BS)),
         _tensor(positions_BS),
-        documents_BS=_tensor(documents_BS),
+        ends_BD=torch.from_numpy(_ends(begins_BS, max_documents)),
     )
+
+
+def _ends(begins_BS: np.ndarray, max_documents: int | None) -> np.ndarray:
+    """Where documents end, int32 [B, D], from where all but the first begin."""
+    most = int(begins_BS.sum(axis=1).max()) + 1
+    if max_documents is not None:
+        assert most <= max_documents, "sequences are packed with no more documents"
+        most = max_documents
+    ends_BD = np.full((len(begins_BS), most), begins_BS.shape[1], np.int32)
+    for ends_D, begins_S in zip(ends_BD, begins_BS, strict=True):
+        begins = np.flatnonzero(begins_S)
+        ends_D[: len(begins)] = begins
+    return ends_BD
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
@@ -115,7 +134,7 @@ class TrainFeed:
         num_microbatches: int,
         cursor: Cursor,
     ) -> None:
-        self.boundary = dataset.boundary
+        self.dataset = dataset
         self.dp_rank = dp_rank
         self.dp = dp
         self.micro_batch = micro_batch
@@ -164,7 +183,9 @@ class TrainFeed:
     def _microbatch(self, ordinal: int) -> Batch:
         first = self._sequences + ordinal * self.micro_batch
         return make_batch(
-            [self._reader.sample(first + j) for j in range(self.micro_batch)], self.boundary
+            [self._reader.sample(first + j) for j in range(self.micro_batch)],
+            self.dataset.boundary,
+            self.dataset.max_documents,
         )
 
 

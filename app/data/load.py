@@ -7,7 +7,7 @@ from pathlib import Path
 
 from app.config import DataConfig
 from app.data.feed import DataSplit
-from app.data.packing import Documents, PackedSequences
+from app.data.packing import Documents, EndsInside, PackedSequences
 from app.data.prepared import map_tokens, prepare_tokens
 from app.data.sources import Sources, find_sources
 from app.data.stream import StreamedSequences
@@ -43,6 +43,7 @@ def load_data(
     sequence.
     """
     boundary = tokenizer.eod if config.document_mask else None
+    most = config.most_documents(seq_len)
     train: PackedSequences | StreamedSequences
     if config.streaming:
         train, held_out = _streamed(config, seq_len, seed, tokenizer=tokenizer)
@@ -51,7 +52,13 @@ def load_data(
         assert folder
         documents, held_out = map_tokens(folder).split(config.validation_fraction)
         train = PackedSequences(
-            documents.lengths_D, documents.read, seq_len, seed=seed, name="training split"
+            documents.lengths_D,
+            documents.read,
+            seq_len,
+            seed=seed,
+            name="training split",
+            max_documents=most,
+            inside=_inside(documents, boundary),
         )
     share, larger = _validation_share(config)
     validation = PackedSequences(
@@ -62,8 +69,14 @@ def load_data(
         name="validation split",
         share=share,
         larger=larger,
+        max_documents=most,
+        inside=_inside(held_out, boundary),
     )
-    return DataSplit(train, boundary), DataSplit(validation, boundary)
+    return DataSplit(train, boundary, most), DataSplit(validation, boundary, most)
+
+
+def _inside(documents: Documents, boundary: int | None) -> EndsInside | None:
+    return None if boundary is None else documents.ends_inside(boundary)
 
 
 def _validation_share(config: DataConfig) -> tuple[str, list[Instead]]:
@@ -89,5 +102,10 @@ def _streamed(
         [[*ids, tokenizer.eod] for text in texts if text and len(ids := tokenizer.encode(text))]
     )
     return StreamedSequences(
-        stream, config.validation_documents, tokenizer, seq_len=seq_len, seed=seed
+        stream,
+        config.validation_documents,
+        tokenizer,
+        seq_len=seq_len,
+        seed=seed,
+        max_documents=config.most_documents(seq_len),
     ), held_out

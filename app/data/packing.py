@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from app.errors import ConfigError, FirstOf, Instead
+
+PADDING = -1  # in place of a token behind the last document of a sequence
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,27 @@ class Documents:
         chunk: np.ndarray = self.chunks[self.chunk_D[document]]
         return chunk[first + start : first + stop]
 
+    def ends_inside(self, token: int) -> EndsInside:
+        """Where this token ends a document before its last one does, as in a text file of many
+        documents. Reads all tokens.
+        """
+        counts_D = np.zeros(len(self), np.int64)
+        by_chunk = np.argsort(self.chunk_D, kind="stable")
+        borders = np.searchsorted(self.chunk_D[by_chunk], np.arange(len(self.chunks) + 1))
+        found: dict[int, np.ndarray] = {}
+        for chunk, (begin, end) in zip(self.chunks, pairwise(borders), strict=True):
+            places = np.flatnonzero(chunk == token)
+            here = by_chunk[begin:end]
+            first = np.searchsorted(places, self.start_D[here])
+            last = np.searchsorted(places, self.start_D[here] + self.lengths_D[here] - 1)
+            counts_D[here] = np.maximum(last - first, 0)
+            for each in np.flatnonzero(last > first).tolist():
+                document = int(here[each])
+                inside = places[first[each] : last[each]]
+                found[document] = inside - self.start_D[document] + 1
+        offsets = [found[document] for document in sorted(found)]
+        return EndsInside(counts_D, np.concatenate((np.empty(0, np.int64), *offsets)))
+
     def select(self, chosen: np.ndarray) -> Documents:
         """The documents with these indices, or where this mask is true."""
         return Documents(
@@ -89,13 +113,69 @@ class Documents:
 
 
 @dataclass(frozen=True)
+class EndsInside:
+    """Ends of documents within the texts of a corpus."""
+
+    counts_D: np.ndarray  # of each text
+    offsets: np.ndarray  # from the first token of their text; text by text, ascending
+
+    def along(self, texts: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """The ends in tokens of a stream in which these texts start at these tokens."""
+        counts = self.counts_D[texts]
+        first_D = np.cumsum(self.counts_D) - self.counts_D
+        ends: np.ndarray = np.repeat(starts, counts) + self.offsets[_runs(first_D[texts], counts)]
+        return ends
+
+
+def _runs(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """first[0], first[0] + 1, … as many as counts[0], then those of the next."""
+    before = np.cumsum(counts) - counts
+    return np.repeat(first - before, counts) + np.arange(counts.sum())
+
+
+@dataclass(frozen=True)
 class _Epoch:
     """Order of one epoch: document `documents_D[d]` covers tokens [bounds[d], bounds[d + 1])."""
 
     index: int
+    first: int  # global index of its first sequence
     documents_D: np.ndarray
     bounds: np.ndarray  # [D + 1]
+    stretches: np.ndarray  # stretch k covers the tokens [stretches[k], stretches[k + 1])
     sequences_K: np.ndarray  # which stretch of the epoch is its k-th sequence
+
+
+def cut_stretches(ends: np.ndarray, length: int, most: int) -> np.ndarray:
+    """Cut a stream of tokens into stretches of `length` tokens, shorter ones where that many would
+    have parts of more than `most` documents: those end with their last document.
+
+    ends: where documents end, ascending; the last one is the end of the stream. The token after a
+    stretch of full length is in the stream too. Returns the first token of every stretch, and where
+    the last one ends.
+    """
+    found = [np.empty(0, np.int64)]
+    start, count = 0, 64
+    tokens = int(ends[-1]) if len(ends) else 0
+    padded = np.concatenate((ends, np.full(most, tokens + length)))
+    while start + length < tokens:
+        # 1. Full stretches up to the first that has too many documents.
+        starts = np.arange(start, min(start + count * length, tokens - length), length)
+        too_many = padded[np.searchsorted(ends, starts, side="right") + most - 1] < starts + length
+        full = int(np.argmax(too_many)) if too_many.any() else len(starts)
+        found.append(starts[:full])
+        start += full * length
+        count = min(2 * count, 1 << 16)
+        if full == len(starts):
+            continue
+        # 2. Stretches of `most` documents up to the first that has room for more.
+        begin = int(np.searchsorted(ends, start, side="right"))
+        borders = np.concatenate(([start], ends[begin + most - 1 :: most][: count + 1]))
+        others = (np.diff(borders) >= length) | (borders[:-1] + length >= tokens)
+        short = int(np.argmax(others)) if others.any() else len(others)
+        found.append(borders[:short])
+        start = int(borders[short])
+        count = 64
+    return np.concatenate((*found, [start]))
 
 
 def _shorter(num_tokens: int) -> list[int]:
@@ -120,6 +200,10 @@ class PackedSequences:
     once, and the stretches are visited in an order drawn likewise. What is left after the last full
     stretch is dropped. The content of sequence i thus depends on nothing but the seed, and the
     position of a run in its data is one integer.
+
+    Where at most `max_documents` documents may share a sequence, a stretch that would have more
+    ends with its last document, padding follows, and the next stretch begins there
+    (`cut_stretches`). Epochs then differ in how many sequences they have.
     """
 
     def __init__(
@@ -131,10 +215,13 @@ class PackedSequences:
         name: str = "corpus",
         share: str | None = None,
         larger: Sequence[Instead] = (),
+        max_documents: int | None = None,
+        inside: EndsInside | None = None,
     ) -> None:
         """`lengths` [D] tokens per document; `read(document, start, stop)` its tokens; `name` is
         for the message, with the option that says how much this split gets, `share`, and values of
-        it that give it more.
+        it that give it more. `inside` says where documents contain further ends, which count for
+        `max_documents`; None of either: nowhere, any number.
 
         Raises ConfigError when there are fewer than seq_len + 1 tokens.
         """
@@ -143,23 +230,42 @@ class PackedSequences:
         self.seq_len = seq_len
         self.seed = seed
         self.num_tokens = int(self.lengths_D.sum())
-        self.per_epoch = (self.num_tokens - 1) // seq_len  # sequences
+        self.max_documents = max_documents
+        self.inside = inside
+        self._epoch = self._order(0, 0)
+        self.per_epoch = len(self._epoch.sequences_K)  # of the first one
         if self.per_epoch < 1:
             rule = f"the {name} has only {self.num_tokens} tokens, one sequence needs {seq_len + 1}"
             rule += f", and {share} says how much it gets" if share else ""
             near = (FirstOf(_shorter(self.num_tokens)), FirstOf(larger))
             raise ConfigError("train.seq_len", seq_len, rule, nearest=near)
-        self._epoch = self._order(0)
+        # share of the first epoch's positions
+        self.padding = 1 - int(self._epoch.stretches[-1]) / (self.per_epoch * seq_len)
 
     def sample(self, index: int) -> np.ndarray:
-        """Tokens of global sequence `index`, int64 [S + 1]."""
-        epoch, k = divmod(index, self.per_epoch)
-        if epoch != self._epoch.index:  # indices rise, so one epoch at a time is enough
-            self._epoch = self._order(epoch)
-        start = int(self._epoch.sequences_K[k]) * self.seq_len
-        return np.concatenate(
-            self._pieces(self._epoch, start, start + self.seq_len + 1), dtype=np.int64
-        )
+        """Tokens of global sequence `index`, PADDING at the end of a short one: int64 [S + 1]."""
+        epoch = self._epoch_of(index)
+        k = int(epoch.sequences_K[index - epoch.first])
+        start, stop = epoch.stretches[k : k + 2].tolist()
+        if stop - start == self.seq_len:
+            return np.concatenate(self._pieces(epoch, start, stop + 1), dtype=np.int64)
+        row = np.full(self.seq_len + 1, PADDING, np.int64)
+        row[: stop - start] = np.concatenate(self._pieces(epoch, start, stop))
+        return row
+
+    def _epoch_of(self, index: int) -> _Epoch:
+        """The epoch of a sequence; indices rise, so one epoch at a time is enough."""
+        epoch = self._epoch
+        if self.max_documents is None:  # all are equally long
+            number = index // self.per_epoch
+            if number != epoch.index:
+                epoch = self._order(number, number * self.per_epoch)
+        elif index < epoch.first:
+            epoch = self._order(0, 0)
+        while index >= epoch.first + len(epoch.sequences_K):
+            epoch = self._order(epoch.index + 1, epoch.first + len(epoch.sequences_K))
+        self._epoch = epoch
+        return epoch
 
     def reader(
         self, _dp_rank: int, _dp: int, _sequences: int, state: dict[str, Any] | None
@@ -176,13 +282,29 @@ class PackedSequences:
 
     def tokens(self, limit: int) -> np.ndarray:
         """At most `limit` tokens, in epoch 0's order of documents: [T], in the stored type."""
-        return np.concatenate(self._pieces(self._order(0), 0, min(limit, self.num_tokens)))
+        return np.concatenate(self._pieces(self._order(0, 0), 0, min(limit, self.num_tokens)))
 
-    def _order(self, epoch: int) -> _Epoch:
+    def _order(self, epoch: int, first: int) -> _Epoch:
+        """An epoch, of which the global index of the first sequence is known."""
         generator = np.random.default_rng([self.seed, epoch])
         documents_D = generator.permutation(len(self.lengths_D))
         bounds = np.concatenate([[0], np.cumsum(self.lengths_D[documents_D])])
-        return _Epoch(epoch, documents_D, bounds, sequences_K=generator.permutation(self.per_epoch))
+        if self.max_documents is None:
+            count = max((self.num_tokens - 1) // self.seq_len, 0)
+            stretches = np.arange(count + 1) * self.seq_len
+        else:
+            ends = bounds[1:]
+            if self.inside is not None and len(self.inside.offsets):
+                ends = np.sort(np.concatenate((ends, self.inside.along(documents_D, bounds[:-1]))))
+            stretches = cut_stretches(ends, self.seq_len, self.max_documents)
+        return _Epoch(
+            epoch,
+            first,
+            documents_D,
+            bounds=bounds,
+            stretches=stretches,
+            sequences_K=generator.permutation(len(stretches) - 1),
+        )
 
     def _pieces(self, epoch: _Epoch, start: int, stop: int) -> list[np.ndarray]:
         """Tokens [start, stop) of an epoch, document by document."""

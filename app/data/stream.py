@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from app.data.packing import PADDING
 from app.data.tokenizer import Tokenizer
 from app.errors import ConfigError
 
@@ -36,6 +37,7 @@ class StreamedSequences:
     tokenizer: Tokenizer
     seq_len: int
     seed: int
+    max_documents: int | None = None  # of a sequence; None: any number
 
     def reader(
         self, dp_rank: int, dp: int, sequences: int, state: dict[str, Any] | None
@@ -68,7 +70,12 @@ class StreamedSequences:
         leftover = [] if state is None else state["leftover"]
         texts = _Shuffled(own, self.held_out, (self.seed, dp_rank), place=place)
         return StreamReader(
-            texts, self.tokenizer, self.seq_len, rank=(dp_rank, dp), leftover=leftover
+            texts,
+            self.tokenizer,
+            self.seq_len,
+            rank=(dp_rank, dp),
+            leftover=leftover,
+            max_documents=self.max_documents,
         )
 
 
@@ -148,7 +155,8 @@ class _Shuffled:
 
 class StreamReader:
     """Packed sequences of one rank's stream; neighbours share one token, so that each is
-    predicted once.
+    predicted once. A sequence that would have more than `max_documents` ends with its last
+    document.
     """
 
     def __init__(
@@ -158,16 +166,18 @@ class StreamReader:
         seq_len: int,
         rank: tuple[int, int],
         leftover: list[int],
+        max_documents: int | None = None,
     ) -> None:
         self.texts = texts
         self.tokenizer = tokenizer
         self.seq_len = seq_len
         self.rank = rank
+        self.max_documents = max_documents
         self._leftover_T = np.array(leftover, dtype=np.int64)
 
     def sample(self, _index: int) -> np.ndarray:
-        """The next sequence, int64 [S + 1]; a stream does not seek, so the index is not looked
-        at.
+        """The next sequence, PADDING at the end of a short one: int64 [S + 1]. A stream does not
+        seek, so the index is not looked at.
         """
         parts = [self._leftover_T]
         size = len(self._leftover_T)
@@ -177,6 +187,14 @@ class StreamReader:
                 parts += [np.asarray(ids, dtype=np.int64), np.array([self.tokenizer.eod])]
             size += len(ids) + 1 if len(ids) else 0
         tokens_T = np.concatenate(parts) if len(parts) > 1 else self._leftover_T
+        if self.max_documents is not None:
+            ends = np.flatnonzero(tokens_T[: self.seq_len - 1] == self.tokenizer.eod) + 1
+            if len(ends) >= self.max_documents:
+                stop = int(ends[self.max_documents - 1])
+                self._leftover_T = tokens_T[stop:]
+                row = np.full(self.seq_len + 1, PADDING, np.int64)
+                row[:stop] = tokens_T[:stop]
+                return row
         self._leftover_T = tokens_T[self.seq_len :]
         return tokens_T[: self.seq_len + 1]
 

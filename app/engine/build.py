@@ -30,8 +30,8 @@ from app.fp8.linear import Fp8Layers
 from app.fp8.ready import ReadyRows
 from app.hf.chunks import fill_chunks, fill_main_params
 from app.hf.pretrained import Pretrained
-from app.model.attention.chosen import library_attention
-from app.model.block import DenseBody, Layer, StepState
+from app.model.attention.chosen import library_attention, torch_attention
+from app.model.block import Body, DenseBody, Layer, StepState
 from app.model.chunk import Chunk
 from app.model.init import init_weights
 from app.model.layers.attend import Attend, TorchAttention
@@ -40,8 +40,9 @@ from app.moe.dispatch.paged_buffer import build_paged_buffer
 from app.moe.phases import MoEBody, Router
 from app.moe.protocol import Dispatcher
 from app.optim.buffers import ParamSpec
-from app.optim.distributed import DistributedOptimizer, OptimizerGroups
+from app.optim.distributed import DistributedOptimizer
 from app.optim.scale import LossScale
+from app.optim.shard import OptimizerGroups
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.stages import StagePlan
 from app.planner.plan import Plan
@@ -146,7 +147,12 @@ def _build_optimizer(
     """Build the ZeRO-1 optimizer over the parameters of this rank's chunks."""
     run = plan.run
     optimizer_groups = OptimizerGroups(
-        dp_cp=groups.dp_cp, edp=groups.edp, tp=groups.tp, embedding=groups.embedding
+        dp_cp=groups.dp_cp,
+        edp=groups.edp,
+        tp=groups.tp,
+        embedding=groups.embedding,
+        etp_ep=groups.etp_ep,
+        etp=groups.etp,
     )
     return DistributedOptimizer(
         [list(parameter_specs(chunk, groups.coords)) for chunk in chunks],
@@ -162,9 +168,9 @@ def _build_optimizer(
 
 def _attention(run: Run, groups: Groups, device: torch.device) -> Attend:
     """Choose the attention backend. Raises ConfigError, the same on every rank, if missing."""
-    if run.train.attention_backend is AttentionBackendKind.torch:
-        return TorchAttention(run.train.deterministic)
     dtype = DTYPES[run.precision.params]
+    if run.train.attention_backend is AttentionBackendKind.torch:
+        return all_succeed(groups, lambda: torch_attention(run, dtype, device))
     return all_succeed(groups, lambda: library_attention(run, dtype, device))
 
 
@@ -273,14 +279,14 @@ def build_layer(
 
     `side` is the CUDA stream of its shared expert.
     """
-    if not model.is_moe_layer(index):
-        return Layer(model, DenseBody(model, layer_groups), layer_groups)
-    assert model.moe is not None and dispatcher is not None
-    return Layer(
-        model,
-        MoEBody(model, model.moe, dispatcher, layer_groups=layer_groups, side=side),
-        layer_groups,
-    )
+    spec = model.layer_specs[index]
+    body: Body
+    if spec.routed:
+        assert model.moe is not None and dispatcher is not None
+        body = MoEBody(model, model.moe, dispatcher, layer_groups=layer_groups, side=side)
+    else:
+        body = DenseBody(model, layer_groups)
+    return Layer(model, spec.attention, body, layer_groups)
 
 
 def _materialise(chunk: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -312,4 +318,5 @@ def parameter_specs(chunk: Chunk, coords: ShardCoords) -> Iterator[ParamSpec]:
             tied=named.tied,
             replicated=replicated,
             counted=(chunk.first or not named.tied) and not (replicated and index),
+            weight=weight,
         )

@@ -10,7 +10,7 @@ from app.hf.pretrained import Pretrained
 from app.hf.tables import router_bias
 from app.model.chunk import Chunk
 from app.moe.phases import Router
-from app.optim.adam import ParamShard
+from app.optim.shard import ParamShard
 from app.plan.model.stage import model_weights
 from app.plan.sharding.blocks import ShardCoords
 

@@ -6,11 +6,11 @@ Both spellings of rotary positions are read: `rope_theta` with `rope_scaling` (`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from app.choices import Balance, Score
+from app.choices import Balance, LayerType, Score
 from app.config import Llama3RopeConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
 from app.hf.config_keys import check_rotary
 from app.hf.their_config import TheirConfig, shortened
@@ -44,36 +44,112 @@ LLAMA3 = {
     "low_turns": "low_freq_factor",
     "high_turns": "high_freq_factor",
 }
+FULL, SLIDING = (each.value for each in LayerType)
 THETA = 10000.0  # default base of rotary frequencies
 LATENT_EPS = 1e-6  # `transformers` uses it for norms of latents, whatever rms_norm_eps is
 
 
-def common(config: TheirConfig, *, latent: bool = False) -> dict[str, Any]:
+# returns the fields of sliding windows, given the number of layers
+Windows = Callable[[TheirConfig, int], dict[str, Any]]
+
+
+def no_windows(config: TheirConfig, layers: int) -> dict[str, Any]:
+    """Return the fields of models in which all layers see all tokens."""
+    return _windows(config, [FULL] * layers, None, per_layer=False)
+
+
+def windows_everywhere(config: TheirConfig, layers: int) -> dict[str, Any]:
+    """Return the fields of models whose sliding_window, unless null, is that of all layers."""
+    window = config.value("sliding_window")
+    return _windows(config, [_type(window)] * layers, window, per_layer=False)
+
+
+def windows_by_layer(config: TheirConfig, layers: int) -> dict[str, Any]:
+    """Return the fields of models whose layer_types may exempt layers from sliding_window."""
+    window = config.value("sliding_window")
+    return _windows(config, [_type(window)] * layers, window, per_layer=True)
+
+
+def windows_from_layer(config: TheirConfig, layers: int) -> dict[str, Any]:
+    """Return the fields of models with use_sliding_window, in layers from max_window_layers on
+    unless layer_types lists others.
+    """
+    window, first = _used_window(config), config.need("max_window_layers")
+    usual = [FULL if layer < first else _type(window) for layer in range(layers)]
+    return _windows(config, usual, window, per_layer=True)
+
+
+def windows_if_used(config: TheirConfig, layers: int) -> dict[str, Any]:
+    """Return the fields of models with use_sliding_window, which then holds for all layers."""
+    window = _used_window(config)
+    return _windows(config, [_type(window)] * layers, window, per_layer=False)
+
+
+def _used_window(config: TheirConfig) -> int | None:
+    window: int | None = config.value("sliding_window")
+    return window if config.get("use_sliding_window", False) else None
+
+
+def rotated_layers(model: ModelConfig) -> list[int]:
+    """Return 1 for each layer with rotary positions, 0 for others."""
+    return [int(spec.attention.rope is not None) for spec in model.layer_specs]
+
+
+def layer_types(model: ModelConfig) -> list[str]:
+    """Return the type of each layer's attention."""
+    return [_type(spec.attention.window) for spec in model.layer_specs]
+
+
+def _type(window: int | None) -> str:
+    return FULL if window is None else SLIDING
+
+
+def _windows(
+    config: TheirConfig, usual: Sequence[str], window: int | None, *, per_layer: bool
+) -> dict[str, Any]:
+    """Return the fields of layers of types `usual`; `per_layer`: unless layer_types has others."""
+    types = config.get("layer_types", usual)
+    known = {FULL, SLIDING} if per_layer else set(usual)
+    if set(types) - known:
+        raise config.refusal(f"layer_types has others than {' and '.join(sorted(known))}")
+    if len(types) != len(usual):
+        rule = f"layer_types has {len(types)} of num_hidden_layers={len(usual)}"
+        raise config.refusal(rule)
+    if SLIDING not in types:
+        return {"sliding_window": None, "layer_types": ()}
+    if window is None:
+        raise config.refusal(f"layer_types has {SLIDING} without a sliding_window in use")
+    same = set(types) == {SLIDING}
+    return {
+        "sliding_window": window,
+        "layer_types": () if same else tuple(map(LayerType, types)),
+    }
+
+
+def common(
+    config: TheirConfig, windows: Windows = no_windows, *, latent: bool = False
+) -> dict[str, Any]:
     """Return the fields that all families have; `latent`: with multi-head latent attention."""
     fields = config.renamed(SIZES)
-    layer_types = config.get("layer_types", ["full_attention"] * fields["num_layers"])
-    if set(layer_types) - {"full_attention"}:
-        raise config.refusal("layer_types has others than full_attention")
-    if len(layer_types) != fields["num_layers"]:
-        rule = f"layer_types has {len(layer_types)} of num_hidden_layers={fields['num_layers']}"
-        raise config.refusal(rule)
+    fields |= windows(config, fields["num_layers"])
     fields["num_kv_heads"] = config.get("num_key_value_heads", fields["num_heads"])
     fields["tie_embeddings"] = bool(config.get("tie_word_embeddings", False))
     return fields | rotary(config, latent=latent)
 
 
-def grouped(config: TheirConfig) -> dict[str, Any]:
+def grouped(config: TheirConfig, windows: Windows = no_windows) -> dict[str, Any]:
     """Return the fields of a model with grouped-query attention."""
-    fields = common(config)
+    fields = common(config, windows)
     usual, rest = divmod(fields["hidden_size"], fields["num_heads"] or 1)  # 0 is refused later
     width = config.get("head_dim", usual)
     fields["head_dim"] = None if width == usual and not rest else width
     return fields
 
 
-def dense(config: TheirConfig) -> dict[str, Any]:
+def dense(config: TheirConfig, windows: Windows = no_windows) -> dict[str, Any]:
     """Return the fields of a model without experts."""
-    return {**grouped(config), "ffn_hidden_size": config.need("intermediate_size"), "moe": None}
+    fields = grouped(config, windows)
+    return {**fields, "ffn_hidden_size": config.need("intermediate_size"), "moe": None}
 
 
 def llama(config: TheirConfig) -> dict[str, Any]:
@@ -81,14 +157,44 @@ def llama(config: TheirConfig) -> dict[str, Any]:
     return dense(config)
 
 
+def mistral(config: TheirConfig) -> dict[str, Any]:
+    """Mistral."""
+    return dense(config, windows_everywhere)
+
+
+def ministral(config: TheirConfig) -> dict[str, Any]:
+    """Ministral."""
+    return dense(config, windows_by_layer)
+
+
+def smollm3(config: TheirConfig) -> dict[str, Any]:
+    """SmolLM3: every fourth layer has no rotary positions, and only such layers have windows."""
+    layers, interval = config.need("num_hidden_layers"), config.value("no_rope_layer_interval")
+    rotates = config.value("no_rope_layers")
+    if rotates is None and not interval:
+        raise config.refusal("no_rope_layer_interval is missing")
+    if rotates is None:
+        rotates = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if len(rotates) != layers:
+        raise config.refusal(f"no_rope_layers has {len(rotates)} of num_hidden_layers={layers}")
+
+    def windows(config: TheirConfig, layers: int) -> dict[str, Any]:
+        window = _used_window(config)
+        types = [FULL if rotated else _type(window) for rotated in rotates]
+        return _windows(config, types, window, per_layer=True)
+
+    every = all(rotates)
+    return {**dense(config, windows), "no_rope_layers": () if every else tuple(rotates)}
+
+
 def qwen2(config: TheirConfig) -> dict[str, Any]:
     """Qwen2 and Qwen2.5, dense."""
-    return {**dense(config), "qkv_bias": True}
+    return {**dense(config, windows_from_layer), "qkv_bias": True}
 
 
 def qwen3(config: TheirConfig) -> dict[str, Any]:
     """Qwen3, dense."""
-    return {**dense(config), "qk_norm": True}
+    return {**dense(config, windows_from_layer), "qk_norm": True}
 
 
 def mixtral(config: TheirConfig) -> dict[str, Any]:
@@ -99,7 +205,7 @@ def mixtral(config: TheirConfig) -> dict[str, Any]:
         "ffn_hidden_size": config.need("intermediate_size"),
         "aux_loss_coeff": config.get("router_aux_loss_coef", 0.0),
     }
-    return {**grouped(config), "moe": moe}
+    return {**grouped(config, windows_everywhere), "moe": moe}
 
 
 def qwen3_moe(config: TheirConfig) -> dict[str, Any]:
@@ -118,7 +224,8 @@ def qwen3_moe(config: TheirConfig) -> dict[str, Any]:
         "aux_loss_coeff": config.get("router_aux_loss_coef", 0.0),
     }
     ffn = config.need("intermediate_size")
-    return {**grouped(config), "qk_norm": True, "ffn_hidden_size": ffn, "moe": moe}
+    fields = grouped(config, windows_if_used)
+    return {**fields, "qk_norm": True, "ffn_hidden_size": ffn, "moe": moe}
 
 
 def olmoe(config: TheirConfig) -> dict[str, Any]:
@@ -259,6 +366,7 @@ def written(model: ModelConfig, family: str, architecture: str) -> dict[str, Any
         "attention_dropout": 0.0,
         "initializer_range": model.init_std,
         "use_cache": True,
+        "pad_token_id": None,  # some classes have a default beyond small vocabularies
         **{theirs: getattr(model, ours) for ours, theirs in SIZES.items()},
         "intermediate_size": model.ffn_hidden_size,
         "num_key_value_heads": model.num_kv_heads,
@@ -271,6 +379,18 @@ def written(model: ModelConfig, family: str, architecture: str) -> dict[str, Any
     else:
         found |= {theirs: getattr(model.mla, ours) for ours, theirs in LATENT.items()}
     return found
+
+
+def written_layers(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of what layers differ in, of which a family has some."""
+    types = layer_types(model)
+    return {
+        "use_sliding_window": SLIDING in types,
+        "sliding_window": model.sliding_window,
+        "max_window_layers": [*types, SLIDING].index(SLIDING),
+        "layer_types": types,
+        "no_rope_layers": rotated_layers(model),
+    }
 
 
 def _written_scaling(model: ModelConfig) -> dict[str, Any] | None:
@@ -292,7 +412,6 @@ def written_mixtral(moe: MoEConfig) -> dict[str, Any]:
         "num_local_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,
         "router_aux_loss_coef": moe.aux_loss_coeff,
-        "sliding_window": None,
     }
 
 

@@ -26,7 +26,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "swiglu_limit": (),
     "mlp_gate_softcap": (),
     "mlp_up_softcap": (),
-    # attention to a part of the tokens
+    # attention to a part of the tokens, in families that have none
     "sliding_window": (),
     "use_sliding_window": (False,),
     "attention_chunk_size": (),
@@ -105,10 +105,8 @@ REASONS: Mapping[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 WITHOUT_EFFECT = {key: reason for reason, keys in REASONS.items() for key in keys}
-_NO_WINDOW = "use_sliding_window has to be false"
 WITHOUT_EFFECT_IN: Mapping[str, Mapping[str, str]] = {
-    family: {"sliding_window": _NO_WINDOW, "max_window_layers": _NO_WINDOW}
-    for family in ("qwen2", "qwen3", "qwen3_moe")
+    "qwen3_moe": {"max_window_layers": "use_sliding_window is for all layers or none"}
 }
 # training noise of `transformers` that is not applied here; a message says so if it is not 0
 NOT_APPLIED = ("attention_dropout", "router_jitter_noise")
@@ -131,11 +129,10 @@ FP8_WITHOUT_EFFECT = frozenset((
 ))  # fmt: skip
 
 
-def check_neutral(config: TheirConfig, family: str) -> None:
+def check_neutral(config: TheirConfig) -> None:
     """Raise ConfigError for a key that is not read and has a value other than its neutral ones."""
-    free = WITHOUT_EFFECT_IN.get(family, {})
     for name, values in NEUTRAL.items():
-        if name in config.values.keys() - config.asked - free.keys():
+        if name in config.values.keys() - config.asked:
             config.only(name, *values)
 
 

@@ -29,6 +29,7 @@ class Family:
     read: Callable[[TheirConfig], dict[str, Any]]  # returns fields of our configuration
     lines: tuple[NameLine, ...]  # weights
     written_moe: Callable[[MoEConfig], dict[str, Any]] | None = None  # None for dense families
+    layers: tuple[str, ...] = ()  # keys of what layers differ in, of `config_json.written_layers`
     # values of keys that config.json lacks: the defaults of the class in `transformers`
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -48,7 +49,8 @@ class Family:
         found = config.written(model, self.model_type, self.architecture)
         if self.written_moe is not None and model.moe is not None:
             found |= self.written_moe(model.moe)
-        return found
+        layers = config.written_layers(model)
+        return found | {key: layers[key] for key in self.layers}
 
 
 _GROUPED = (*tables.WHOLE_MODEL, *tables.EVERY_LAYER, *tables.GROUPED_ATTENTION)
@@ -59,21 +61,54 @@ _DEEPSEEK = (
     *tables.EXPERTS,
     *tables.SHARED_EXPERTS,
 )
+_QWEN_LAYERS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+_QWEN_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
 FAMILIES = (
     Family("llama", "LlamaForCausalLM", config.llama, _GROUPED),
+    Family(
+        "mistral",
+        "MistralForCausalLM",
+        config.mistral,
+        _GROUPED,
+        layers=("sliding_window",),
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    Family(
+        "ministral",
+        "MinistralForCausalLM",
+        config.ministral,
+        _GROUPED,
+        layers=("sliding_window", "layer_types"),
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    Family(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        config.smollm3,
+        _GROUPED,
+        layers=("use_sliding_window", "sliding_window", "layer_types", "no_rope_layers"),
+        defaults={
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "rope_theta": 2e6,
+            "no_rope_layer_interval": 4,
+        },
+    ),
     Family(
         "qwen2",
         "Qwen2ForCausalLM",
         config.qwen2,
         _GROUPED,
-        defaults={"num_key_value_heads": 32},
+        layers=_QWEN_LAYERS,
+        defaults={"num_key_value_heads": 32, **_QWEN_DEFAULTS},
     ),
     Family(
         "qwen3",
         "Qwen3ForCausalLM",
         config.qwen3,
         _GROUPED,
-        defaults={"num_key_value_heads": 32, "head_dim": 128},
+        layers=_QWEN_LAYERS,
+        defaults={"num_key_value_heads": 32, "head_dim": 128, **_QWEN_DEFAULTS},
     ),
     Family(
         "mixtral",
@@ -81,6 +116,7 @@ FAMILIES = (
         config.mixtral,
         (*_GROUPED, *tables.MIXTRAL_EXPERTS),
         config.written_mixtral,
+        layers=("sliding_window",),
         defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "router_aux_loss_coef": 0.001},
     ),
     Family(
@@ -97,7 +133,12 @@ FAMILIES = (
         config.qwen3_moe,
         (*_GROUPED, *tables.EXPERTS),
         config.written_qwen3_moe,
-        defaults={"num_key_value_heads": 4, "router_aux_loss_coef": 0.001},
+        layers=("use_sliding_window", "sliding_window"),
+        defaults={
+            "num_key_value_heads": 4,
+            "router_aux_loss_coef": 0.001,
+            "sliding_window": 4096,
+        },
     ),
     Family(
         "deepseek_v2",
@@ -161,11 +202,13 @@ def family_of(model: ModelConfig, key: str, value: object) -> Family:
     raise ConfigError(key, value, rule + (closest[1] if closest else ""))
 
 
-# fields that change what a model computes; those of training alone (losses, noise) may differ
-ARCHITECTURE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads",
-                "head_dim", "vocab_size", "rope_theta", "norm_eps", "qk_norm",
-                "qk_norm_whole", "qkv_bias",
-                "tie_embeddings", "yarn", "llama3_rope", "mla")  # fmt: skip
+# Fields that change what a model computes: all but names, initial weights, and experts, of which
+# those of training alone (losses, noise) may differ.
+ARCHITECTURE = tuple(
+    each.name
+    for each in dataclasses.fields(ModelConfig)
+    if each.name not in ("name", "init_std", "init_from", "moe")
+)
 OF_EXPERTS = ("num_experts", "top_k", "ffn_hidden_size", "every_n", "first_k_dense",
               "shared_ffn_hidden_size", "shared_gate", "score", "pre_softmax", "groups",
               "topk_groups", "group_best", "routed_scale", "norm_topk_prob")  # fmt: skip
@@ -195,6 +238,8 @@ def _essence(model: ModelConfig) -> dict[str, Any]:
     """Return the fields that change what a model computes, in a canonical form."""
     found = {name: _plain(getattr(model, name)) for name in ARCHITECTURE}
     found["head_dim"] = None if model.mla else model.head_width
+    found["layer_types"] = config.layer_types(model)
+    found["no_rope_layers"] = config.rotated_layers(model)
     if all(map(model.is_moe_layer, range(model.num_layers))):
         del found["ffn_hidden_size"]  # unused if every layer is MoE
     if model.mla is not None:

@@ -20,17 +20,18 @@ WHOLE = frozenset((
     "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
     "decoder_sparse_step", "n_routed_experts", "n_shared_experts", "first_k_dense_replace",
     "n_group", "topk_group", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
-    "v_head_dim", "num_nextn_predict_layers", "num_mtp_layers",
+    "v_head_dim", "num_nextn_predict_layers", "num_mtp_layers", "sliding_window",
+    "max_window_layers", "no_rope_layer_interval",
 ))  # fmt: skip
 NUMBER = frozenset((
     "rms_norm_eps", "rope_theta", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
     "low_freq_factor", "high_freq_factor", "router_aux_loss_coef", "routed_scaling_factor",
     "aux_loss_alpha",
 ))  # fmt: skip
-FLAG = frozenset(("tie_word_embeddings", "norm_topk_prob", "seq_aux"))
+FLAG = frozenset(("tie_word_embeddings", "norm_topk_prob", "seq_aux", "use_sliding_window"))
 SECTION = frozenset(("rope_parameters", "rope_scaling", "quantization_config"))
 TEXTS = frozenset(("layer_types",))
-WHOLES = frozenset(("mlp_only_layers", "weight_block_size"))
+WHOLES = frozenset(("mlp_only_layers", "weight_block_size", "no_rope_layers"))
 
 
 def _is_whole(value: object) -> bool:

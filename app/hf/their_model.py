@@ -35,7 +35,7 @@ class TheirModel:
         fields = family.read(config)
         fp8_block = _fp8_block(config)
         predicted = _predicted(said, family, fields["num_layers"])
-        check_neutral(config, family.model_type)
+        check_neutral(config)
         try:
             model = as_model(fields, folder.resolve().name)
         except ConfigError as error:

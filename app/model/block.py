@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor, nn
 
 from app.choices import Recompute
-from app.config import ModelConfig
+from app.config import AttentionSpec, ModelConfig
 from app.model.attention.modules import attention
 from app.model.layers.layer_groups import ALONE, LayerGroups
 from app.model.layers.layers import Context, Mlp, RMSNorm
@@ -125,10 +125,16 @@ class Layer(nn.Module):
     `phases` read and write the values x (B × s × D), context (Context) and those they declare.
     """
 
-    def __init__(self, model: ModelConfig, body: Body, layer_groups: LayerGroups = ALONE) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        spec: AttentionSpec,
+        body: Body,
+        layer_groups: LayerGroups = ALONE,
+    ) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(NormWeights.of_hidden(model), model.norm_eps)
-        self.attn = attention(model, layer_groups)
+        self.attn = attention(spec, layer_groups)
         self.body = body
         attn = Phase(PhaseName.attn, self._attend, ("x", "context"), outputs=("x",))
         self.phases: tuple[Phase, ...] = (attn, *body.phases)

@@ -1,7 +1,7 @@
 """Model chunk: one stage on one rank, with optional embedding, layers and optional head.
 
 Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them between
-matrices, K tokens of a whole sequence, D hidden, V vocabulary.
+matrices, D hidden, V vocabulary; in `ends_BD` D documents per sequence at most.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from app.choices import CpComm
 from app.config import ModelConfig
+from app.model.attention.over_ranks import documents_of_calls
 from app.model.block import Layer, RoutingReport, RunPhases, run_layer
 from app.model.layers.attend import BY_TORCH, Attend
-from app.model.layers.layer_groups import ALONE, LayerGroups, own_tokens, rank, size
-from app.model.layers.layers import Context, RMSNorm, document_mask, layer_context
+from app.model.layers.layer_groups import ALONE, LayerGroups, size
+from app.model.layers.layers import Context, RMSNorm, layer_context
 from app.model.layers.linear import ColumnParallelLinear, VocabParallelEmbedding, named_parameters
 from app.model.layers.loss import summed_loss, token_losses
 from app.model.layers.recompute import Recomputation
@@ -67,6 +67,9 @@ class Chunk(nn.Module):
         self.embedding = VocabParallelEmbedding(rows, layer_groups) if embedding else None
         self.layers = nn.ModuleDict({str(index): layer for index, layer in layers.items()})
         self.in_order = tuple(layers.values())
+        # kinds of positions of its layers
+        specs = (model.layer_specs[index].attention for index in layers)
+        self.ropes = tuple(dict.fromkeys(spec.rope for spec in specs if spec.rope is not None))
         self.norm = RMSNorm(NormWeights.of_hidden(model), model.norm_eps) if head else None
         if head and not embedding and model.tie_embeddings:
             # a last stage of its own has a copy of the tied table
@@ -87,39 +90,29 @@ class Chunk(nn.Module):
     def context(
         self,
         positions_BS: Tensor,
-        documents_BK: Tensor | None,
+        ends_BD: Tensor | None,
         sink: WeightGradSink | None = None,
         recompute: RecomputeChoice = NOTHING,
     ) -> Context:
         """Build the inputs of the layers other than the hidden states.
 
-        `documents_BK` covers whole sequences. Backward sends weight gradients to `sink` if given,
-        and recomputes what `recompute` says.
+        `ends_BD`: ends of documents in whole sequences (`app.data.feed.Batch`). Backward sends
+        weight gradients to `sink` if given, and recomputes what `recompute` says.
         """
-        mask = None
-        if documents_BK is not None:
-            mask = document_mask(documents_BK, self._queries(documents_BK))
+        documents = None
+        if ends_BD is not None:
+            length = positions_BS.shape[1] * size(self.layer_groups.cp)
+            documents = documents_of_calls(ends_BD, length, self.layer_groups)
         moe = self.model.moe
         draws = moe is not None and moe.jitter_eps > 0
         paged_buffers = moe is not None and moe.static.paged_buffer is not None
         return layer_context(
             positions_BS,
-            mask,
-            self.model.rope,
+            documents,
+            self.ropes,
             attend=self.attend,
             sink=sink,
             recompute=Recomputation(recompute, draws, replaces=paged_buffers),
-        )
-
-    def _queries(self, documents_BK: Tensor) -> Tensor:
-        """Return the positions in the whole sequence of the queries with which this rank
-        attends.
-        """
-        cp = (
-            1 if self.layer_groups.cp_comm_type is CpComm.all_to_all else size(self.layer_groups.cp)
-        )
-        return own_tokens(
-            documents_BK.shape[1], cp, rank(self.layer_groups.cp) % cp, device=documents_BK.device
         )
 
     def forward(

@@ -1,94 +1,75 @@
 """AdamW on this rank's shard of one bucket, in fp32.
 
-The shard is a contiguous part of the buffer; a parameter that crosses a shard boundary is updated
-in parts, each on the rank that owns it (`ParamShard`). Decoupled weight decay differs per
-parameter. On GPUs one kernel updates a shard (`app.kernels.adamw`), elsewhere torch's fused AdamW,
-in two groups.
+Decoupled weight decay differs per parameter. On GPUs one kernel updates a shard
+(`app.kernels.adamw`), elsewhere torch's fused AdamW, in two groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from app.choices import OptimizerKind
 from app.config import OptimConfig
 from app.kernels.adamw import AdamWSettings, ShardSlices, adamw_update
 from app.kernels.common import usable
 from app.optim.buffers import FlatBuffer, ParamSpec
+from app.optim.shard import OptimizerGroups, ParamShard, Shard
 from app.plan.shards import Range
 
 
 @dataclass(frozen=True, slots=True)
-class ParamShard:
-    """Part of one parameter that this rank owns, as views of the shard."""
+class AdamParamShard(ParamShard):
+    """Part of one parameter, with AdamW's count."""
 
-    spec: ParamSpec
-    start: int  # first element within the flattened local parameter
-    main: Tensor  # fp32 parameter
-    grad: Tensor  # in the dtype of the gradient buffer
-    exp_avg: Tensor  # first moment
-    exp_avg_sq: Tensor  # second moment
     step: Tensor  # scalar: updates so far
 
-    @property
-    def state(self) -> dict[str, Tensor]:
-        """Return the tensors of this part that a checkpoint holds."""
-        return {"main": self.main, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
+class AdamShard(Shard):
+    """Shard that AdamW updates, element by element."""
 
-class AdamShard:
-    """fp32 parameters, moments and gradients of the part of a bucket that this rank owns.
-
-    In fp32 training the parameters are the buffer itself, otherwise an fp32 copy. The gradients are
-    a view of this rank's part of the gradient buffer.
-    """
+    kind: ClassVar[OptimizerKind] = OptimizerKind.adamw
+    param_shards: tuple[AdamParamShard, ...]
 
     def __init__(self, buffer: FlatBuffer, bucket: int, group: dist.ProcessGroup) -> None:
-        self.buffer = buffer
-        self.bucket = bucket
-        self.group = group
-        own = slice(*buffer.layout.shard(bucket, group.rank()))
-        whole = slice(*buffer.layout.buckets[bucket])
-        self.own_params = buffer.params[own]
-        self.params = buffer.params[whole]
-        fp32 = self.own_params.dtype == torch.float32
-        self.main = self.own_params if fp32 else self.own_params.float()
-        self.grad = buffer.grads[own]
-        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.main), torch.zeros_like(self.main)
-        parts = list(self._parts(group.rank()))
-        self.param_shards = tuple(self._param_shard(spec, part) for spec, part in parts)
-        ranges = ((*part.local, spec.decay) for spec, part in parts)
+        super().__init__(buffer, bucket, group)
+        self.exp_avg, self.exp_avg_sq = self.moments["exp_avg"], self.moments["exp_avg_sq"]
+        ranges = (
+            (*part.local, owned.spec.decay)
+            for part, owned in zip(self.ranges, self.param_shards, strict=True)
+        )
         self._slices = ShardSlices.of(ranges, self.main.device)
-        specs = [spec for spec, _ in buffer.of_bucket(bucket)]
-        self.tied = any(spec.tied for spec in specs)
-        assert not self.tied or len(specs) == 1, "a tied parameter has a bucket of its own"
 
-    def _parts(self, rank: int) -> Iterator[tuple[ParamSpec, Range]]:
-        for spec, ranges in zip(self.buffer.specs, self.buffer.layout.ranges(rank), strict=True):
-            yield from ((spec, part) for part in ranges if part.bucket == self.bucket)
+    @property
+    def shards(self) -> tuple[Self]:
+        """Return this shard, which is updated alone."""
+        return (self,)
 
-    def _param_shard(self, spec: ParamSpec, part: Range) -> ParamShard:
-        own = slice(*part.local)
-        return ParamShard(
-            spec,
-            part.param[0],
-            self.main[own],
-            grad=self.grad[own],
-            exp_avg=self.exp_avg[own],
-            exp_avg_sq=self.exp_avg_sq[own],
-            step=torch.zeros((), device=self.main.device),
+    @classmethod
+    def updates(
+        cls, shards: Sequence[Self], config: OptimConfig, groups: OptimizerGroups
+    ) -> Sequence[Self]:
+        """Return the shards."""
+        return shards
+
+    def _param_shard(self, spec: ParamSpec, part: Range) -> AdamParamShard:
+        owned = super()._param_shard(spec, part)
+        count = torch.zeros((), device=self.main.device)
+        return AdamParamShard(
+            spec, owned.start, owned.main, grad=owned.grad, moments=owned.moments, step=count
         )
 
-    def counted_grads(self) -> list[Tensor]:
-        """Return the gradient parts that count in norms, merged where contiguous."""
-        if all(owned.spec.counted for owned in self.param_shards):
-            return [self.grad]
-        return [owned.grad for owned in self.param_shards if owned.spec.counted]
+    def restored(self, updates: int) -> None:
+        """See `Shard.restored`; the next update counts from `updates`."""
+        for owned in self.param_shards:
+            owned.step.fill_(updates)
+        super().restored(updates)
 
     def update(
         self,
@@ -114,8 +95,8 @@ class AdamShard:
             adamw(
                 [p.main for p in param_shards],
                 [p.grad.float() for p in param_shards],
-                [p.exp_avg for p in param_shards],
-                [p.exp_avg_sq for p in param_shards],
+                [p.moments["exp_avg"] for p in param_shards],
+                [p.moments["exp_avg_sq"] for p in param_shards],
                 [],
                 [p.step for p in param_shards],
                 fused=True,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from app.plan.model.weight import Weight
 from app.plan.sharding.reshard import Block
 from app.plan.shards import BufferLayout
 
@@ -29,6 +30,8 @@ class ParamSpec:
     # every tensor-parallel rank holds all of it; their gradients are summed
     replicated: bool = False
     counted: bool = True  # the copy that counts in norms and is saved
+    # record of the global parameter; None for parameters that are no model's
+    weight: Weight | None = None
 
 
 class FlatBuffer:

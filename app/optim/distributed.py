@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -31,23 +30,14 @@ from torch import Tensor, nn
 from app.collectives import all_reduce
 from app.config import OptimConfig
 from app.model.layers.weight_grads import MainGradSink, WeightGrad
-from app.optim.adam import AdamShard, ParamShard
 from app.optim.buffers import FlatBuffer, ParamSpec
 from app.optim.grad_buckets import Arrival, GradBuckets
+from app.optim.optimizers import shards_of, updates_of
 from app.optim.param_gather import ParamGather
+from app.optim.shard import OptimizerGroups, ParamShard, Shard
 from app.plan.sharding.parameters import ChunkBuffers
 
 NORM_EPS = 1e-6  # keeps the clipping factor finite
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerGroups:
-    """Process groups of the optimizer, by the names in `app.plan.groups`."""
-
-    dp_cp: dist.ProcessGroup  # ranks that hold the same dense parameters
-    edp: dist.ProcessGroup  # ranks that hold the same experts
-    tp: dist.ProcessGroup  # tensor-parallel ranks
-    embedding: dist.ProcessGroup  # the two ranks that hold copies of tied embeddings
 
 
 def sum_over(group: dist.ProcessGroup, grads: Sequence[Tensor]) -> None:
@@ -58,7 +48,7 @@ def sum_over(group: dist.ProcessGroup, grads: Sequence[Tensor]) -> None:
         grad.copy_(part.view_as(grad))
 
 
-def in_use_order(specs: Sequence[ParamSpec], shards: Sequence[AdamShard]) -> list[AdamShard]:
+def in_use_order(specs: Sequence[ParamSpec], shards: Sequence[Shard]) -> list[Shard]:
     """Return a chunk's shards, dense and expert, in the order in which forward first reads them."""
     place = {spec.name: number for number, spec in enumerate(specs)}
     return sorted(
@@ -81,7 +71,7 @@ def grad_divisor(norm: Tensor, clip_norm: float, scale: Tensor | None) -> Tensor
 
 
 class DistributedOptimizer:
-    """Sharded AdamW over the parameters of this rank's chunks.
+    """Sharded optimizer over the parameters of this rank's chunks.
 
     `chunks[c]` lists the parameters of chunk c in the order of use, and `buffers[c]` gives their
     layout; `grads` is the dtype of main gradients. Chunks may have no parameters: sums over ranks
@@ -116,7 +106,7 @@ class DistributedOptimizer:
             for spec in buckets.buffer.specs
         }
         self.shards = [  # per chunk: those of all its buckets
-            [shard for buckets in of_chunk for shard in adam_shards(buckets)]
+            [shard for buckets in of_chunk for shard in shards_of(buckets)]
             for of_chunk in self.grad_buckets
         ]
         self._in_use_order = [
@@ -124,6 +114,8 @@ class DistributedOptimizer:
             for specs, shards in zip(chunks, self.shards, strict=True)
             for shard in in_use_order(specs, shards)
         ]
+        updates = updates_of(self._in_use_order, config, groups)
+        self._updates = [(update, tuple(update.shards)) for update in updates]
         at_update = config.overlap_params and not full_iteration
         self._param_gather = ParamGather(self._in_use_order, at_update)
         # callback when parameters have changed, or will have when captured work is replayed;
@@ -242,10 +234,12 @@ class DistributedOptimizer:
         """
         skip = (~norm.isfinite()).float()
         divisor = grad_divisor(norm, self.config.clip_norm, scale)
-        for shard in self._in_use_order:
-            self._param_gather.wait(shard)
-            shard.update(self.config, rates_2, divisor, skip=skip)
-            self._param_gather.updated(shard)
+        for update, shards in self._updates:
+            for shard in shards:
+                self._param_gather.wait(shard)
+            update.update(self.config, rates_2, divisor, skip=skip)
+            for shard in shards:
+                self._param_gather.updated(shard)
         self.changed()
         return skip
 
@@ -289,26 +283,17 @@ class DistributedOptimizer:
         """Update all ranks' parameters after the parts in `param_shards` were filled from a
         checkpoint taken after `updates` updates.
         """
-        for owned in self.param_shards():
-            owned.step.fill_(updates)
         for shard in self._in_use_order:
-            if shard.main is not shard.own_params:
-                shard.own_params.copy_(shard.main)
+            shard.restored(updates)
             self._param_gather.updated(shard)
         self.changed()
 
     def _all_grad_buckets(self) -> Iterator[GradBuckets]:
         return chain.from_iterable(self.grad_buckets)
 
-    def _all_shards(self) -> Iterator[AdamShard]:
+    def _all_shards(self) -> Iterator[Shard]:
         return chain.from_iterable(self.shards)
 
 
 def nothing() -> None:
     """No-op: nothing depends on the parameters."""
-
-
-def adam_shards(buckets: GradBuckets) -> Iterator[AdamShard]:
-    """Return this rank's shards of a buffer's buckets."""
-    for bucket in range(buckets.num_buckets):
-        yield AdamShard(buckets.buffer, bucket, buckets.group)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from app.collectives import all_gather
-from app.optim.adam import AdamShard
+from app.optim.shard import Shard
 
 
 class ParamGather:
@@ -36,7 +36,7 @@ class ParamGather:
     gathered again at once.
     """
 
-    def __init__(self, shards: Sequence[AdamShard], at_update: bool) -> None:
+    def __init__(self, shards: Sequence[Shard], at_update: bool) -> None:
         self.at_update = at_update  # all-gathers start after the update and overlap what follows
         self._shards = tuple(shards)
         self._shard_of = {
@@ -44,22 +44,22 @@ class ParamGather:
             for shard in shards
             for spec, _ in shard.buffer.of_bucket(shard.bucket)
         }
-        self._stale: set[AdamShard] = set()
-        self._in_flight: dict[AdamShard, dist.Work] = {}
+        self._stale: set[Shard] = set()
+        self._in_flight: dict[Shard, dist.Work] = {}
 
-    def wait(self, shard: AdamShard) -> None:
+    def wait(self, shard: Shard) -> None:
         """Wait for all-gathers that read and write the shard, before it changes."""
         if shard in self._in_flight:
             self._in_flight.pop(shard).wait()
 
-    def updated(self, shard: AdamShard) -> None:
+    def updated(self, shard: Shard) -> None:
         """Note that all ranks have updated their shards of a bucket."""
         assert shard not in self._in_flight, "the all-gather of this shard has not finished"
         self._stale.add(shard)
         if self.at_update:
             self.start(shard)
 
-    def start(self, shard: AdamShard) -> None:
+    def start(self, shard: Shard) -> None:
         """Note that work has begun that will read the parameters of a bucket."""
         if shard not in self._stale:
             return
@@ -68,7 +68,7 @@ class ParamGather:
         if work is not None:
             self._in_flight[shard] = work
 
-    def ensure_gathered(self, shard: AdamShard) -> None:
+    def ensure_gathered(self, shard: Shard) -> None:
         """Wait for a bucket's all-gather; run it first if it has not started."""
         if shard in self._stale:
             self._stale.remove(shard)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
-from app.config import ModelConfig
 from app.errors import ConfigError
 from app.plan.formatting import byte_count, count_of
 from app.plan.memory.overheads import CUDA_CONTEXT, WORKSPACES
@@ -32,24 +32,12 @@ class DecodingMemory:
     """Bytes on each rank of one pipeline rank."""
 
     weights: int
-    layer: int  # key/value cache of one layer, all sequences
-    layers: int
+    caches: tuple[int, ...]  # key/value cache of each layer, all sequences
 
     @property
     def keys_values(self) -> int:
         """Key/value cache of all layers."""
-        return self.layer * self.layers
-
-
-def remembered_numel(model: ModelConfig, tp: int) -> int:
-    """Return the cached elements per token and layer on a rank.
-
-    These are keys and values of its heads, or with MLA the latent and the rotary key, which every
-    tensor-parallel rank has.
-    """
-    if model.mla is not None:
-        return model.mla.kv_lora_rank + model.mla.qk_rope_head_dim
-    return 2 * (model.num_kv_heads // tp) * model.head_width
+        return sum(self.caches)
 
 
 def decoding_memory(plan: Plan, pp_rank: int, sequences: int, *, tokens: int) -> DecodingMemory:
@@ -64,8 +52,12 @@ def decoding_memory(plan: Plan, pp_rank: int, sequences: int, *, tokens: int) ->
         parameter.numel for stage in stages for parameter in chunk_parameters(model, stage, layout)
     )
     places = padded(tokens, layout.tp)
-    layer = sequences * places * remembered_numel(model, layout.tp) * size
-    return DecodingMemory(numel * size, layer, sum(len(stage.layers) for stage in stages))
+    specs = [model.layer_specs[layer].attention for stage in stages for layer in stage.layers]
+    caches = (
+        sequences * spec.cached_tokens(places) * spec.cached_numel(layout.tp) * size
+        for spec in specs
+    )
+    return DecodingMemory(numel * size, tuple(caches))
 
 
 def padded(count: int, ranks: int) -> int:
@@ -105,13 +97,16 @@ def check_decoding_memory(plan: Plan, sizes: DecodingSizes, have: int, *, gpu: b
         f"{byte_count(busiest.keys_values)} per rank beside {byte_count(busiest.weights)} of "
         f"weights, and {where} has {byte_count(have)}"
     )
-    # of as many tokens as there are tensor-parallel ranks, which divide them
-    units = texts_that_fit(plan, plan.layout.tp, have, gpu=gpu)
-    if not units:
+    tp = plan.layout.tp  # divides the tokens of a text
+    if not texts_that_fit(plan, tp, have, gpu=gpu):
         advice = "parallel.pp spreads it over more GPUs" if gpu else None
         raise ConfigError("batch", sizes.sequences, rule, advice=advice)
     if sizes.sequences > 1:
         fewer = texts_that_fit(plan, sizes.tokens, have, gpu=gpu)
         raise ConfigError("batch", sizes.sequences, rule, nearest=max(1, fewer))
-    fewer = units * plan.layout.tp - sizes.prompt
+    shorter = range(tp, padded(sizes.tokens, tp), tp)
+    most = bisect_left(
+        shorter, True, key=lambda tokens: not texts_that_fit(plan, tokens, have, gpu=gpu)
+    )
+    fewer = tp * most - sizes.prompt
     raise ConfigError("max_new_tokens", sizes.new, rule, nearest=fewer if fewer > 0 else None)

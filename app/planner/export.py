@@ -218,7 +218,9 @@ class Decoding:
         for rank in range(plan.layout.pp):
             found = decoding_memory(plan, rank, 1, tokens=context)
             token = found.keys_values // padded(context, plan.layout.tp)
-            rows.append(DecodingRow(rank, found.layers, found.weights, token, found.keys_values))
+            rows.append(
+                DecodingRow(rank, len(found.caches), found.weights, token, found.keys_values)
+            )
         together = texts_that_fit(plan, context, plan.gpu_memory, gpu=True)
         return cls(context, tuple(rows), together, replicas=plan.layout.dp)
 

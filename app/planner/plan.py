@@ -143,7 +143,8 @@ class Plan:
         made: dict[object, ChunkBuffers] = {}  # stages of like layers have like buffers
 
         def buffers(stage: Stage) -> ChunkBuffers:
-            kinds = tuple(map(model.is_moe_layer, stage.layers)), stage.embedding, stage.head
+            specs = tuple(model.layer_specs[layer] for layer in stage.layers)
+            kinds = specs, stage.embedding, stage.head
             if kinds not in made:
                 held = chunk_parameters(model, stage, self.layout)
                 made[kinds] = chunk_buffers(held, self.layout, self.run.optim)

@@ -22,9 +22,9 @@ def check_attention(run: Run) -> None:
     if run.precision.params is Dtype.float32:
         rule = "attends in 16 bits, and parameters are float32"
         raise ConfigError(KEY, asked, rule, nearest=(torch, Instead("precision=bf16")))
-    if run.data.document_mask:
-        rule = "attends without masks, and data.document_mask=true has one per sequence"
-        raise ConfigError(KEY, asked, rule, nearest=(torch, Instead("data.document_mask=false")))
+    if run.data.document_mask and run.train.deterministic:
+        rule = "sums gradients in no fixed order under data.document_mask=true"
+        raise ConfigError(KEY, asked, rule, nearest=(torch, Instead("train.deterministic=false")))
     width = run.model.head_width
     if width % MULTIPLE or width > WIDEST:
         rule = f"takes heads whose width is a multiple of {MULTIPLE}, {WIDEST} at most, not {width}"

@@ -93,7 +93,7 @@ def test_labels_are_the_next_tokens():
     assert batch.tokens_BS.tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]]
     assert batch.labels_BS.tolist() == [[1, 2, 3, 4], [11, 12, 13, 14]]
     assert batch.positions_BS.tolist() == [[0, 1, 2, 3]] * 2
-    assert batch.documents_BS is None
+    assert batch.ends_BD is None
     assert {t.dtype for t in (batch.tokens_BS, batch.labels_BS, batch.positions_BS)} == {
         torch.int64
     }
@@ -106,7 +106,7 @@ def test_documents_kept_apart():
     assert batch.tokens_BS.tolist() == [[4, 5, EOD, 6, EOD, EOD, 7, 8]]
     assert batch.labels_BS.tolist() == [[5, EOD, -100, EOD, -100, -100, 8, 3]]
     assert batch.positions_BS.tolist() == [[0, 1, 2, 0, 1, 0, 0, 1]]
-    assert batch.documents_BS.tolist() == [[0, 0, 0, 1, 1, 2, 3, 3]]
+    assert batch.ends_BD.tolist() == [[3, 5, 6, 8]] and batch.ends_BD.dtype == torch.int32
 
 
 def test_documents_kept_apart_against_a_loop():
@@ -115,17 +115,17 @@ def test_documents_kept_apart_against_a_loop():
         data, 0, 1, micro_batch=3, num_microbatches=5, cursor=Cursor()
     ).next_step():
         for b in range(3):
-            document = position = 0
+            position, ends = 0, []
             for s in range(16):
                 token, label = int(batch.tokens_BS[b, s]), int(batch.labels_BS[b, s])
-                assert (int(batch.documents_BS[b, s]), int(batch.positions_BS[b, s])) == (
-                    document,
-                    position,
-                )
+                assert int(batch.positions_BS[b, s]) == position
                 assert label == (
                     -100 if token == EOD else int(batch.tokens_BS[b, s + 1]) if s < 15 else label
                 )
-                document, position = (document + 1, 0) if token == EOD else (document, position + 1)
+                position = 0 if token == EOD else position + 1
+                ends += [s + 1] if token == EOD or s == 15 else []
+            found = batch.ends_BD[b].tolist()
+            assert found[: len(ends)] == ends and set(found[len(ends) :]) <= {16}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
+from itertools import count, islice, pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -9,7 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from app.data.packing import Documents, PackedSequences
+from app.data.feed import make_batch
+from app.data.packing import PADDING, Documents, PackedSequences
 from app.errors import ConfigError
 
 
@@ -64,6 +65,90 @@ def test_sequences_are_stretches_of_the_documents_in_some_order(lengths: list[in
             inside = b == a + 1 and owner[a] == owner[b]
             next_document = int(a) in last and int(b) - 1 in last | {-1}
             assert inside or next_document
+
+
+END = 0
+
+
+def texts_of(documents: list[list[int]]) -> Documents:
+    """Texts of one or more documents of these lengths. All tokens differ, except the ends."""
+    numbers = count(END + 1)
+    return Documents.from_lists(
+        [
+            [token for n in lengths for token in (*islice(numbers, n - 1), END)]
+            for lengths in documents
+        ]
+    )
+
+
+def limited(texts: Documents, seq_len: int, most: int, seed: int = 0) -> PackedSequences:
+    return PackedSequences(
+        texts.lengths_D,
+        texts.read,
+        seq_len,
+        seed=seed,
+        max_documents=most,
+        inside=texts.ends_inside(END),
+    )
+
+
+def cut_token_by_token(stream: list[int], seq_len: int, most: int) -> list[list[int]]:
+    """The sequences of a stream; a short one has no token of the next."""
+    found, start = [], 0
+    while start + seq_len < len(stream):
+        stop, documents = start + seq_len, 1
+        for place in range(start, start + seq_len - 1):
+            documents += stream[place] == END
+            if documents > most:
+                stop = place + 1
+                break
+        found.append(stream[start : stop + (stop == start + seq_len)])
+        start = stop
+    return found
+
+
+@at_leisure
+@given(
+    st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=25),
+    st.integers(2, 20),
+    st.integers(1, 5),
+    st.integers(0, 2),
+)
+def test_a_sequence_of_many_documents_ends_early(
+    documents: list[list[int]], seq_len: int, most: int, epoch: int
+):
+    texts = texts_of(documents)
+    assume(texts.lengths_D.sum() > seq_len)
+    sequences = limited(texts, seq_len, most)
+    first = 0
+    for number in range(epoch + 1):
+        sequences.sample(first)
+        found = sequences._epoch
+        assert (found.index, found.first) == (number, first)
+        first += len(found.sequences_K)
+    stream = [token for d in found.documents_D for token in texts.read(d, 0, 99).tolist()]
+    rows = [sequences.sample(found.first + k) for k in np.argsort(found.sequences_K)]
+    wanted = cut_token_by_token(stream, seq_len, most)
+    assert [row[row != PADDING].tolist() for row in rows] == wanted
+    batch = make_batch(rows, END, most)
+    # each token of what is used is predicted once, except the first of a document
+    predicted = Counter(batch.labels_BS[batch.labels_BS >= 0].tolist())
+    used = stream[: int(found.stretches[-1]) + (len(wanted[-1]) > seq_len)]
+    assert predicted == Counter(
+        token for before, token in zip([END, *used], used, strict=False) if before != END
+    )
+    assert batch.ends_BD.shape == (len(rows), most) and (batch.ends_BD[:, -1] == seq_len).all()
+
+
+def test_sequences_of_epochs_of_unequal_length_are_found_again():
+    texts = texts_of([[2], [3, 1, 1], [9], [2, 2], [14], [1, 1], [3], [6]])
+    sequences = limited(texts, 8, 2)
+    rows = [sequences.sample(index).tolist() for index in range(60)]
+    assert len({len(sequences._order(epoch, 0).sequences_K) for epoch in range(8)}) > 1
+    for index in (59, 31, 0, 7):
+        assert limited(texts, 8, 2).sample(index).tolist() == rows[index]
+        assert sequences.sample(index).tolist() == rows[index]
+    assert 0 < sequences.padding < 1 and limited(texts, 8, 8).padding == 0
 
 
 def test_order_depends_on_seed_and_epoch_only():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from collections.abc import Callable
@@ -239,3 +240,23 @@ def test_looking_ahead_does_not_move_the_cursor(stream_config: Callable[..., Dat
         assert looking.next_step() is seen and tokens(plain, 1) == [
             torch.cat([batch.tokens_BS, batch.labels_BS], dim=1).tolist() for batch in seen
         ]
+
+
+def test_a_sequence_of_many_documents_ends_early(stream_config: Callable[..., DataConfig]):
+    """Each token but the first of a document is predicted once, also behind a resumed position."""
+    config = dataclasses.replace(stream_config(SHARDS), document_mask=True, max_documents=2)
+    one = feed(config)
+    steps = []
+    for _ in range(6):
+        cursor = Cursor.from_state(json.loads(json.dumps(one.cursor.state())))
+        steps.append(one.next_step())
+        (again,) = feed(config, cursor=cursor).next_step()
+        assert torch.equal(again.labels_BS, steps[-1][0].labels_BS)
+        assert torch.equal(again.ends_BD, steps[-1][0].ends_BD)
+    batches = [batch for step in steps for batch in step]
+    assert all(batch.ends_BD.shape == (2, 2) for batch in batches)
+    predicted = torch.cat([batch.labels_BS.flatten() for batch in batches])
+    found = TOKENIZER.decode(predicted[predicted >= 0].tolist())
+    read = "".join(text[1:] for text in epoch_of(config, 0, 1))
+    assert found == read[: len(found)] and len(found) > 60
+    assert any((batch.labels_BS[:, -1] < 0).any() for batch in batches)

@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from app.choices import LayerType
 from app.config import Run
 from app.engine.build import build_engine
 from app.engine.ranks.groups import create_groups
@@ -13,7 +14,14 @@ from app.engine.step.engine import Engine
 from app.planner.plan import Plan
 from tests.runs import LATENT, TINY
 
-MODELS = {"moe": TINY, "dense": dataclasses.replace(TINY, moe=None), "latent": LATENT}
+DENSE = dataclasses.replace(TINY, moe=None)
+WINDOWS = dataclasses.replace(
+    DENSE,
+    sliding_window=4,
+    layer_types=(LayerType.sliding_attention, LayerType.full_attention),
+    no_rope_layers=(1, 0),
+)
+MODELS = {"moe": TINY, "dense": DENSE, "windows": WINDOWS, "latent": LATENT}
 
 
 def engine_on(run: Run, device: str) -> Engine:

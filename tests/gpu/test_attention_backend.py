@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from app.choices import AttentionBackendKind, Dtype, GraphImpl, Recompute
@@ -61,7 +62,7 @@ def results(attend: Attend, heads: list[Tensor]) -> list[Tensor]:
     """Output, gradients of queries, keys and values."""
     *given, grad = heads
     leaves = [each.detach().requires_grad_() for each in given]
-    out = attend(*leaves, mask_B1SK=None, scale=None)
+    out = attend(*leaves, window=None, documents=None, scale=None)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
@@ -72,7 +73,9 @@ def exact(heads: list[Tensor]) -> list[Tensor]:
     seen = torch.ones(queries, keys, dtype=torch.bool, device="cuda").tril(keys - queries)
 
     def masked(*given: Tensor, **_: Any) -> Tensor:
-        return TorchAttention(False)(*given, mask_B1SK=seen, scale=None)
+        q, k, v = (each.transpose(1, 2) for each in given)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+        return out.transpose(1, 2)
 
     return results(masked, wide)
 

@@ -56,7 +56,7 @@ def body_of(moe: MoEConfig) -> MoEBody:
 
 
 def forward(body: MoEBody, x: Tensor, later: WeightGradQueue | None = None) -> Tensor:
-    context = layer_context(torch.zeros(1, 1, device="cuda"), None, Rope(4, 10.0), sink=later)
+    context = layer_context(torch.zeros(1, 1, device="cuda"), None, [Rope(4, 10.0)], sink=later)
     values: dict[str, Any] = {"x": x, "context": context}
     for index, phase in enumerate(body.phases):
         values.update(

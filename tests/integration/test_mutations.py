@@ -125,9 +125,21 @@ BUGS = {
     ),
     "an end of document in the next document": Bug(
         "data/feed.py",
-        "np.cumsum(ends_BS, axis=1) - ends_BS",
-        "np.cumsum(ends_BS, axis=1)",
+        "begins_BS[:, 1:] = ends_BS[:, :-1]",
+        "begins_BS[:, 1:] = ends_BS[:, 1:]",
         "data/test_feed.py",
+    ),
+    "a window that is a token too long": Bug(
+        "model/layers/attend.py",
+        "(keys_K > places_S1 - window)",
+        "(keys_K >= places_S1 - window)",
+        "tensors/test_model.py",
+    ),
+    "Muon's updates scaled by the shorter side": Bug(
+        "optim/muon.py",
+        "sqrt(max(rows, columns))",
+        "sqrt(min(rows, columns))",
+        "processes/test_muon.py",
     ),
     "a learning rate that is a step late": Bug(
         "optim/lr.py", "* step / warmup_steps", "* (step - 1) / warmup_steps", "tensors/test_lr.py"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.choices import Dtype
+from app.choices import Dtype, LayerType
 from app.config import HardwareConfig, ParallelConfig, PrecisionConfig, Run
 from app.errors import ConfigError
 from app.plan.memory.overheads import CUDA_CONTEXT, WORKSPACES
@@ -27,9 +27,9 @@ def plan_of(model: Any = DENSE, precision: PrecisionConfig = BF16, **parallel: i
 def test_grouped_query_attention_by_hand():
     layer = 3 * 10 * 2 * 2 * 8 * 2  # texts, tokens, keys and values, heads, width, bytes
     memory = decoding_memory(plan_of(), 0, 3, tokens=10)
-    assert (memory.layer, memory.layers, memory.keys_values) == (layer, 4, 4 * layer)
+    assert (memory.caches, memory.keys_values) == ((layer,) * 4, 4 * layer)
     cut = decoding_memory(plan_of(tp=2, pp=2), 1, 3, tokens=9)
-    assert (cut.layer, cut.layers) == (layer // 2, 2), "9 tokens are filled up to 10"
+    assert cut.caches == (layer // 2,) * 2, "9 tokens are filled up to 10"
     assert decoding_memory(plan_of(cp=2), 0, 3, tokens=10) == memory
 
 
@@ -37,7 +37,15 @@ def test_latent_attention_by_hand():
     layer = 3 * 10 * (16 + 4) * 4
     for degrees in ({}, {"tp": 2}):
         plan = plan_of(LATENT, PrecisionConfig(), **degrees)
-        assert decoding_memory(plan, 0, 3, tokens=10).layer == layer
+        assert decoding_memory(plan, 0, 3, tokens=10).caches[0] == layer
+
+
+def test_a_window_bounds_what_its_layers_cache():
+    types = (LayerType.sliding_attention, LayerType.full_attention)
+    plan = plan_of(dataclasses.replace(DENSE, sliding_window=6, layer_types=types))
+    token = 3 * 2 * 2 * 8 * 2  # texts, keys and values, heads, width, bytes
+    assert decoding_memory(plan, 0, 3, tokens=10).caches == (6 * token, 10 * token) * 2
+    assert decoding_memory(plan, 0, 3, tokens=5).caches == (5 * token,) * 4
 
 
 def test_the_table_of_a_plan_by_hand():
@@ -76,7 +84,7 @@ def test_the_nearest_that_fits_does_and_one_more_does_not(degrees: dict[str, int
     heaviest = max(
         decoding_memory(plan, rank, 0, tokens=0).weights for rank in range(plan.layout.pp)
     )
-    have = fixed + heaviest + 4 * one.keys_values + one.layer
+    have = fixed + heaviest + 4 * one.keys_values + one.caches[0]
     error = refused(plan, sizes, have, gpu)
     assert (error.key, error.value, error.nearest) == ("batch", 9, 4)
     check_decoding_memory(plan, dataclasses.replace(sizes, sequences=4), have, gpu=gpu)

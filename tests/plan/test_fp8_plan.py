@@ -38,7 +38,7 @@ from app.plan.memory.activations import MicrobatchMemory, chunk_activations
 from app.plan.memory.overheads import FP8_WORKSPACE
 from app.plan.memory.rank_memory import RankMemory
 from app.plan.parts.fp8 import EXPERTS_SPEEDUP, RECIPES, fp8_copy
-from app.plan.parts.stage import StagePart, part_operations, sizes_of, stage_parts
+from app.plan.parts.stage import LayerPart, StageEnd, part_operations, sizes_of, stage_parts
 from app.plan.parts.trace import Work
 from app.plan.stages import Stage
 from app.planner.plan import Plan
@@ -120,15 +120,17 @@ def microbatch(run: Run, stage: Stage = WHOLE) -> MicrobatchMemory:
 
 def test_layers_left_out_are_planned_as_before():
     parts = stage_parts(MODEL, WHOLE, in_fp8(first_layers=1, last_layers=1))
-    narrow, wide = StagePart.fp8_dense_layer, StagePart.dense_layer
-    assert parts == [StagePart.embedding, wide, narrow, narrow, wide, StagePart.head]
+    wide = LayerPart(MODEL.layer_specs[0])
+    narrow = dataclasses.replace(wide, in_fp8=True)
+    assert parts == [StageEnd.embedding, wide, narrow, narrow, wide, StageEnd.head]
     moe = dataclasses.replace(MODEL, moe=MoEConfig(first_k_dense=1))
+    dense, routed, *_ = moe.layer_specs
     assert stage_parts(moe, Stage((0, 1), False, False), in_fp8()) == [
-        StagePart.fp8_dense_layer,
-        StagePart.fp8_moe_layer,
+        LayerPart(dense, in_fp8=True),
+        LayerPart(routed, in_fp8=True),
     ]
     assert stage_parts(moe, Stage((1,), False, False), in_fp8(include=(Fp8Part.head,))) == [
-        StagePart.moe_layer
+        LayerPart(routed)
     ]
 
 
@@ -306,9 +308,9 @@ def test_rows_of_experts_are_kept_as_they_come():
 
 def test_only_layers_with_experts_change_where_only_experts_do():
     parts = stage_parts(MOE, Stage((0, 1), False, False), in_fp8(include=EXPERTS))
-    assert parts == [StagePart.dense_layer, StagePart.fp8_moe_layer]
+    assert parts == [LayerPart(MOE.layer_specs[0]), LayerPart(MOE.layer_specs[1], in_fp8=True)]
     s = sizes_of(moe_run(EXPERTS), select_layout(moe_run(EXPERTS)))
-    ops = part_operations(s, StagePart.fp8_moe_layer, s.recompute.usual)
+    ops = part_operations(s, parts[1], s.recompute.usual)
     rows = 2 * TOKENS
     grouped = [op for op in ops if op.work is Work.grouped]
     assert [op.scratch for op in grouped] == [
@@ -370,5 +372,6 @@ def test_rows_without_fused_quantization_take_a_kernel(
     model = dataclasses.replace(MOE, moe=dataclasses.replace(MOE.moe, **choices))
     run = run_of(in_fp8(include=EXPERTS), model, parallel=ParallelConfig(dp=2, ep=2))
     s = sizes_of(run, select_layout(run))
-    ops = part_operations(s, StagePart.fp8_moe_layer, s.recompute.usual)
+    part = LayerPart(model.layer_specs[1], in_fp8=True)
+    ops = part_operations(s, part, s.recompute.usual)
     assert [op.kernels for op in ops if op.work is Work.grouped] == launches

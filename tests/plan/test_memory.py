@@ -169,11 +169,9 @@ def test_every_group_of_several_ranks_has_a_communicator():
 
 
 def test_inputs_of_all_microbatches():
-    apart = DataConfig(document_mask=True)
-    # documents of whole sequences
-    for data, tensors in ((DataConfig(), 3 / 2), (apart, 3 / 2 + 1)):
+    for data, most in ((DataConfig(), 0), (DataConfig(document_mask=True), 16)):
         parts = parts_of(run_of(parallel=ParallelConfig(dp=2, cp=2), data=data))
-        assert parts["inputs"] == 64 // (2 * 2) * tensors * 8 * 2 * 512
+        assert parts["inputs"] == 64 // (2 * 2) * 2 * (3 * 8 * 512 // 2 + 4 * most)
 
 
 # --- peaks ---

@@ -14,7 +14,6 @@ from app.config import (
     ModelConfig,
     ParallelConfig,
     PrecisionConfig,
-    RecomputeConfig,
     ScheduleConfig,
     TrainConfig,
 )
@@ -74,21 +73,20 @@ def test_dense_layer_by_hand_with_tp_and_cp():
         assert found == {"attn": expected}
 
 
-def test_a_document_mask_by_hand_with_context_parallelism():
-    """Bytes of a layer: queries × keys; of gathered keys each piece of the queries sees those up
-    to its end alone.
+def test_documents_by_hand_with_context_parallelism():
+    """Nothing in 16 bits; in fp32 a mask of queries × keys in each layer, and of gathered keys each
+    piece of the queries sees those up to its end alone.
     """
-    layer, masked = Stage((3,), False, False), DataConfig(document_mask=True)
-    train = TrainConfig(seq_len=512, micro_batch=2, global_batch=64, deterministic=False)
+    layer, apart = Stage((3,), False, False), DataConfig(document_mask=True)
     for comm, pairs in ((CpComm.all_gather, 64 * 64 * (1 + 8)), (CpComm.all_to_all, 512 * 512)):
         parallel = ParallelConfig(cp=4, cp_comm_type=comm)
-        plain, apart = (
-            kept(run_of(parallel=parallel, train=train, data=data), layer)
-            for data in (DataConfig(), masked)
-        )
-        assert apart["attn"] - plain["attn"] == 2 * 2 * pairs
-        full = kept(run_of(parallel=parallel, data=masked, recompute=RecomputeConfig(True)), layer)
-        assert full["mask"] == 2 * 512 * (128 if comm is CpComm.all_gather else 512)
+        for dtype, entry in ((Dtype.bfloat16, 0), (Dtype.float32, 4)):
+            sections = {"parallel": parallel, "precision": PrecisionConfig(dtype)}
+            plain, masked = (
+                kept(run_of(**sections, data=data), layer) for data in (DataConfig(), apart)
+            )
+            assert masked["attn"] - plain["attn"] == entry * 2 * pairs
+            assert masked.keys() == plain.keys()
 
 
 def test_a_layer_of_experts_by_hand():
@@ -281,17 +279,3 @@ def test_unfused_attention_stores_its_probabilities():
         for dtype in (Dtype.float32, Dtype.bfloat16)
     )
     assert fp32 > scores > bf16
-    masked = [
-        kept(
-            run_of(
-                grouped,
-                data=DataConfig(document_mask=True),
-                train=TrainConfig(
-                    seq_len=512, micro_batch=2, global_batch=64, deterministic=ordered
-                ),
-            ),
-            layer,
-        )["attn"]
-        for ordered in (True, False)
-    ]
-    assert masked[0] > scores and masked[1] == bf16 + 2 * 1024 * 512

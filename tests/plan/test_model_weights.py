@@ -164,7 +164,7 @@ def test_weights_may_be_whole_between_divided_ones():
         num_kv_heads=4,
         mla=MLAConfig(24, 16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6),
     )
-    weights = dict(attention_weights(model).weights("attn."))
+    weights = dict(attention_weights(model.layer_specs[0].attention).weights("attn."))
     place = ShardCoords(tp=(1, 2))
     assert {name.partition(".")[2]: place.shape(weight) for name, weight in weights.items()} == {
         "q_a": (24, 32),

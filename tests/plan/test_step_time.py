@@ -369,6 +369,22 @@ def test_lengths_between_measured_ones():
     assert per_pair(32) == pytest.approx(per_pair(64))
 
 
+def test_a_window_takes_the_rate_of_sequences_twice_as_long():
+    """Where queries see as many keys on the mean; torch's fastest kernel has no windows."""
+    rows = [[64, 64, 9, 9, 1, 1], [64, 256, 9, 9, 3, 3]]
+    profile = dataclasses.replace(PROFILE, attention=rows)
+    train = TrainConfig(seq_len=256, micro_batch=1, global_batch=8)
+
+    def seconds(window: int | None) -> float:
+        model = dataclasses.replace(MODEL, sliding_window=window)
+        found = kinds_of(run_of(model=model, profile=profile, train=train))
+        return found[Work.ordered_attention.value]
+
+    pairs = sum(min(2 * position + 1, 2 * 32 - 1) for position in range(256))
+    assert seconds(32) == pytest.approx(3 * seconds(None) * pairs / 256**2)
+    assert seconds(256) == seconds(None)
+
+
 @pytest.mark.parametrize(
     ("changed", "key", "said"),
     [

@@ -22,6 +22,8 @@ from app.plan.layout import select_layout
 from app.plan.model.layer import LayerWeights
 from app.plan.model.vocabulary import table
 from app.plan.parts.stage import (
+    LayerPart,
+    StageEnd,
     StagePart,
     embedding,
     head,
@@ -54,6 +56,7 @@ MODEL = ModelConfig(
     ),
 )
 WHOLE = Stage((0, 1), embedding=True, head=True)
+DENSE, MOE = map(LayerPart, MODEL.layer_specs)
 
 
 def planned(model: ModelConfig = MODEL, batch: int = 2, **parallel: object) -> Run:
@@ -77,13 +80,9 @@ def flops_by_phase(run: Run) -> dict[str, int]:
 
 
 def test_a_stage_is_a_row_of_parts():
-    assert stage_parts(MODEL, WHOLE) == [
-        StagePart.embedding,
-        StagePart.dense_layer,
-        StagePart.moe_layer,
-        StagePart.head,
-    ]
-    assert stage_parts(MODEL, Stage((1,), False, True)) == [StagePart.moe_layer, StagePart.head]
+    assert not DENSE.spec.routed and MOE.spec.routed
+    assert stage_parts(MODEL, WHOLE) == [StageEnd.embedding, DENSE, MOE, StageEnd.head]
+    assert stage_parts(MODEL, Stage((1,), False, True)) == [MOE, StageEnd.head]
     assert stage_parts(MODEL, Stage((), False, False)) == []
 
 
@@ -126,10 +125,25 @@ def test_both_cp_chunks_cost_their_query_key_pairs(cp: int):
         sum(position + 0.5 for position in queries)
         for queries in (range(piece), range(32 - piece, 32))
     ]
-    ops = operations(run, StagePart.dense_layer)
+    ops = operations(run, DENSE)
     attends = [op.flops for op in ops if op.phase == "attn" and op.flops and not op.weight]
     # two sequences, two GEMMs, 8 heads of width 8
     assert attends == [2 * 2 * 2 * 8 * 8 * count for count in pairs]
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_windows_cost_their_query_key_pairs(cp: int):
+    """A query pairs with as many keys as its window has tokens, with itself half."""
+    piece = 32 // (2 * cp)
+    calls = (range(piece), range(32 - piece, 32)) if cp > 1 else (range(32),)
+    for window in (1, 5, 8, 16, 24, 31, 32, 100):
+        run = planned(dataclasses.replace(MODEL, sliding_window=window), world=cp, cp=cp)
+        pairs = [
+            sum(min(position + 0.5, window - 0.5) for position in queries) for queries in calls
+        ]
+        ops = operations(run, LayerPart(run.model.layer_specs[0]))
+        attends = [op.flops for op in ops if op.phase == "attn" and op.flops and not op.weight]
+        assert attends == [2 * 2 * 2 * 8 * 8 * count for count in pairs], window
 
 
 def test_only_what_has_a_weight_has_a_gradient_of_it():
@@ -198,8 +212,9 @@ def test_gemms_have_the_shapes_of_the_weights_given(
     def gemms(of: ModelConfig, weights: ModelConfig) -> list[tuple[int, ...]]:
         run = planned(of, **parallel)
         s = sizes_of(run, select_layout(run))
+        spec = weights.layer_specs[routed]
         parts = (
-            layer(s, LayerWeights.of(weights, routed), NOTHING),
+            layer(s, of.layer_specs[routed], LayerWeights.of(weights, spec), NOTHING),
             embedding(s, table(weights)),
             head(s, table(weights)),
         )
@@ -266,11 +281,11 @@ def test_context_parallel_ranks_exchange_heads(way: Way, comm: CpComm, sent: int
     run = planned(cp=4, world=4, cp_comm_type=comm, batch=4)
     both_layers = 2 * sent * 32 * 8 * 4
     assert sent_by_phase(run, CP) == {"attn": (both_layers, both_layers)}
-    ops = operations(run, StagePart.dense_layer)
+    ops = operations(run, DENSE)
     assert {op.sends.way for op in ops if op.sends} == {way}
     # what backward runs again is sent again
     again = dataclasses.replace(run, recompute=RecomputeConfig(phases=(Recompute.attn_core,)))
-    ops = operations(again, StagePart.dense_layer)
+    ops = operations(again, DENSE)
     assert {op.rerun for op in ops if op.sends} == {True}
 
 

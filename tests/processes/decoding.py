@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from app.choices import CpComm, DispatcherKind
+from app.choices import CpComm, DispatcherKind, LayerType
 from app.config import ModelConfig, ParallelConfig, Run
 from app.engine.capture.recorder import Recorder
 from app.engine.decoding.decoder import Decoder, Model
@@ -18,6 +18,7 @@ from tests.parity import exact_engine, here
 from tests.rounding import Values, numbered
 from tests.runs import LATENT, TINY, TINY_MOE, make_run
 
+FULL, SLIDING = LayerType
 PROMPTS = ([5, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5])
 
 
@@ -39,6 +40,9 @@ MODELS = {
     "plain queries": sharp(
         LATENT, yarn=None, moe=None, mla=dataclasses.replace(LATENT.mla, q_lora_rank=None)
     ),
+    # caches that keep the last tokens of prompts and of what follows them, and others that do not
+    "windows": sharp(TINY, moe=None, sliding_window=4, layer_types=(SLIDING, FULL)),
+    "latent windows": sharp(LATENT, moe=None, sliding_window=4, layer_types=(SLIDING, FULL)),
     "static": sharp(TINY, moe=dataclasses.replace(TINY_MOE, dispatcher=DispatcherKind.static)),
 }
 

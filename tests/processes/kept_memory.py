@@ -18,7 +18,6 @@ from app.choices import (
     ScheduleName,
 )
 from app.config import (
-    DataConfig,
     LossConfig,
     ModelConfig,
     ParallelConfig,
@@ -51,17 +50,16 @@ DENSE = ModelConfig(
 
 
 def run_of(
-    model: ModelConfig, mask: bool = False, chunk_tokens: int | None = None, **parallel: Any
+    model: ModelConfig, ordered: bool = False, chunk_tokens: int | None = None, **parallel: Any
 ) -> Run:
     return check(
         Run(
             model,
             ParallelConfig(**parallel),
             train=TrainConfig(
-                seq_len=LENGTH, micro_batch=SEQUENCES, global_batch=8, deterministic=mask
+                seq_len=LENGTH, micro_batch=SEQUENCES, global_batch=8, deterministic=ordered
             ),
             precision=PrecisionConfig(Dtype.bfloat16),
-            data=DataConfig(document_mask=mask),
             loss=LossConfig(chunk_tokens=chunk_tokens),
         )
     )
@@ -102,15 +100,12 @@ def measured(rank: int, run: Run) -> tuple[dict[str, int], int, int, int, int]:
     places = own_tokens(LENGTH, layout.cp, layout.coords(rank)["cp"])
     tokens, labels = torch.randint(0, run.model.vocab_size, (2, SEQUENCES, LENGTH))[:, :, places]
     positions = places.expand(SEQUENCES, -1)
-    documents = (
-        torch.zeros(SEQUENCES, LENGTH, dtype=torch.int64) if run.data.document_mask else None
-    )
-    inputs = [tokens, labels, positions] + ([] if documents is None else [documents])
+    inputs = [tokens, labels, positions]
 
     splits = run.schedule.name is ScheduleName.zero_bubble_h1
 
     def loss(sink: WeightGradSink | None) -> Tensor:
-        context = chunk.context(positions, documents, sink, recompute_policy(run).usual)
+        context = chunk.context(positions, None, sink, recompute_policy(run).usual)
         out = chunk(tokens, context)
         return sum(
             (r.loss for r in out.routing if r.loss.requires_grad),
@@ -180,11 +175,18 @@ def address(tensor: Tensor) -> int:
 def cpu_masks(run: Run, rank: int) -> int:
     """Return the bytes of masks saved on a CPU.
 
-    Causal attention of fewer queries than keys has no kernel there, and stores its mask.
+    Causal attention of fewer queries than keys has no kernel there, nor has a window: they store
+    their masks.
     """
     layout, gathered = select_layout(run), run.parallel.cp_comm_type is CpComm.all_gather
-    if layout.cp == 1 or not gathered or run.data.document_mask:
-        return 0
-    piece, here = LENGTH // (2 * layout.cp), layout.coords(rank)["cp"]
-    ends = [number + 1 for number in (here, 2 * layout.cp - 1 - here) if number]
-    return run.model.num_layers * sum(piece * end * piece for end in ends) * 2
+    calls = [(LENGTH, LENGTH)]  # queries and keys
+    if layout.cp > 1 and gathered:
+        piece, here = LENGTH // (2 * layout.cp), layout.coords(rank)["cp"]
+        calls = [(piece, (n + 1) * piece) for n in (here, 2 * layout.cp - 1 - here)]
+    windows = [spec.attention.window for spec in run.model.layer_specs]
+    return 2 * sum(
+        queries * keys
+        for window in windows
+        for queries, keys in calls
+        if queries < keys or (window or keys) < keys
+    )

@@ -74,7 +74,7 @@ def compared(rank: int, case: str) -> tuple[Any, Any]:
     return mine, ([written(hf, prompt) for prompt in PROMPTS], lost(hf, text))
 
 
-@pytest.mark.parametrize("case", chosen(CASES, ["llama-gqa", "deepseek-v3"]))
+@pytest.mark.parametrize("case", chosen(CASES, ["llama-gqa", "ministral", "deepseek-v3"]))
 def test_greedy_texts_and_perplexity(case: str):
     pytest.importorskip("transformers")
     (((texts, nats), (their_texts, their_nats)),) = run_distributed(compared, 1, case)

@@ -9,55 +9,36 @@ from typing import Any
 
 import pytest
 
-from app.choices import CpComm, Recompute, ScheduleName
-from app.config import ParallelConfig, RecomputeConfig, Run, ScheduleConfig
+from app.choices import CpComm, Recompute
+from app.config import Run
 from tests.cases import chosen
 from tests.distributed import run_distributed
-from tests.parity import OneProcess, few_steps
+from tests.layouts import LAYOUTS, expect_one_process, layout_run
 from tests.processes.captured import WHOLE, local, same, several
-from tests.runs import LATENT, STEADY, make_run
+from tests.runs import LATENT
 
-STEPS = 3
 PLAIN_QUERIES = dataclasses.replace(
     LATENT, moe=None, yarn=None, mla=dataclasses.replace(LATENT.mla, q_lora_rank=None)
 )
 MODELS = {"latent": LATENT, "queries as they are": PLAIN_QUERIES}
-CASES = {
-    "tp 2": ({"tp": 2}, "auto"),
-    "cp 2": ({"cp": 2}, "auto"),
-    "cp 2 heads": ({"cp": 2, "cp_comm_type": CpComm.all_to_all}, "auto"),
-    "pp 2 split backward": ({"pp": 2}, "zero_bubble_h1"),
+CASES = LAYOUTS | {
     "tp 2 split backward": ({"tp": 2, "pp": 2}, "zero_bubble_h1"),
-    "tp 2 cp 2": ({"tp": 2, "cp": 2}, "auto"),
     "tp 2 cp 2 heads": ({"tp": 2, "cp": 2, "cp_comm_type": CpComm.all_to_all}, "auto"),
     "tp 4": ({"tp": 4}, "auto"),
-    "two stages per rank": ({"pp": 2, "vpp": 2}, "interleaved"),
     "two replicas": ({"dp": 2, "tp": 2}, "auto"),
 }
 QUICK = ("tp 2", "cp 2", "cp 2 heads", "tp 2 split backward")
 PAIRS = [(name, case) for name in MODELS for case in CASES]
 
 
-def run_of(name: str, schedule: str = "auto", phases: Any = (), **parallel: Any) -> Run:
-    stages = parallel.get("pp", 1) * parallel.get("vpp", 1)
-    return make_run(
-        dataclasses.replace(MODELS[name], num_layers=max(2, stages)),
-        parallel=ParallelConfig(**({"dp": 1} | parallel)),
-        schedule=ScheduleConfig(ScheduleName(schedule)),
-        recompute=RecomputeConfig(phases=phases),
-        optim=STEADY,
-    )
+def run_of(name: str, phases: Any = (), **parallel: Any) -> Run:
+    return layout_run(MODELS[name], parallel, phases=phases)
 
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "case"), chosen(PAIRS, [("latent", case) for case in QUICK]))
 def test_layouts_equal_one_process(name: str, case: str):
-    parallel, schedule = CASES[case]
-    run = run_of(name, schedule, **parallel)
-    alone = dataclasses.replace(run, parallel=ParallelConfig(), schedule=ScheduleConfig())
-    one = OneProcess.of(alone, STEPS)
-    for found in run_distributed(few_steps, run.world_size, run, STEPS):
-        one.expect(found)
+    expect_one_process(layout_run(MODELS[name], *CASES[case]))
 
 
 @pytest.mark.parametrize("parallel", chosen([{}, {"tp": 2}, {"cp": 2}], [{}]), ids=str)

@@ -462,7 +462,7 @@ def memory(rank: int, run: Any) -> list[dict[str, Any]]:
         tensors += [
             part
             for piece in shard.param_shards
-            for part in (piece.main, piece.grad, piece.exp_avg, piece.exp_avg_sq)
+            for part in (piece.main, piece.grad, *piece.moments.values())
         ]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         train_storages -= storages.keys()

@@ -51,7 +51,8 @@ def batches_of(run: Run, step: int, dp_rank: int) -> list[Batch]:
     shape = run.num_microbatches, run.train.micro_batch, run.train.seq_len + 1
     rows = draw.integers(0, run.model.vocab_size, shape)
     rows[draw.random(shape) < 0.1] = BOUNDARY
-    return [make_batch([*each], BOUNDARY if run.data.document_mask else None) for each in rows]
+    most = run.data.most_documents(run.train.seq_len)
+    return [make_batch([*each], None if most is None else BOUNDARY, most) for each in rows]
 
 
 def trained(rank: int, run: Run, steps: int) -> dict[str, Any]:

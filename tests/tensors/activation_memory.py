@@ -225,7 +225,7 @@ def chunk_of(run: Run, embedding: bool = True, head: bool = True) -> Chunk:
             if moe
             else DenseBody(model)
         )
-        layers[index] = Layer(model, body)
+        layers[index] = Layer(model, model.layer_specs[index].attention, body)
     attend: Attend = BY_TORCH
     if run.train.attention_backend is AttentionBackendKind.transformer_engine:
         attend = TransformerEngineAttention(run.train.deterministic)
@@ -244,7 +244,7 @@ class Batch:
     tokens: Tensor
     labels: Tensor
     positions: Tensor
-    documents: Tensor | None
+    ends: Tensor | None  # of documents: one per sequence
 
 
 def batch_of(run: Run) -> Batch:
@@ -254,7 +254,9 @@ def batch_of(run: Run) -> Batch:
         tokens,
         labels,
         positions,
-        documents=torch.zeros_like(tokens) if run.data.document_mask else None,
+        ends=torch.full((SEQUENCES, 1), LENGTH, dtype=torch.int32)
+        if run.data.document_mask
+        else None,
     )
 
 
@@ -271,14 +273,16 @@ def measured(run: Run) -> dict[str, int]:
     inputs left out.
     """
     chunk, batch = chunk_of(run), batch_of(run)
-    context = chunk.context(batch.positions, batch.documents, sums_of(run))
+    context = chunk.context(batch.positions, batch.ends, sums_of(run))
     seen = {address(tensor) for tensor in (*chunk.parameters(), batch.tokens, batch.labels)}
+    tables = context.rotary.values()
+    rotary = {address(each) for table in tables for each in (table.cos_BS1H, table.sin_BS1H)}
     found, alive = Counter[str](), []
 
     def saving(phase: str) -> saved_tensors_hooks:
         def pack(tensor: Tensor) -> Tensor:
             alive.append(tensor)  # else another tensor may get the same address
-            shared = address(tensor) in (address(context.cos_BS1H), address(context.sin_BS1H))
+            shared = address(tensor) in rotary
             if address(tensor) not in seen:
                 found["rotary" if shared else phase] += tensor.untyped_storage().nbytes()
             seen.add(address(tensor))
@@ -349,7 +353,7 @@ def forward_and_backward(run: Run, chunk: Chunk, whole: bool) -> tuple[int, int,
     x = batch.tokens if whole else hidden[0].clone().requires_grad_()
     inputs = [
         tensor
-        for tensor in (batch.tokens, batch.labels, batch.positions, batch.documents)
+        for tensor in (batch.tokens, batch.labels, batch.positions, batch.ends)
         if tensor is not None
     ]
     known = [*chunk.parameters(), *inputs, x, hidden]
@@ -363,7 +367,7 @@ def forward_and_backward(run: Run, chunk: Chunk, whole: bool) -> tuple[int, int,
 
 def roots_of(run: Run, chunk: Chunk, batch: Batch, x: Tensor, whole: bool) -> Iterator[Tensor]:
     again = recompute_policy(run).usual
-    context = chunk.context(batch.positions, batch.documents, sums_of(run), recompute=again)
+    context = chunk.context(batch.positions, batch.ends, sums_of(run), recompute=again)
     out = chunk(x, context)
     yield from (report.loss for report in out.routing if report.loss.requires_grad)
     yield chunk.loss(out.x, batch.labels, context) if whole else out.x

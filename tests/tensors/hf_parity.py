@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from app.choices import Score
+from app.choices import LayerType, Score
 from app.config import Llama3RopeConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
 from app.model.chunk import Chunk
 from app.model.layers.linear import named_parameters
@@ -41,9 +41,10 @@ def dense(
     eps: float = 1e-5,
     yarn: dict[str, float] | None = None,
     llama3: dict[str, float] | None = None,
+    windows: tuple[dict[str, Any], dict[str, Any]] = ({}, {}),
 ) -> Any:
     """(Hugging Face class, its configuration, our configuration) of a dense model of `kind`,
-    Llama, Qwen2 or Qwen3.
+    Llama, Mistral, Ministral, Qwen2 or Qwen3. `windows`: their keys and ours.
     """
     scaled: dict[str, Any] = {"rope_type": "default"}
     if yarn is not None:
@@ -65,6 +66,7 @@ def dense(
             **scaled,
         },
         rms_norm_eps=eps,
+        **windows[0],
     )
     ours = ModelConfig(
         **SIZES,
@@ -80,11 +82,29 @@ def dense(
         qkv_bias=kind == "Qwen2",
         yarn=None if yarn is None else YarnConfig(original_length=32, mscale_all_dim=0, **yarn),
         llama3_rope=None if llama3 is None else Llama3RopeConfig(original_length=32, **llama3),
+        **windows[1],
     )
     return getattr(transformers, f"{kind}ForCausalLM"), theirs, ours
 
 
-def qwen3_moe(normalised: bool, tied: bool, sparse_step: int = 1) -> Any:
+FULL, SLIDING = LayerType
+TYPES = (SLIDING, FULL, SLIDING)
+BY_TYPES = {"layer_types": [each.value for each in TYPES], "sliding_window": 5}
+MISTRAL = {"sliding_window": 5}, {"sliding_window": 5}
+MINISTRAL = BY_TYPES, {"sliding_window": 5, "layer_types": TYPES}
+QWEN = {**BY_TYPES, "use_sliding_window": True}, MINISTRAL[1]
+SMOLLM3 = (
+    {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 5,
+        "pad_token_id": None, "bos_token_id": None, "eos_token_id": None},
+    {"no_rope_layers": (1, 0), "layer_types": (FULL, SLIDING), "sliding_window": 5},
+)  # fmt: skip
+LATER_LAYERS = (
+    {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    {"sliding_window": 5, "layer_types": (FULL, SLIDING, SLIDING)},
+)
+
+
+def qwen3_moe(normalised: bool, tied: bool, sparse_step: int = 1, window: int | None = None) -> Any:
     """Like `dense`, with 12 experts and top-3; with a sparse step of 2 the layers 1 and 3 have
     experts.
     """
@@ -103,6 +123,8 @@ def qwen3_moe(normalised: bool, tied: bool, sparse_step: int = 1) -> Any:
         decoder_sparse_step=sparse_step,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         rms_norm_eps=1e-6,
+        use_sliding_window=window is not None,
+        sliding_window=window,
     )
     sparse = {"every_n": sparse_step, "first_k_dense": sparse_step - 1}
     moe = MoEConfig(
@@ -119,12 +141,13 @@ def qwen3_moe(normalised: bool, tied: bool, sparse_step: int = 1) -> Any:
         rope_theta=1e6,
         norm_eps=1e-6,
         tie_embeddings=tied,
+        sliding_window=window,
         moe=moe,
     )
     return transformers.Qwen3MoeForCausalLM, theirs, ours
 
 
-def mixtral(kv_heads: int, tied: bool) -> Any:
+def mixtral(kv_heads: int, tied: bool, window: int | None = None) -> Any:
     """Like `dense`, with 8 experts and top-2."""
     theirs = transformers.MixtralConfig(
         **HF_SIZES,
@@ -136,6 +159,7 @@ def mixtral(kv_heads: int, tied: bool) -> Any:
         num_experts_per_tok=2,
         tie_word_embeddings=tied,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        sliding_window=window,
     )
     ours = ModelConfig(
         **SIZES,
@@ -143,6 +167,7 @@ def mixtral(kv_heads: int, tied: bool) -> Any:
         num_heads=4,
         num_kv_heads=kv_heads,
         rope_theta=1e6,
+        sliding_window=window,
         tie_embeddings=tied,
         moe=MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=40),
     )
@@ -348,6 +373,13 @@ CASES = {
     "llama-3.1": lambda: dense(
         "Llama", 4, 2, width=16, tied=True, theta=1e3, llama3={"factor": 8.0}
     ),
+    "mistral": lambda: dense("Mistral", 4, 2, width=8, tied=False, windows=MISTRAL),
+    "ministral": lambda: dense("Ministral", 4, 2, width=8, tied=False, windows=MINISTRAL),
+    "smollm3": lambda: dense("SmolLM3", 4, 2, width=None, tied=True, windows=SMOLLM3),
+    "qwen2-windows": lambda: dense("Qwen2", 4, 2, width=None, tied=False, windows=LATER_LAYERS),
+    "qwen3-windows": lambda: dense("Qwen3", 4, 2, width=16, tied=False, windows=QWEN),
+    "qwen3-moe-windows": lambda: qwen3_moe(normalised=True, tied=False, window=5),
+    "mixtral-windows": lambda: mixtral(2, tied=False, window=5),
     "qwen2-gqa": lambda: dense("Qwen2", 4, 2, width=None, tied=False),
     "qwen3-gqa": lambda: dense("Qwen3", 6, 3, width=16, tied=False),
     "qwen3-gqa-tied": lambda: dense("Qwen3", 8, 2, width=16, tied=True),

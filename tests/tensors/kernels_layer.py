@@ -12,7 +12,7 @@ from app.config.attention import Rope
 from app.kernels.attention.heads import HeadNorms, split_and_rotate
 from app.kernels.rms_norm import rms_norm, rms_norm_beside
 from app.kernels.swiglu import swiglu
-from app.model.layers.layers import layer_context, rotate
+from app.model.layers.layers import RotaryTable, rotate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -99,14 +99,14 @@ def head_cases(
     positions = torch.randint(
         0, 4096, (tables, length), generator=torch.Generator().manual_seed(3)
     ).to(DEVICE)
-    context = layer_context(positions, None, Rope(width, 10000.0))
+    table = RotaryTable.of(positions, Rope(width, 10000.0))
 
     def kernel(qkv: Tensor, *weights: Tensor) -> Outputs:
         given = HeadNorms(*weights, EPS) if norms else None
         return split_and_rotate(
             qkv,
-            context.cos_BS1H,
-            context.sin_BS1H,
+            table.cos_BS1H,
+            table.sin_BS1H,
             num_kv_heads=groups,
             queries_per_kv=queries,
             norms=given,
@@ -120,7 +120,7 @@ def head_cases(
                 F.rms_norm(x, (width,), weight, EPS)
                 for x, weight in zip(pair, weights, strict=True)
             )
-        return (*(rotate(x, context) for x in pair), v.squeeze(3))
+        return (*(rotate(x, table) for x in pair), v.squeeze(3))
 
     qkv = normal(batch, length, groups * (queries + 2) * width, dtype=dtype)
     return (

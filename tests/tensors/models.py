@@ -73,14 +73,14 @@ def forward(
     chunk: Chunk,
     tokens_BS: Tensor,
     positions_BS: Tensor | None = None,
-    documents_BS: Tensor | None = None,
+    ends_BD: Tensor | None = None,
 ) -> ChunkOutput:
     """Logits, or hidden states in front of the last stage, of tokens whose positions count from
     0 unless given.
     """
     if positions_BS is None:
         positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
-    out = chunk(tokens_BS, chunk.context(positions_BS, documents_BS))
+    out = chunk(tokens_BS, chunk.context(positions_BS, ends_BD))
     return dataclasses.replace(out, x=chunk.logits(out.x)) if chunk.last else out
 
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from app.choices import AttentionBackendKind, CpComm, Dtype
-from app.config import ParallelConfig, PrecisionConfig, Run, TrainConfig
-from app.engine.build import _attention as attention_of
+from app.config import DataConfig, ParallelConfig, PrecisionConfig, Run, TrainConfig
 from app.errors import ConfigError
-from app.model.attention.chosen import attention_line, library_attention
+from app.model.attention.chosen import attention_line, library_attention, torch_attention
 from app.model.attention.transformer_engine import TransformerEngineAttention
 from app.model.layers import transformer_engine as library
-from app.model.layers.attend import TorchAttention
-from tests.runs import make_run
+from app.model.layers.attend import DocumentOffsets, TorchAttention, by_flash
+from app.rules.attention import check_attention
+from tests.runs import TINY, make_run
 from tests.tensors.activation_memory import MODELS, measured, planned, run_of, with_kernels
 
 B, S, N, G, H = 2, 6, 4, 2, 8
@@ -47,8 +47,8 @@ class Library:
     ) -> tuple[Tensor, list[Tensor] | None]:
         self._check(q, k, v, named)
         self.calls.append({"is_training": is_training, **named})
-        out = self._attend(q, k, v, named["attn_scale"])
-        rows = torch.full((len(q), q.shape[2], q.shape[1], 1), 7.0)
+        out = self._attend(q, k, v, named)
+        rows = torch.full((*q.shape[:-1], 1), 7.0)
         return out, [rows, torch.empty(STATE, dtype=torch.int64)] if is_training else None
 
     def fused_attn_bwd(
@@ -57,11 +57,11 @@ class Library:
         self._check(q, k, v, named)
         kept = named["aux_ctx_tensors"]
         assert d_o.is_contiguous() and [each.numel() for each in kept[1:]] == [STATE]
-        assert kept[0].shape == (len(q), q.shape[2], q.shape[1], 1)
+        assert kept[0].shape == (*q.shape[:-1], 1)
         self.calls.append(named)
         leaves = [each.detach().requires_grad_() for each in (q, k, v)]
         with torch.enable_grad():
-            again = self._attend(*leaves, named["attn_scale"])
+            again = self._attend(*leaves, named)
         torch.testing.assert_close(again.detach(), o)
         return [*torch.autograd.grad(again, leaves, d_o), None, None]
 
@@ -70,12 +70,34 @@ class Library:
         self.shapes.append((q.shape, k.shape))
         assert named["fake_dtype"] == q.dtype and named["fused_attention_backend"] == "kernels"
         for each, kind in ((q, "q"), (k, "kv")):
-            length, ends = each.shape[1], named[f"cu_seqlens_{kind}"]
-            assert named[f"max_seqlen_{kind}"] == length and ends.dtype == torch.int32
-            assert ends.tolist() == [n * length for n in range(len(q) + 1)]
+            ends = named[f"cu_seqlens_{kind}"]
+            assert ends.dtype == torch.int32
+            if named["qkv_layout"] == "bshd_bshd_bshd":
+                length = each.shape[1]
+                assert named[f"max_seqlen_{kind}"] == length
+                assert ends.tolist() == [n * length for n in range(len(q) + 1)]
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return TorchAttention()(q, k, v, mask_B1SK=None, scale=scale)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any]) -> Tensor:
+        left, right = named["window_size"]
+        assert right == 0
+        choices = {"window": None if left < 0 else left + 1, "scale": named["attn_scale"]}
+        if named["qkv_layout"] == "bshd_bshd_bshd":
+            return TorchAttention()(q, k, v, documents=None, **choices)
+        assert named["qkv_layout"] == "thd_thd_thd" and named["o_format"] == "thd"
+        pieces = [q.new_zeros(0, *q.shape[1:])]
+        lists = [
+            named[f"cu_seqlens_{name}"].tolist() for name in ("q_padded", "kv_padded", "q", "kv")
+        ]
+        for n in range(len(lists[0]) - 1):
+            q_start, k_start, *_ = (each[n] for each in lists)
+            q_count, k_count = (each[n + 1] - each[n] for each in lists[2:])
+            assert bool(q_count) == bool(k_count)
+            assert q_count == k_count or named["attn_mask_type"].endswith("bottom_right")
+            if q_count:
+                own = q[q_start:][:q_count], k[k_start:][:k_count], v[k_start:][:k_count]
+                each = TorchAttention()(*(part[None] for part in own), documents=None, **choices)
+                pieces.append(each[0])
+        return torch.cat(pieces)
 
 
 @pytest.fixture
@@ -105,7 +127,7 @@ def test_outputs_and_gradients_are_those_of_torch(
 ):  # fmt: skip
     def found(attend: Any) -> list[Tensor]:
         leaves = [each.requires_grad_() for each in heads(queries, keys, strided)]
-        out = attend(*leaves, mask_B1SK=None, scale=scale)
+        out = attend(*leaves, window=None, documents=None, scale=scale)
         grad = torch.linspace(-1, 1, out.numel()).view(out.shape[::-1]).permute(3, 2, 1, 0)
         return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
@@ -125,18 +147,61 @@ def test_outputs_and_gradients_are_those_of_torch(
     assert forward["is_training"] and backward["deterministic"] is deterministic
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("queries", [S, S // 2])
+@pytest.mark.parametrize("apart", [True, False], ids=["documents", "whole sequences"])
+def test_documents_and_windows_are_those_of_torch(
+    stand_in: Library, apart: bool, queries: int, window: int | None
+):
+    ends = torch.tensor([[1, 4, S, S], [S, S, S, S]], dtype=torch.int32)
+    documents = DocumentOffsets.of(ends, queries, S) if apart else None
+
+    def found(attend: Any) -> list[Tensor]:
+        leaves = [each.requires_grad_() for each in heads(queries, S, strided=True)]
+        out = attend(*leaves, window=window, documents=documents, scale=None)
+        return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out).cumsum(1))]
+
+    theirs = found(TransformerEngineAttention(deterministic=False))
+    for one, other in zip(theirs, found(TorchAttention()), strict=True):
+        torch.testing.assert_close(one, other)
+    mask = "causal" if queries == S else "causal_bottom_right"
+    for call in stand_in.calls:
+        assert call["attn_mask_type"] == (f"padding_{mask}" if apart else mask)
+        assert call["window_size"] == (-1 if window is None else window - 1, 0)
+    assert stand_in.calls[1]["do_format"] == ("thd" if apart else "bshd")
+
+
+def test_flash_gets_what_its_kernels_take():
+    """No CPU has them: torch checks their arguments, and shapes of what they return."""
+    q, k, v = (
+        torch.empty(B, length, count, H, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        for length, count in ((3, N), (S, G), (S, G))
+    )
+    documents = DocumentOffsets.of(torch.full((B, 5), S, dtype=torch.int32, device="meta"), 3, S)
+    for window in (None, 2):
+        for given in (documents, None):
+            out = TorchAttention()._by_flash(q, k, v, window=window, documents=given, scale=None)
+            assert out.shape == q.shape
+            grads = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
+            assert [each.shape for each in grads] == [each.shape for each in (q, k, v)]
+    assert by_flash(torch.float16, 256) and by_flash(torch.bfloat16, 8)
+    assert not by_flash(torch.float32, 64) and not by_flash(torch.bfloat16, 12)
+
+
 def test_nothing_is_kept_where_nothing_is_trained(stand_in: Library):
     attend = TransformerEngineAttention(deterministic=True)
     leaves = [each.requires_grad_() for each in heads(S, S)]
     with torch.no_grad():
-        attend(*leaves, mask_B1SK=None, scale=None)
-    attend(*heads(S, S), mask_B1SK=None, scale=None)
+        attend(*leaves, window=None, documents=None, scale=None)
+    attend(*heads(S, S), window=None, documents=None, scale=None)
     assert [call["is_training"] for call in stand_in.calls] == [False, False]
 
 
 def test_what_is_kept_are_views_of_what_came_in(stand_in: Library):
     leaves = [each.requires_grad_() for each in heads(S, S, strided=True)]
-    out = TransformerEngineAttention(deterministic=True)(*leaves, mask_B1SK=None, scale=None)
+    out = TransformerEngineAttention(deterministic=True)(
+        *leaves, window=None, documents=None, scale=None
+    )
     kept = [each.data_ptr() for each in out.grad_fn.saved_tensors]
     assert kept[:4] == [each.data_ptr() for each in (*leaves, out)]
 
@@ -174,7 +239,8 @@ def test_a_gpu_that_cannot_is_named_in_one_line(
 ):
     attend = library_attention(by_library(), torch.bfloat16, GPU)
     assert isinstance(attend, TransformerEngineAttention)
-    assert attention_line(BY_LIBRARY).startswith("cuDNN by Transformer Engine 2.20.2, gradients in")
+    line = attention_line(by_library(), torch.bfloat16, GPU)
+    assert line is not None and line.startswith("cuDNN by Transformer Engine 2.20.2, gradients in")
 
     def fail(**named: Any) -> None:
         raise RuntimeError("no plan for this head\nat line 3")
@@ -220,4 +286,40 @@ def test_autograd_keeps_what_is_planned(model: str, stand_in: Library, kernels: 
 def test_torch_attends_unless_another_is_asked_for():
     for deterministic in (True, False):
         run = make_run(train=TrainConfig(deterministic=deterministic))
-        assert attention_of(run, None, CPU) == TorchAttention(deterministic)
+        assert torch_attention(run, torch.float32, CPU) == TorchAttention(deterministic)
+
+
+def test_documents_say_which_kernels_attend(monkeypatch: pytest.MonkeyPatch):
+    apart = {"data": DataConfig(document_mask=True)}
+    run = make_run(**apart, precision=PrecisionConfig(Dtype.bfloat16))
+    assert attention_line(make_run(), torch.float32, CPU) is None
+    line = attention_line(run, torch.bfloat16, GPU)
+    assert line == "documents by torch's Flash kernels, gradients in a fixed order"
+    line = attention_line(make_run(**apart), torch.float32, GPU)
+    assert line.endswith("sequences: Flash takes no heads of 8 values in float32")
+    assert attention_line(run, torch.bfloat16, CPU).endswith("slow in long sequences: on a CPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(ConfigError, match="document_mask=true: needs compute capability 8"):
+        torch_attention(run, torch.bfloat16, GPU)
+
+
+def test_windows_say_which_kernels_attend(monkeypatch: pytest.MonkeyPatch):
+    bf16 = PrecisionConfig(Dtype.bfloat16)
+    short, long = (
+        make_run(dataclasses.replace(TINY, sliding_window=size), precision=bf16) for size in (4, 16)
+    )
+    line = attention_line(short, torch.bfloat16, GPU)
+    assert line == "windows by torch's Flash kernels, gradients in a fixed order"
+    assert attention_line(long, torch.bfloat16, GPU) is None, "as long as sequences"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    torch_attention(long, torch.bfloat16, GPU)
+    with pytest.raises(ConfigError, match="sliding_window=4: needs compute capability 8"):
+        torch_attention(short, torch.bfloat16, GPU)
+
+
+def test_documents_by_the_library_have_no_fixed_order():
+    run = dataclasses.replace(by_library(), data=DataConfig(document_mask=True))
+    with pytest.raises(ConfigError, match=r"no fixed order .* torch or train\.determ"):
+        check_attention(run)
+    train = dataclasses.replace(BY_LIBRARY, deterministic=False)
+    check_attention(dataclasses.replace(run, train=train))

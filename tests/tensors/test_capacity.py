@@ -188,7 +188,7 @@ def run_body(moe: MoEConfig, x: Tensor) -> tuple[Tensor, dict[str, Tensor], int]
     body, x = body.float(), x.detach().float().requires_grad_()  # fp64 `in_fp64`
     values: dict[str, Any] = {
         "x": x,
-        "context": layer_context(torch.zeros(1, 1), None, Rope(4, 10.0)),
+        "context": layer_context(torch.zeros(1, 1), None, [Rope(4, 10.0)]),
     }
     for phase in body.phases:
         values.update(
@@ -227,7 +227,7 @@ def test_nothing_waits_for_the_device(padded: bool):
         body = MoEBody(MODEL, moe, LocalDispatcher(E), layer_groups=LayerGroups())
         values: dict[str, Any] = {
             "x": x,
-            "context": layer_context(torch.zeros(1, 20, dtype=torch.int64), None, Rope(8, 1e4)),
+            "context": layer_context(torch.zeros(1, 20, dtype=torch.int64), None, [Rope(8, 1e4)]),
         }
         for phase in body.phases[:-3]:  # the experts' grouped GEMMs loop on the host here
             values.update(

@@ -241,7 +241,7 @@ def test_bias_adds_to_fp8_output_and_gets_summed_gradient(
     if by_library:
         arithmetic = TransformerEngine(LIBRARY, recipe, CPU, scales)  # type: ignore[arg-type]
     torch.manual_seed(0)
-    attention = Attention(BIASED).bfloat16()
+    attention = Attention(BIASED.layer_specs[0].attention).bfloat16()
     assert attention.bqkv is not None
     for param in attention.parameters():
         nn.init.normal_(param)

@@ -134,6 +134,7 @@ QUICK = [
     ("llama", "yarn.original_max_position_embeddings"),
     ("mixtral", "num_experts_per_tok"),
     ("qwen3_moe", "sliding_window"),
+    ("ministral", "sliding_window"),
     ("deepseek_v3", "norm_topk_prob"),
     ("deepseek_v3", "llama3.mscale_all_dim"),
 ]

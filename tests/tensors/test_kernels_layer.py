@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from app.choices import Recompute
 from app.config import ModelConfig
-from app.config.attention import Rope
 from app.kernels import swiglu as kernels
 from app.kernels import tiling
 from app.kernels.rms_norm import rms_norm, rms_norm_beside
@@ -25,7 +24,7 @@ from app.model.attention import modules as attention
 from app.model.attention.modules import Attention
 from app.model.block import DenseBody
 from app.model.layers import layers
-from app.model.layers.layers import Context, Mlp, RMSNorm, layer_context
+from app.model.layers.layers import Context, Mlp, RMSNorm, RotaryTable
 from app.model.layers.recompute import Recomputation
 from app.plan.model.mlp import MlpWeights
 from app.plan.model.norm import NormWeights
@@ -254,18 +253,16 @@ def test_a_residual_block_is_the_same_with_kernels(
 def test_attention_is_the_same_with_kernels(
     qk_norm: bool, parts: tuple[Recompute, ...], switch: Callable[[bool], None]
 ):
-    module = Attention(dataclasses.replace(MODEL, qk_norm=qk_norm))
+    model = dataclasses.replace(MODEL, qk_norm=qk_norm)
+    module = Attention(model.layer_specs[0].attention)
     set_parameters(module)
-    tables = layer_context(
-        torch.arange(6, device=DEVICE).expand(2, 6), None, Rope(MODEL.head_width, 10000.0)
-    )
+    table = RotaryTable.of(torch.arange(6, device=DEVICE).expand(2, 6), model.rope)
 
     def run(module: torch.nn.Module) -> Outputs:
         like = next(module.parameters()).dtype
-        cos_BS1H, sin_BS1H = (table.to(like) for table in (tables.cos_BS1H, tables.sin_BS1H))
-        context = Context(
-            cos_BS1H, sin_BS1H, None, recompute=Recomputation(RecomputeChoice(frozenset(parts)))
-        )
+        own = table.moved("", lambda _, tensor: tensor.to(like))
+        recompute = Recomputation(RecomputeChoice(frozenset(parts)))
+        context = Context({model.rope: own}, None, recompute=recompute)
         return trained(module, lambda x: module(x, context))
 
     same_with_kernels(run, module, switch)

@@ -19,7 +19,8 @@ from app.config import ModelConfig, MoEConfig
 from app.config.attention import Rope
 from app.model.block import Layer, Phase, run_phases
 from app.model.init import init_weights
-from app.model.layers.layers import document_mask, layer_context, rotate
+from app.model.layers.attend import DocumentOffsets, visible
+from app.model.layers.layers import RotaryTable, layer_context, rotate
 from app.model.layers.linear import named_parameters
 from app.moe.dispatch.all_to_all import AllToAllDispatcher
 from app.moe.phases import MoEBody
@@ -60,10 +61,18 @@ def positions_within(documents_BS: Tensor) -> Tensor:
     return index - torch.where(restart, index, 0).cummax(dim=1).values
 
 
-def draw_documents() -> Tensor:
-    """Documents of two sequences; some have one token, and borders differ between the sequences."""
-    lengths = ((5, 1, 11, 7), (12, 1, 1, 10))
-    return torch.stack([torch.arange(4).repeat_interleave(torch.tensor(row)) for row in lengths])
+# of the documents of two sequences
+LENGTHS = ((5, 1, 11, 7), (12, 1, 1, 10))
+
+
+def draw_documents() -> tuple[Tensor, Tensor]:
+    """Documents of two sequences, of each token and their ends; some have one token, and borders
+    differ between the sequences.
+    """
+    owners = [torch.arange(4).repeat_interleave(torch.tensor(row)) for row in LENGTHS]
+    ends_BD = torch.tensor(LENGTHS).cumsum(1)
+    padded = torch.cat((ends_BD, torch.full((2, 3), LENGTH)), dim=1)
+    return torch.stack(owners), padded.int()
 
 
 @each_model
@@ -71,16 +80,16 @@ def draw_documents() -> Tensor:
 @torch.no_grad()
 def test_a_token_changes_nothing_before_it(model: ModelConfig, masked: bool):
     chunk, tokens = make_chunk(model), draw_tokens(model, 2, LENGTH)
-    documents = draw_documents() if masked else None
+    documents, ends = draw_documents() if masked else (None, None)
     positions = positions_within(documents) if masked else None
     plain, exact = plain_and_exact(
-        lambda chunk: [forward(chunk, tokens, positions, documents_BS=documents).x], chunk
+        lambda chunk: [forward(chunk, tokens, positions, ends_BD=ends).x], chunk
     )
     before = plain["0"]
     for changed in (1, 9, LENGTH - 1):
         other = tokens.clone()
         other[:, changed] = (other[:, changed] + 1) % model.vocab_size
-        after = forward(chunk, other, positions, documents_BS=documents).x
+        after = forward(chunk, other, positions, ends_BD=ends).x
         # An expert's GEMM has as many rows as tokens chose it, so its rounding may change.
         if model.moe:
             expect_alike(
@@ -94,10 +103,11 @@ def test_a_token_changes_nothing_before_it(model: ModelConfig, masked: bool):
 @each_model
 @torch.no_grad()
 def test_document_mask_equals_documents_apart(model: ModelConfig):
-    chunk, tokens, documents = make_chunk(model), draw_tokens(model, 2, LENGTH), draw_documents()
+    chunk, tokens = make_chunk(model), draw_tokens(model, 2, LENGTH)
+    documents, ends = draw_documents()
     positions = positions_within(documents)
     plain, exact = plain_and_exact(
-        lambda chunk: forward(chunk, tokens, positions, documents_BS=documents).x, chunk
+        lambda chunk: forward(chunk, tokens, positions, ends_BD=ends).x, chunk
     )
     apart = [
         [forward(chunk, tokens[row : row + 1, owner == n]).x[0] for n in owner.unique()]
@@ -109,22 +119,59 @@ def test_document_mask_equals_documents_apart(model: ModelConfig):
     )
 
 
-def test_document_mask_entry_by_entry():
-    documents = draw_documents()
-    mask = document_mask(documents, torch.arange(documents.shape[1]))
-    for b, row in enumerate(documents.tolist()):
-        wanted = [
-            [key <= query and row[key] == row[query] for key in range(LENGTH)]
-            for query in range(LENGTH)
+@each_model
+def test_losses_and_gradients_are_those_of_documents_one_by_one(model: ModelConfig):
+    """In fp64; the router's losses, which are over a microbatch, are left out."""
+    tokens, (documents, ends) = draw_tokens(model, 2, LENGTH), draw_documents()
+    labels = draw_tokens(model, 2, LENGTH, seed=1)
+
+    def summed(rows: Tensor, wanted: Tensor, places: Tensor, ends: Tensor | None = None) -> Tensor:
+        context = chunk.context(places, ends)
+        return chunk.loss(chunk(rows, context).x, wanted, context)
+
+    with in_fp64():
+        chunk = make_chunk(model).double()
+        together = summed(tokens, labels, positions_within(documents), ends)
+        parts = [
+            (row[None, owner == n], wanted[None, owner == n])
+            for row, wanted, owner in zip(tokens, labels, documents, strict=True)
+            for n in owner.unique()
         ]
-        assert mask[b, 0].tolist() == wanted
-    assert mask.dtype == torch.bool and mask.shape == (2, 1, LENGTH, LENGTH)
+        alone = sum(summed(*each, torch.arange(each[0].shape[1])[None]) for each in parts)
+        params = list(chunk.parameters())
+        grads = [torch.autograd.grad(loss, params) for loss in (together, alone)]
+    assert together.dtype == torch.float64
+    torch.testing.assert_close(together, alone, rtol=1e-12, atol=0)
+    for found, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, LENGTH])
+@pytest.mark.parametrize(("queries", "keys"), [(LENGTH, LENGTH), (8, 17), (5, 5)])
+def test_a_query_sees_its_document_and_window(queries: int, keys: int, window: int | None):
+    """The last queries of the first keys of a sequence."""
+    documents, ends = draw_documents()
+    offsets = DocumentOffsets.of(ends, queries, keys)
+    assert offsets.queries.dtype == torch.int32 and len(offsets.keys) == ends.numel() + 1
+    for given in (offsets, None):
+        mask = visible(2, queries, keys, torch.device("cpu"), window, given)
+        assert mask.dtype == torch.bool
+        for b, row in enumerate(documents.tolist()):
+            wanted = [
+                [
+                    query - (window or LENGTH) < key <= query
+                    and (given is None or row[key] == row[query])
+                    for key in range(keys)
+                ]
+                for query in range(keys - queries, keys)
+            ]
+            assert mask.expand(2, -1, -1, -1)[b, 0].tolist() == wanted
 
 
 def test_rotation_turns_pairs_by_position_times_frequency():
     width, theta, positions = 12, 500.0, torch.tensor([[0, 1, 7, 300]])
     x = torch.randn(1, 4, 2, width, generator=torch.Generator().manual_seed(0))
-    rotated = rotate(x, layer_context(positions, None, Rope(width, theta)))
+    rotated = rotate(x, RotaryTable.of(positions, Rope(width, theta)))
     frequency = theta ** -(torch.arange(width // 2, dtype=torch.float64) * 2 / width)
     angle = positions[0, :, None, None] * frequency
     exact = torch.complex(*x.double().chunk(2, dim=-1)) * torch.polar(torch.ones_like(angle), angle)
@@ -145,8 +192,7 @@ def test_scores_depend_on_relative_positions_only():
     positions = torch.arange(40)[None]
     with in_fp64():
         rotated = [
-            rotate(x, layer_context(positions, None, Rope(width, 100.0)))[0, :, 0]
-            for x in (query, key)
+            rotate(x, RotaryTable.of(positions, Rope(width, 100.0)))[0, :, 0] for x in (query, key)
         ]
     scores = torch.einsum("qh,kh->qk", *rotated)
     distance = positions - positions.T
@@ -314,7 +360,7 @@ def test_phases_are_in_order_and_read_only_what_is_there(model: ModelConfig, nam
 def test_a_layer_cut_anywhere_computes_the_same(model: ModelConfig, names: list[str]):
     layer = layers_of(dataclasses.replace(model, init_std=0.4))[-1]
     x = torch.randn(2, LENGTH, model.hidden_size, generator=torch.Generator().manual_seed(0))
-    context = layer_context(torch.arange(LENGTH)[None], None, model.rope)
+    context = layer_context(torch.arange(LENGTH)[None], None, [model.rope])
     whole, _ = layer(x, context)
     for cut in range(1, len(names)):
         first, second = layer.phases[:cut], layer.phases[cut:]
@@ -353,7 +399,7 @@ def test_phases_without_host_sync_never_look_at_values(model: ModelConfig, names
         tokens = torch.zeros(2, LENGTH + 1, dtype=torch.int64)
         loss, out = mean_loss(chunk, tokens)
         masked = forward(
-            chunk, tokens, torch.zeros_like(tokens), documents_BS=torch.zeros_like(tokens)
+            chunk, tokens, torch.zeros_like(tokens), ends_BD=torch.ones(2, 3, dtype=torch.int32)
         )
         (loss + masked.x.float().sum()).backward()
         assert out.x.shape == (2, LENGTH, model.hidden_size) and masked.x.shape == (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from omegaconf import DictConfig, OmegaConf
+from enum import Enum
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from app.config import ModelConfig, MoEConfig, Run
 from app.errors import ConfigError, Instead, typed
@@ -26,7 +28,10 @@ def of_config_json(field: str, _root_: DictConfig) -> object:
     if section:
         assert section == "moe", f"{field} is in no preset"
         return getattr(found.moe or MoEConfig(), name)
-    return getattr(found, name)
+    value = getattr(found, name)
+    if not isinstance(value, tuple):
+        return value
+    return ListConfig([each.value if isinstance(each, Enum) else each for each in value])
 
 
 def _their_model(model: DictConfig, asks_hub: bool = True) -> ModelConfig:

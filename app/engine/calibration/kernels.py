@@ -179,7 +179,8 @@ class _Measure:
             flops = 2.0 * count * length**2 * s.heads * width
             row = [float(width), float(length)]
             for ordered in (False, True):
-                run = partial(TorchAttention(ordered), mask_B1SK=None, scale=None)
+                attend = TorchAttention(ordered)
+                run = partial(attend, window=None, documents=None, scale=None)
                 forward, backward = self.clock.passes(run, heads)
                 row.append(solve.rate(flops, forward, self.kernel, unit=TERA))
                 row.append(solve.rate(2 * flops, backward, self.kernel, unit=TERA))

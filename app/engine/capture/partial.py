@@ -91,12 +91,15 @@ class PartialGraphs:
         def placed(name: str, value: Tensor) -> Tensor:
             return self.recorder.static.buffer("context", name, slot)(value).copy_(value)
 
-        mask = context.mask_B1SK
+        documents = context.documents
         return replace(
             context,
-            cos_BS1H=placed("cos_BS1H", context.cos_BS1H),
-            sin_BS1H=placed("sin_BS1H", context.sin_BS1H),
-            mask_B1SK=None if mask is None else placed("mask_B1SK", mask),
+            rotary={
+                rope: table.moved(f"rotary {n}", placed)
+                for n, (rope, table) in enumerate(context.rotary.items())
+            },
+            documents=documents
+            and [each.moved(f"documents {n}", placed) for n, each in enumerate(documents)],
         )
 
     def _run(

@@ -195,7 +195,7 @@ class GraphsByTransformerEngine(PartialGraphs):
             return
         sink = self.optimizer.main_grad_sink()
         contexts = [
-            chunk.context(batch.positions_BS, batch.documents_BS, sink, recompute=self.recompute)
+            chunk.context(batch.positions_BS, batch.ends_BD, sink, recompute=self.recompute)
             for chunk in self.chunks
         ]
         with self.on_trial():

@@ -24,7 +24,7 @@ from app.engine.step.engine import Engine
 from app.fp8.linear import Fp8Layers
 from app.model.chunk import Chunk
 from app.moe.phases import Router
-from app.optim.adam import ParamShard
+from app.optim.shard import ParamShard
 from app.plan.sharding.reshard import Block, Slice, overlaps
 from app.plan.shards import Bounds
 

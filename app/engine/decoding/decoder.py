@@ -26,7 +26,7 @@ from app.engine.ranks.dtypes import DTYPES
 from app.engine.ranks.groups import Groups
 from app.model.chunk import Chunk
 from app.model.decoding.cached_chunk import CachedChunk
-from app.model.decoding.layer_caches import CacheSizes, NextToken
+from app.model.decoding.layer_caches import CacheSizes
 from app.model.layers.layer_groups import gather_tokens
 from app.planner.decoding import padded
 from app.planner.plan import Plan
@@ -100,7 +100,7 @@ class Decoder:
         tokens_BP = self._padded_batch(prompts, width)
         assert tokens_BP.shape[1] <= self.sizes.places, "prompts fit the cache"
         self.place_T[: self.sequences] = length_B
-        x_BsD = self._prompts(tokens_BP)
+        x_BsD = self._prompts(tokens_BP, length_B)
         return self._logits(
             lambda: self.model.chunks[-1].logits(self._last_tokens(x_BsD, length_B))
         )
@@ -117,7 +117,8 @@ class Decoder:
         labels_BP = torch.full_like(tokens_BP, NO_LABEL)
         for sequence, text in enumerate(texts):
             labels_BP[sequence, : len(text) - 1] = tokens_BP[sequence, 1 : len(text)]
-        x_BsD = self._prompts(tokens_BP)
+        length_B = torch.tensor([len(text) for text in texts], device=self.model.device)
+        x_BsD = self._prompts(tokens_BP, length_B)
         pipeline = self.model.plan.stages.pipeline
         nats_BP = torch.zeros(tokens_BP.shape, dtype=torch.float32, device=self.model.device)
         if pipeline.rank(pipeline.last) == self.model.groups.pp_rank:
@@ -133,14 +134,14 @@ class Decoder:
         rows = [[*text, *[PADDING] * (width - len(text))] for text in texts]
         return torch.tensor(rows, device=self.model.device)
 
-    def _prompts(self, tokens_BP: Tensor) -> Tensor:
+    def _prompts(self, tokens_BP: Tensor, length_B: Tensor) -> Tensor:
         """Return the last stage's hidden states, on its ranks: B × s × D, s = P / tp."""
         width = tokens_BP.shape[1]
         place_1P = torch.arange(width, device=self.model.device)[None]
         hidden = torch.Size((self.sequences, width // self.tp, self.run.model.hidden_size))
         with self.model.all_rows():
             return self._stages(
-                tokens_BP, hidden, lambda nth, x: self.cached[nth].prompts(x, place_1P)
+                tokens_BP, hidden, lambda nth, x: self.cached[nth].prompts(x, place_1P, length_B)
             )
 
     @torch.no_grad()
@@ -168,8 +169,7 @@ class Decoder:
         return eagerly
 
     def _step(self, cached: CachedChunk, x: Tensor) -> Tensor:
-        following = NextToken.at(self.place_T[: self.sequences], self.sizes)
-        x_1tD = cached.step(x, self.place_T[None], following)
+        x_1tD = cached.step(x, self.place_T[None])
         return cached.chunk.logits(x_1tD) if cached.chunk.last else x_1tD
 
     def _stages(

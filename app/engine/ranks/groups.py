@@ -64,6 +64,15 @@ class Groups:
         """Position of this rank on the axes that shard parameters."""
         return ShardCoords.of(self.layout, self.rank)
 
+    @property
+    def etp(self) -> tuple[int, ...]:
+        """Ranks within `etp_ep` that hold parts of this rank's experts, by index along etp."""
+        members = dist.get_process_group_ranks(self.etp_ep)
+        coords = [self.layout.coords(member, expert=True) for member in members]
+        mine = self.layout.coords(self.rank, expert=True)["ep"]
+        peers = (place for place, each in enumerate(coords) if each["ep"] == mine)
+        return tuple(sorted(peers, key=lambda place: coords[place]["etp"]))
+
     def layer_groups(self, cp_comm_type: CpComm) -> LayerGroups:
         """Return the groups that this rank computes its layers with."""
         (ep_rank, ep), (etp_rank, etp) = self.coords.ep, self.coords.etp

@@ -8,14 +8,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from app.choices import AttentionBackendKind
 from app.config import Run
 from app.data.baseline import ngram_loss
-from app.data.packing import PackedSequences
+from app.data.feed import DataSplit
+from app.data.packing import PADDING, PackedSequences
 from app.engine.export.export import EXPORTED
 from app.engine.fast_paths import graphs_line, slow_paths
 from app.engine.files.checkpoints import fault_of_latest, newest_checkpoint
 from app.engine.fp8 import fp8_line
+from app.engine.ranks.dtypes import DTYPES
 from app.engine.report.pace import pace_line
 from app.engine.report.plot import LOSS, plot_run
 from app.engine.report.telling import telling
@@ -30,11 +31,18 @@ from app.version import VERSION, Version
 
 FILES = ("config.yaml", "plan.json", "metrics.jsonl", LOSS)  # written by every run
 BASELINE_TOKENS = 20_000_000  # maximum of training tokens counted by the n-gram models
+NO_PADDING = 0.001  # share of positions
 BASELINE_VOCAB = 1024  # n-gram tables of larger vocabularies are too sparse to compare with
 
 
 def print_opening(
-    engine: Engine, run_dir: Path, start: Start, *, version: Version, settings: str | None
+    engine: Engine,
+    run_dir: Path,
+    start: Start,
+    *,
+    data: Data,
+    version: Version,
+    settings: str | None,
 ) -> None:
     """Print the run's plan, device, folder, the checkpoint it resumes, and known slow paths.
 
@@ -51,11 +59,13 @@ def print_opening(
         rows.append(("graphs", graphs_line(run, engine.device)))
     if run.precision.fp8.recipe is not None:
         rows.append(("fp8", fp8_line(run, engine.device)))
-    if run.train.attention_backend is AttentionBackendKind.transformer_engine:
-        rows.append(("attention", attention_line(run.train)))
+    if attention := attention_line(run, DTYPES[run.precision.params], engine.device):
+        rows.append(("attention", attention))
     if pace := pace_line(engine.plan, engine.device):
         rows.append(("planned", pace))
     rows += slow_paths(run, engine.device, engine.static)
+    if padding := _padding(data.train):
+        rows.append(("data", padding))
     if run.model.moe and run.model.moe.force_balance:
         rows.append(
             ("WARNING", "model.moe.force_balance sends tokens to experts in turn: for timing only")
@@ -65,6 +75,17 @@ def print_opening(
     for name, text in rows:
         print(f"{name:>12}  {text}")
     print(flush=True)
+
+
+def _padding(train: DataSplit) -> str | None:
+    """Say how much padding full sequences of documents get, if it is worth a line."""
+    sequences = train.sequences
+    if not isinstance(sequences, PackedSequences) or sequences.padding < NO_PADDING:
+        return None
+    return (
+        f"{sequences.padding:.1%} of positions are padding: a sequence ends after "
+        f"data.max_documents={train.max_documents} documents, also where more would fit"
+    )
 
 
 def _continued(run: Run, start: Start, version: Version) -> Iterator[tuple[str, str]]:
@@ -152,6 +173,7 @@ def ngram_baselines(run: Run, data: Data) -> dict[str, float]:
             for index in range(min(run.train.eval_sequences, validation.per_epoch))
         ]
     )
+    held_out = held_out[held_out != PADDING]
     return {
         name: ngram_loss(seen, held_out, order) for name, order in (("bigram", 2), ("trigram", 3))
     }

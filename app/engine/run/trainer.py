@@ -130,7 +130,14 @@ class Trainer:
         self.run_dir = rank_zero_says(self.engine.groups, lambda: self._open_folder(attempt))
         if self.prints_progress:
             settings, version = attempt.settings, self._program()
-            print_opening(self.engine, self.run_dir, self.start, version=version, settings=settings)
+            print_opening(
+                self.engine,
+                self.run_dir,
+                self.start,
+                data=self.data,
+                version=version,
+                settings=settings,
+            )
         with self.request.listening(), self._all_saved(), self._sinks() as sinks:
             validated = self._train(sinks)
             text = None if self.stops else self._sample(sinks)

@@ -29,32 +29,12 @@ from app.errors import ConfigError, FirstOf, nearest, typed
 from app.hf.file_names import CONFIG_JSON
 
 FIXED = frozenset((
-    # Shapes of weights, and the forward computation.
-    "model.num_layers", "model.hidden_size", "model.ffn_hidden_size", "model.num_heads",
-    "model.num_kv_heads", "model.head_dim", "model.vocab_size", "model.rope_theta",
-    "model.norm_eps", "model.qk_norm", "model.qk_norm_whole", "model.qkv_bias",
-    "model.tie_embeddings", "model.mla",
-    "model.mla.q_lora_rank",
-    "model.mla.kv_lora_rank", "model.mla.qk_nope_head_dim", "model.mla.qk_rope_head_dim",
-    "model.mla.v_head_dim", "model.mla.norm_eps",
-    "model.yarn", "model.yarn.factor", "model.yarn.original_length", "model.yarn.beta_fast",
-    "model.yarn.beta_slow", "model.yarn.mscale",
-    "model.yarn.mscale_all_dim", "model.llama3_rope", "model.llama3_rope.factor",
-    "model.llama3_rope.original_length", "model.llama3_rope.low_turns",
-    "model.llama3_rope.high_turns", "model.moe", "model.moe.num_experts",
-    "model.moe.ffn_hidden_size", "model.moe.every_n", "model.moe.first_k_dense",
-    "model.moe.shared_ffn_hidden_size", "model.moe.shared_gate",
-    # Choice and weights of a token's experts.
-    "model.moe.top_k", "model.moe.score", "model.moe.pre_softmax", "model.moe.groups",
-    "model.moe.topk_groups", "model.moe.group_best", "model.moe.routed_scale",
-    "model.moe.norm_topk_prob",
-    "model.moe.capacity_factor", "model.moe.drop_policy", "model.moe.force_balance",
-    # Types of parameters and main gradients.
-    "precision.params", "precision.grads",
+    # Types of parameters and main gradients; the optimizer, whose state a checkpoint holds.
+    "precision.params", "precision.grads", "optim.name",
     # Documents, their split, tokenizer and attention mask.
     "data.source", "data.path", "data.name", "data.config_name", "data.split", "data.streaming",
     "data.text_field", "data.tokenizer", "data.validation_fraction", "data.validation_documents",
-    "data.document_mask",
+    "data.document_mask", "data.max_documents",
     # Packing of tokens into sequences, and their order.
     "train.seq_len", "train.seed",
 ))  # fmt: skip
@@ -103,8 +83,10 @@ Difference = tuple[str, Any, Any]  # dotted key, saved value, current value
 
 def is_fixed(key: str) -> bool:
     """True if a resumed run must have the checkpoint's value of a key."""
-    fixed = key in FIXED
-    free = key in FREE or f"{key}.".startswith(FREE_SECTIONS)
+    in_free_section = key not in FIXED and f"{key}.".startswith(FREE_SECTIONS)
+    free = key in FREE or in_free_section
+    # keys of the model decide shapes of weights and the forward computation, unless listed as free
+    fixed = key in FIXED or (key.startswith("model.") and not free)
     assert fixed != free, f"{key} must be listed as either fixed or free for resumed runs"
     return fixed
 

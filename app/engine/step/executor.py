@@ -155,7 +155,7 @@ class InFlight:
         if self.splits:
             sink = self.weight_grads.setdefault(key, WeightGradQueue(self.stages.sink))
         recompute = self.stages.recompute.of(key)
-        context = module.context(batch.positions_BS, batch.documents_BS, sink, recompute=recompute)
+        context = module.context(batch.positions_BS, batch.ends_BD, sink, recompute=recompute)
         graphs = self.stages.graphs if self.training else None
         runners = graphs and graphs.layer_runners(mb, chunk, context)
         out = module(x, context, runners)

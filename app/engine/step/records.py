@@ -24,7 +24,7 @@ from app.model.block import RoutingReport
 class StepInput:
     """Input of one step, or of a validation, on this rank's device."""
 
-    batches: tuple[Batch, ...]  # this rank's tokens of each sequence; documents of all tokens
+    batches: tuple[Batch, ...]  # this rank's tokens of each sequence; documents of all
     loss_weights_M: Tensor  # fp32; factor on each microbatch's summed token losses
     routing_weight: float  # factor on each microbatch's router losses
     valid: Tensor  # int64 scalar; tokens with a label in the global batch

@@ -76,12 +76,12 @@ class Loader:
         return tuple(self._part(batch, own_S) for batch in batches), self._move(counts_M)
 
     def _part(self, batch: Batch, own_S: Tensor) -> Batch:
-        documents = batch.documents_BS
+        ends = batch.ends_BD
         return Batch(
             tokens_BS=self._move(batch.tokens_BS[:, own_S]),
             labels_BS=self._move(batch.labels_BS[:, own_S]),
             positions_BS=self._move(batch.positions_BS[:, own_S]),
-            documents_BS=None if documents is None else self._move(documents),
+            ends_BD=None if ends is None else self._move(ends),
         )
 
     def _move(self, tensor: Tensor) -> Tensor:
@@ -92,8 +92,8 @@ class Loader:
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
-    documents = [] if batch.documents_BS is None else [batch.documents_BS]
-    return [batch.tokens_BS, batch.labels_BS, batch.positions_BS, *documents]
+    ends = [] if batch.ends_BD is None else [batch.ends_BD]
+    return [batch.tokens_BS, batch.labels_BS, batch.positions_BS, *ends]
 
 
 def step_input(

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.choices import Recompute
-from app.config import MLAConfig, ModelConfig
+from app.config import AttentionSpec, MLAConfig
 from app.kernels.attention.heads import HeadNorms, split_and_rotate
 from app.kernels.common import usable
 from app.model.attention.over_ranks import attend_all
@@ -32,13 +32,13 @@ from app.plan.model.attention import AttentionWeights, LatentAttentionWeights
 from app.plan.model.norm import NormWeights
 
 
-def attention(model: ModelConfig, layer_groups: LayerGroups = ALONE) -> nn.Module:
-    """Build the attention of one layer, of the kind the model has: maps B × s × D and a context to
-    B × s × D, without the residual.
+def attention(spec: AttentionSpec, layer_groups: LayerGroups = ALONE) -> nn.Module:
+    """Build the attention of one layer: maps B × s × D and a context to B × s × D, without the
+    residual.
     """
-    if model.mla is not None:
-        return LatentAttention(model, model.mla, layer_groups)
-    return Attention(model, layer_groups)
+    if spec.mla is not None:
+        return LatentAttention(spec, spec.mla, layer_groups)
+    return Attention(spec, layer_groups)
 
 
 class Attention(nn.Module):
@@ -48,29 +48,25 @@ class Attention(nn.Module):
     contiguous block of its rows, such as a tensor-parallel shard, holds complete heads.
     """
 
-    def __init__(self, model: ModelConfig, layer_groups: LayerGroups = ALONE) -> None:
+    def __init__(self, spec: AttentionSpec, layer_groups: LayerGroups = ALONE) -> None:
         super().__init__()
-        width = model.head_width
-        tp = size(layer_groups.tp)
+        self.spec = spec
         self.layer_groups = layer_groups
-        self.width = width
-        self.scale = model.softmax_scale
-        self.num_kv_heads = model.num_kv_heads // tp
-        self.queries_per_kv = model.num_heads // model.num_kv_heads
-        weights = AttentionWeights.of(model)
+        self.num_kv_heads = spec.kv_heads // size(layer_groups.tp)
+        self.queries_per_kv = spec.heads // spec.kv_heads
+        weights = AttentionWeights.of(spec)
         bias = weights.bqkv
         self.bqkv = (
             None if bias is None else nn.Parameter(torch.empty(layer_groups.coords.shape(bias)))
         )
         self.wqkv = ColumnParallelLinear(weights.wqkv, layer_groups)
         self.wo = RowParallelLinear(weights.wo, layer_groups)
-        self.eps = model.norm_eps
-        if model.qk_norm_whole and weights.q_norm is not None and weights.k_norm is not None:
+        if spec.qk_norm_whole and weights.q_norm is not None and weights.k_norm is not None:
             self.q_norm: nn.Module = WholeNorm(weights.q_norm, layer_groups)
             self.k_norm: nn.Module = WholeNorm(weights.k_norm, layer_groups)
         else:
-            self.q_norm = _norm(weights.q_norm, model.norm_eps)
-            self.k_norm = _norm(weights.k_norm, model.norm_eps)
+            self.q_norm = _norm(weights.q_norm, spec.eps)
+            self.k_norm = _norm(weights.k_norm, spec.eps)
 
     def forward(self, x_BsD: Tensor, context: Context) -> Tensor:
         """Map B × s × D -> B × s × D, without the residual."""
@@ -95,7 +91,8 @@ class Attention(nn.Module):
             v_BSGH,
             context=context,
             layer_groups=self.layer_groups,
-            scale=self.scale,
+            window=self.spec.window,
+            scale=self.spec.scale,
         ).flatten(2)
 
     def _heads(self, qkv: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,21 +100,24 @@ class Attention(nn.Module):
         positions.
         """
         qkv = self._all_normed(qkv)
-        if usable(qkv):
+        table = None if self.spec.rope is None else context.rotary[self.spec.rope]
+        if usable(qkv) and table is not None:
             return split_and_rotate(
                 qkv,
-                context.cos_BS1H,
-                context.sin_BS1H,
+                table.cos_BS1H,
+                table.sin_BS1H,
                 num_kv_heads=self.num_kv_heads,
                 queries_per_kv=self.queries_per_kv,
                 norms=self._head_norms(),
             )
-        grouped = qkv.unflatten(-1, (self.num_kv_heads, self.queries_per_kv + 2, self.width))
+        grouped = qkv.unflatten(-1, (self.num_kv_heads, self.queries_per_kv + 2, self.spec.width))
         q, k, v = grouped.split((self.queries_per_kv, 1, 1), dim=3)
         q_BSNH, k_BSGH = q.flatten(2, 3), k.squeeze(3)
         if self._head_norms() is not None:
             q_BSNH, k_BSGH = self.q_norm(q_BSNH), self.k_norm(k_BSGH)
-        return rotate(q_BSNH, context), rotate(k_BSGH, context), v.squeeze(3)
+        if table is not None:
+            q_BSNH, k_BSGH = rotate(q_BSNH, table), rotate(k_BSGH, table)
+        return q_BSNH, k_BSGH, v.squeeze(3)
 
     def _all_normed(self, qkv: Tensor) -> Tensor:
         """Apply the norms over all heads together, if the model has them."""
@@ -128,7 +128,7 @@ class Attention(nn.Module):
             self.q_norm,
             self.k_norm,
             num_kv_heads=self.num_kv_heads,
-            eps=self.eps,
+            eps=self.spec.eps,
             group=self.layer_groups.tp,
         )
 
@@ -152,18 +152,18 @@ class LatentAttention(nn.Module):
     """
 
     def __init__(
-        self, model: ModelConfig, mla: MLAConfig, layer_groups: LayerGroups = ALONE
+        self, spec: AttentionSpec, mla: MLAConfig, layer_groups: LayerGroups = ALONE
     ) -> None:
         super().__init__()
+        self.spec = spec
         self.mla = mla
         self.layer_groups = layer_groups
-        self.scale = model.softmax_scale
-        weights = LatentAttentionWeights.of(model, mla)
+        weights = LatentAttentionWeights.of(spec, mla)
         self.q_a = None if weights.q_a is None else ColumnParallelLinear(weights.q_a, layer_groups)
-        self.q_a_norm = _norm(weights.q_a_norm, model.latent_eps)
+        self.q_a_norm = _norm(weights.q_a_norm, spec.eps)
         self.q_b = ColumnParallelLinear(weights.q_b, layer_groups)
         self.kv_a = ColumnParallelLinear(weights.kv_a, layer_groups)
-        self.kv_a_norm = RMSNorm(weights.kv_a_norm, model.latent_eps)
+        self.kv_a_norm = RMSNorm(weights.kv_a_norm, spec.eps)
         self.kv_b = ColumnParallelLinear(weights.kv_b, layer_groups)
         self.wo = RowParallelLinear(weights.wo, layer_groups)
 
@@ -194,11 +194,11 @@ class LatentAttention(nn.Module):
         plain, rotated = q_BSNH.split(
             (self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim), dim=-1
         )
-        return plain, _rotate(rotated, context)
+        return plain, self._rotated(rotated, context)
 
     def shared_key(self, key_BSR: Tensor, context: Context) -> Tensor:
         """Return the rotated key that all heads share: B × S × 1 × R."""
-        return _rotate(key_BSR[:, :, None], context)
+        return self._rotated(key_BSR[:, :, None], context)
 
     def heads(
         self, q: Tensor, kv: Tensor, key_BSR: Tensor, context: Context
@@ -220,14 +220,15 @@ class LatentAttention(nn.Module):
             v_BSNH,
             context=context,
             layer_groups=self.layer_groups,
-            scale=self.scale,
+            window=self.spec.window,
+            scale=self.spec.scale,
         )
         return out_BSNH[..., : self.mla.v_head_dim].flatten(2)
 
+    def _rotated(self, x_BSNR: Tensor, context: Context) -> Tensor:
+        """Apply rotary positions to neighbouring pairs and return them in two halves.
 
-def _rotate(x_BSNR: Tensor, context: Context) -> Tensor:
-    """Apply rotary positions to neighbouring pairs and return them in two halves.
-
-    Queries and keys get the same order, so that their dot products are unchanged.
-    """
-    return rotate(interleaved_to_halves(x_BSNR), context)
+        Queries and keys get the same order, so that their dot products are unchanged.
+        """
+        assert self.spec.rope is not None, "refused by rules"
+        return rotate(interleaved_to_halves(x_BSNR), context.rotary[self.spec.rope])

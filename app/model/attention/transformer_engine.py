@@ -1,34 +1,54 @@
 """Softmax attention by cuDNN's kernels through Transformer Engine.
 
 Compared with torch it adds a deterministic backward of cuDNN, and cuDNN's kernels for queries that
-are the last of more keys. Only two functions of the library are used; they are captured like any
-other kernel.
+are the last of more keys, for windows and for documents. Only two functions of the library are
+used; they are captured like any other kernel.
 
-Shapes: as in `app.model.attention.modules`; S queries here.
+Shapes: as in `app.model.attention.modules`; S queries here, T tokens of all sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from app.model.layers.attend import DocumentOffsets
 from app.model.layers.transformer_engine import LIBRARY
 
-FORMAT = "bshd"
-LAYOUT = "_".join([FORMAT] * 3)  # queries, keys and values are separate tensors
-CAUSAL_WINDOW = (-1, 0)  # all keys before a query, none after it
+SEQUENCES, DOCUMENTS = "bshd", "thd"  # formats of heads
+
+
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """What a call asks for besides its tensors."""
+
+    window: int | None
+    documents: DocumentOffsets | None
+    scale: float
+
+    @property
+    def format(self) -> str:
+        """Format of heads: documents are told apart in tokens of all sequences."""
+        return SEQUENCES if self.documents is None else DOCUMENTS
+
+    def rows(self, heads: Tensor) -> Tensor:
+        """Return B × S × … heads in that format, contiguous."""
+        return (heads if self.documents is None else heads.flatten(0, 1)).contiguous()
 
 
 class TransformerEngineAttention:
-    """Causal attention (`Attend`) without document masks; bf16 or fp16.
+    """Attention (`Attend`) by cuDNN; bf16 or fp16.
 
     `deterministic`: backward accumulates the gradient of the queries in a fixed order. It then
-    allocates a matrix of all scores in the dtype of the queries.
+    allocates a matrix of all scores in the dtype of the queries. Rules refuse it for documents,
+    where that matrix would be as large for each of them.
 
     Every forward takes 16 numbers from torch's CUDA generator, as if there were dropout: other
     users of it (`model.moe.jitter_eps`) draw other numbers than with torch's kernels.
@@ -49,33 +69,32 @@ class TransformerEngineAttention:
         k_BKGH: Tensor,
         v_BKGH: Tensor,
         *,
-        mask_B1SK: Tensor | None,
+        window: int | None,
+        documents: DocumentOffsets | None,
         scale: float | None,
     ) -> Tensor:
         """See `Attend`."""
-        assert mask_B1SK is None, (
-            "document masks need torch's attention (train.attention_backend=torch)"
-        )
         factor = q_BSNH.shape[-1] ** -0.5 if scale is None else scale
+        choices = _Choices(window, documents, factor)
         trained = any(each.requires_grad for each in (q_BSNH, k_BKGH, v_BKGH))
         if torch.is_grad_enabled() and trained:
-            out_BSNH: Tensor = _Attention.apply(q_BSNH, k_BKGH, v_BKGH, factor, self)
+            out_BSNH: Tensor = _Attention.apply(q_BSNH, k_BKGH, v_BKGH, choices, self)
             return out_BSNH
-        return self.run_forward(q_BSNH, k_BKGH, v_BKGH, scale=factor, keeps=False)[0]
+        return self.run_forward(q_BSNH, k_BKGH, v_BKGH, choices=choices, keeps=False)[0]
 
     def run_forward(
-        self, q_BSNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, *, scale: float, keeps: bool
+        self, q_BSNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, *, choices: _Choices, keeps: bool
     ) -> tuple[Tensor, list[Tensor]]:
         """Return B × S × N × H and, if `keeps`, what backward needs besides: a number per row, and
         a random state that backward does not read.
         """
-        out_BSNH, kept = self.forward(
-            is_training=keeps, **self._arguments(q_BSNH, k_BKGH, v_BKGH, scale=scale)
+        out, kept = self.forward(
+            is_training=keeps, **self._arguments(q_BSNH, k_BKGH, v_BKGH, choices=choices)
         )
-        return out_BSNH, list(kept or [])
+        return out.view(*q_BSNH.shape[:3], -1), list(kept or [])
 
     def run_backward(
-        self, saved: Sequence[Tensor], grad_BSNH: Tensor, scale: float
+        self, saved: Sequence[Tensor], grad_BSNH: Tensor, choices: _Choices
     ) -> Sequence[Tensor]:
         """Return the gradients of queries, keys and values.
 
@@ -84,38 +103,46 @@ class TransformerEngineAttention:
         """
         q_BSNH, k_BKGH, v_BKGH, out_BSNH, *kept = saved
         found = self.backward(
-            o=out_BSNH,
-            d_o=grad_BSNH.contiguous(),
+            o=choices.rows(out_BSNH),
+            d_o=choices.rows(grad_BSNH),
             aux_ctx_tensors=kept,
-            do_format=FORMAT,
-            dqkv_layout=LAYOUT,
+            do_format=choices.format,
+            dqkv_layout=_layout(choices.format),
             deterministic=self.deterministic,
-            **self._arguments(q_BSNH, k_BKGH, v_BKGH, scale=scale),
+            **self._arguments(q_BSNH, k_BKGH, v_BKGH, choices=choices),
         )
-        return found[:3]
+        heads = zip(found, (q_BSNH, k_BKGH, v_BKGH), strict=False)  # two more are of other kinds
+        return [grad.view(each.shape) for grad, each in heads]
 
     def _arguments(
-        self, q_BSNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, scale: float
+        self, q_BSNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, choices: _Choices
     ) -> dict[str, object]:
         """Return the arguments that forward and backward share."""
         queries, keys = q_BSNH.shape[1], k_BKGH.shape[1]
-        return {
+        mask = "causal" if queries == keys else "causal_bottom_right"
+        if choices.documents is None:
+            ends = {
+                "cu_seqlens_q": self._all_ends(q_BSNH),
+                "cu_seqlens_kv": self._all_ends(k_BKGH),
+            }
+        else:
+            ends, mask = _offsets(choices.documents), f"padding_{mask}"
+        return ends | {
             "max_seqlen_q": queries,
             "max_seqlen_kv": keys,
-            "cu_seqlens_q": self._all_ends(q_BSNH),
-            "cu_seqlens_kv": self._all_ends(k_BKGH),
-            "q": q_BSNH.contiguous(),
-            "k": k_BKGH.contiguous(),
-            "v": v_BKGH.contiguous(),
+            "q": choices.rows(q_BSNH),
+            "k": choices.rows(k_BKGH),
+            "v": choices.rows(v_BKGH),
             "fake_dtype": q_BSNH.dtype,
             "fused_attention_backend": self.kernels,
-            "attn_scale": scale,
+            "attn_scale": choices.scale,
             "dropout": 0.0,
-            "qkv_layout": LAYOUT,
-            "o_format": FORMAT,
+            "qkv_layout": _layout(choices.format),
+            "o_format": choices.format,
             "attn_bias_type": "no_bias",
-            "attn_mask_type": "causal" if queries == keys else "causal_bottom_right",
-            "window_size": CAUSAL_WINDOW,
+            "attn_mask_type": mask,
+            # keys before a query, all if −1, and after it
+            "window_size": (-1 if choices.window is None else choices.window - 1, 0),
             # the library refuses what a replay would compute wrongly
             "cuda_graph": q_BSNH.is_cuda and torch.cuda.is_current_stream_capturing(),
         }
@@ -132,6 +159,24 @@ class TransformerEngineAttention:
         return self._ends[key]
 
 
+def _layout(heads: str) -> str:
+    """Return the layout of queries, keys and values, which are separate tensors."""
+    return "_".join([heads] * 3)
+
+
+def _offsets(documents: DocumentOffsets) -> dict[str, Tensor]:
+    """Return the arguments that tell documents apart: lengths in sums, then where each begins.
+
+    A document without queries here gets no keys either, so that no kernel has to mind it.
+    """
+    offsets = {"cu_seqlens_q_padded": documents.queries, "cu_seqlens_kv_padded": documents.keys}
+    sums_of_keys = documents.keys
+    if documents.keys is not documents.queries:
+        lengths = documents.keys.diff() * (documents.queries.diff() > 0)
+        sums_of_keys = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return {"cu_seqlens_q": documents.queries, "cu_seqlens_kv": sums_of_keys} | offsets
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -139,16 +184,16 @@ class _Attention(torch.autograd.Function):
         q_BSNH: Tensor,
         k_BKGH: Tensor,
         v_BKGH: Tensor,
-        scale: float,
+        choices: _Choices,
         by: TransformerEngineAttention,
     ) -> Tensor:
-        out_BSNH, kept = by.run_forward(q_BSNH, k_BKGH, v_BKGH, scale=scale, keeps=True)
+        out_BSNH, kept = by.run_forward(q_BSNH, k_BKGH, v_BKGH, choices=choices, keeps=True)
         ctx.save_for_backward(q_BSNH, k_BKGH, v_BKGH, out_BSNH, *kept)
-        ctx.scale, ctx.by = scale, by
+        ctx.choices, ctx.by = choices, by
         return out_BSNH
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BSNH: Tensor) -> tuple[Tensor | None, ...]:
-        grads = ctx.by.run_backward(ctx.saved_tensors, grad_BSNH, ctx.scale)
+        grads = ctx.by.run_backward(ctx.saved_tensors, grad_BSNH, ctx.choices)
         return *grads, None, None

@@ -7,6 +7,7 @@ them between matrices, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -33,15 +34,24 @@ class CachedChunk:
         """Bytes of the caches of all layers."""
         return sum(cache.nbytes for cache in self.caches)
 
-    def prompts(self, x: Tensor, place_1P: Tensor) -> Tensor:
-        """Map tokens B × P (first stage) or hidden states B × s × D -> B × s × D, s = P / tp."""
-        return self._forward(x, place_1P, [cache.prompt for cache in self.caches])
+    def prompts(self, x: Tensor, place_1P: Tensor, length_B: Tensor) -> Tensor:
+        """Map tokens B × P (first stage) or hidden states B × s × D -> B × s × D, s = P / tp.
 
-    def step(self, x: Tensor, place_1T: Tensor, following: NextToken) -> Tensor:
+        `length_B`: tokens of each prompt; padding follows them.
+        """
+        attends = [partial(cache.prompt, length_B=length_B) for cache in self.caches]
+        return self._forward(x, place_1P, attends)
+
+    def step(self, x: Tensor, place_1T: Tensor) -> Tensor:
         """Map tokens 1 × T (first stage) or hidden states 1 × t × D -> 1 × t × D, t = T / tp."""
+        place_B = place_1T[0, : self.sizes.sequences]
+        following = {
+            slots: NextToken.at(place_B, slots, self.sizes.dtype)
+            for slots in dict.fromkeys(cache.slots for cache in self.caches)
+        }
 
         def attend_with(cache: LayerCache) -> LayerAttention:
-            return lambda h_1tD, context: cache.step(h_1tD, context, following)
+            return partial(cache.step, following=following[cache.slots])
 
         return self._forward(x, place_1T, [attend_with(cache) for cache in self.caches])
 

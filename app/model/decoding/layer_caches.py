@@ -4,9 +4,12 @@ Sequences begin at position 0 and are padded at their ends: causal attention nev
 padding, and a sequence's next tokens overwrite it before they could attend to it. Prompts of
 different lengths therefore need no mask, and each continues at its own position.
 
+A layer with a sliding window caches as many tokens as the window has, in a ring: the token at
+position p is in slot p mod M, where it replaces the one that has just left the window.
+
 A rank caches whole sequences, also if training shards them (context parallelism).
 
-Shapes: B sequences, P tokens of the longest prompt, M positions of the cache, T rows of a step (B
+Shapes: B sequences, P tokens of the longest prompt, M slots of the cache, T rows of a step (B
 of them, padded to a multiple of the tensor-parallel ranks), s = P / tp and t = T / tp of them
 between matrices, D hidden; G key/value heads of this rank with Q query heads each, N = G·Q, H head
 width; L width of the latent of keys and values, R of the rotary key, F = L + R; C width of a key
@@ -29,10 +32,10 @@ from app.model.layers.layers import Context
 
 @dataclass(frozen=True, slots=True)
 class CacheSizes:
-    """Sizes of the cache of every layer."""
+    """Sizes that the caches of all layers share."""
 
     sequences: int  # B
-    places: int  # M; 0 disables the cache
+    places: int  # tokens of a sequence at most; 0 disables the cache
     dtype: torch.dtype
     device: torch.device
 
@@ -45,24 +48,25 @@ class CacheSizes:
 
 @dataclass(frozen=True, slots=True)
 class NextToken:
-    """Position of the next token of every sequence, computed once for all layers."""
+    """Slot of the next token of every sequence, computed once for all caches of M slots."""
 
     sequence_B: Tensor  # 0 to B - 1, int64, on the device
-    place_B: Tensor  # int64, on the device
-    bias_B11M: Tensor  # 0 for positions to attend to, -∞ for others
+    slot_B: Tensor  # int64, on the device
+    bias_B11M: Tensor  # 0 for slots to attend to, -∞ for others
 
     @classmethod
-    def at(cls, place_B: Tensor, sizes: CacheSizes) -> NextToken:
+    def at(cls, place_B: Tensor, slots: int, dtype: torch.dtype) -> NextToken:
         """Build it for tokens at these positions."""
-        later_BM = torch.arange(sizes.places, device=place_B.device) > place_B[:, None]
-        bias_BM = torch.zeros(later_BM.shape, dtype=sizes.dtype, device=place_B.device)
-        bias_BM.masked_fill_(later_BM, -torch.inf)
+        # a slot beyond the position of the token has not been written by its sequence
+        empty_BM = torch.arange(slots, device=place_B.device) > place_B[:, None]
+        bias_BM = torch.zeros(empty_BM.shape, dtype=dtype, device=place_B.device)
+        bias_BM.masked_fill_(empty_BM, -torch.inf)
         sequence_B = torch.arange(len(place_B), device=place_B.device)
-        return cls(sequence_B, place_B, bias_BM[:, None, None])
+        return cls(sequence_B, place_B % slots, bias_BM[:, None, None])
 
     def put(self, memory_BGMH: Tensor, value_BGH: Tensor) -> None:
         """Write one token of every sequence to the cache."""
-        memory_BGMH[self.sequence_B, :, self.place_B] = value_BGH
+        memory_BGMH[self.sequence_B, :, self.slot_B] = value_BGH
 
     def look(self, q_BGQH: Tensor, k_BGMH: Tensor, v_BGMH: Tensor, scale: float | None) -> Tensor:
         """Attend with the queries of one token; queries that share a key/value head are rows of one
@@ -74,7 +78,7 @@ class NextToken:
 
     def own(self, rows_1TF: Tensor) -> Tensor:
         """Return the tokens among the rows of a step: B × F."""
-        return rows_1TF[0, : len(self.place_B)]
+        return rows_1TF[0, : len(self.slot_B)]
 
     def as_rows(self, out_BF: Tensor, rows_1TF: Tensor) -> Tensor:
         """Pad tokens to the rows of a step: 1 × T × F."""
@@ -82,16 +86,38 @@ class NextToken:
         return (F.pad(out_BF, (0, 0, 0, lacking)) if lacking else out_BF)[None]
 
 
+def put_prompts(memory_BGMH: Tensor, rows_BPGH: Tensor, length_B: Tensor) -> None:
+    """Write prompts to an empty cache, of those longer than it the tokens that fit it.
+
+    `length_B`: tokens of each prompt, int64, on the device; padding follows them.
+    """
+    slots, length = memory_BGMH.shape[2], rows_BPGH.shape[1]
+    if length <= slots:
+        memory_BGMH[:, :, :length] = rows_BPGH.transpose(1, 2)
+        return
+    # Slot m gets the last position p of a prompt with p mod M = m. A prompt shorter than the cache
+    # has none for its last slots; what is written there is not seen (`NextToken.at`).
+    last_B1 = length_B[:, None] - 1
+    behind_BM = (last_B1 - torch.arange(slots, device=length_B.device)) % slots
+    place_BM = (last_B1 - behind_BM).clamp(min=0)
+    sequence_B1 = torch.arange(len(length_B), device=length_B.device)[:, None]
+    memory_BGMH.copy_(rows_BPGH[sequence_B1, place_BM].transpose(1, 2))
+
+
 class LayerCache(Protocol):
     """Attention of one layer with its KV cache."""
+
+    @property
+    def slots(self) -> int:
+        """M: tokens of a sequence that the cache holds."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the cache."""
 
-    def prompt(self, x_BsD: Tensor, context: Context) -> Tensor:
-        """Attend within prompts and cache them: B × s × D -> B × s × D, s = P / tp, without the
-        residual.
+    def prompt(self, x_BsD: Tensor, context: Context, length_B: Tensor) -> Tensor:
+        """Attend within prompts of these lengths and cache them: B × s × D -> B × s × D, s = P /
+        tp, without the residual.
         """
 
     def step(self, x_1tD: Tensor, context: Context, following: NextToken) -> Tensor:
@@ -105,7 +131,8 @@ class HeadsCache:
 
     def __init__(self, attn: Attention, sizes: CacheSizes) -> None:
         self.attn = attn
-        self.k_BGMH = sizes.zeros(attn.num_kv_heads, sizes.places, attn.width)
+        self.slots = attn.spec.cached_tokens(sizes.places)
+        self.k_BGMH = sizes.zeros(attn.num_kv_heads, self.slots, attn.spec.width)
         self.v_BGMH = torch.zeros_like(self.k_BGMH)
 
     @property
@@ -113,13 +140,16 @@ class HeadsCache:
         """Bytes of the cache."""
         return self.k_BGMH.nbytes + self.v_BGMH.nbytes
 
-    def prompt(self, x_BsD: Tensor, context: Context) -> Tensor:
+    def prompt(self, x_BsD: Tensor, context: Context, length_B: Tensor) -> Tensor:
         """See `LayerCache`."""
+        spec = self.attn.spec
         q_BPNH, k_BPGH, v_BPGH = self.attn.heads(x_BsD, context)
-        if self.k_BGMH.shape[2]:
-            self.k_BGMH[:, :, : k_BPGH.shape[1]] = k_BPGH.transpose(1, 2)
-            self.v_BGMH[:, :, : v_BPGH.shape[1]] = v_BPGH.transpose(1, 2)
-        out_BPNH = context.attend(q_BPNH, k_BPGH, v_BPGH, mask_B1SK=None, scale=self.attn.scale)
+        if self.slots:
+            put_prompts(self.k_BGMH, k_BPGH, length_B)
+            put_prompts(self.v_BGMH, v_BPGH, length_B)
+        out_BPNH = context.attend(
+            q_BPNH, k_BPGH, v_BPGH, window=spec.window, documents=None, scale=spec.scale
+        )
         return self.attn.wo.forward(out_BPNH.flatten(2))
 
     def step(self, x_1tD: Tensor, context: Context, following: NextToken) -> Tensor:
@@ -128,7 +158,7 @@ class HeadsCache:
         following.put(self.k_BGMH, following.own(k_1TGH))
         following.put(self.v_BGMH, following.own(v_1TGH))
         q_BGQH = following.own(q_1TNH).unflatten(1, (self.attn.num_kv_heads, -1))
-        out_BGQH = following.look(q_BGQH, self.k_BGMH, self.v_BGMH, self.attn.scale)
+        out_BGQH = following.look(q_BGQH, self.k_BGMH, self.v_BGMH, self.attn.spec.scale)
         return self.attn.wo.forward(following.as_rows(out_BGQH.flatten(1), q_1TNH))
 
 
@@ -144,25 +174,27 @@ class LatentCache:
     def __init__(self, attn: LatentAttention, sizes: CacheSizes) -> None:
         self.attn = attn
         mla = attn.mla
-        self.both_B1MF = sizes.zeros(1, sizes.places, mla.kv_lora_rank + mla.qk_rope_head_dim)
+        self.slots = attn.spec.cached_tokens(sizes.places)
+        self.both_B1MF = sizes.zeros(1, self.slots, mla.kv_lora_rank + mla.qk_rope_head_dim)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the cache."""
         return self.both_B1MF.nbytes
 
-    def prompt(self, x_BsD: Tensor, context: Context) -> Tensor:
+    def prompt(self, x_BsD: Tensor, context: Context, length_B: Tensor) -> Tensor:
         """See `LayerCache`."""
         attn = self.attn
         q, latent_BsL, key_BPR = attn.projected(x_BsD, context)
-        if self.both_B1MF.shape[2]:
+        if self.slots:
             both_BPF = self._both(latent_BsL, key_BPR, context)
-            self.both_B1MF[:, 0, : both_BPF.shape[1]] = both_BPF
+            put_prompts(self.both_B1MF, both_BPF[:, :, None], length_B)
         kv = attn.kv_b.forward(latent_BsL)
         out_BPNH = context.attend(
             *attn.heads(q, kv, key_BPR, context),
-            mask_B1SK=None,
-            scale=attn.scale,
+            window=attn.spec.window,
+            documents=None,
+            scale=attn.spec.scale,
         )
         return attn.wo.forward(out_BPNH[..., : attn.mla.v_head_dim].flatten(2))
 
@@ -184,7 +216,8 @@ class LatentCache:
     @property
     def scale(self) -> float:
         """Factor on the scores: that of complete heads, although absorbed heads are wider."""
-        return self.attn.mla.key_width**-0.5 if self.attn.scale is None else self.attn.scale
+        scale = self.attn.spec.scale
+        return self.attn.mla.key_width**-0.5 if scale is None else scale
 
     def _both(self, latent_BsL: Tensor, key_BPR: Tensor, context: Context) -> Tensor:
         """Return the latent of all tokens and the rotated key: B × P × (L + R)."""

@@ -8,6 +8,7 @@ rank, P query heads for each, F = G·(P + 2)·H; R = B × S numbers.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ from app.config.attention import Llama3RopeConfig, Rope
 from app.kernels.common import usable
 from app.kernels.rms_norm import rms_norm, rms_norm_beside
 from app.kernels.swiglu import swiglu as swiglu_kernel
-from app.model.layers.attend import BY_TORCH, Attend
+from app.model.layers.attend import BY_TORCH, Attend, DocumentOffsets
 from app.model.layers.layer_groups import ALONE, LayerGroups
 from app.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 from app.model.layers.recompute import Recomputation
@@ -172,12 +173,35 @@ class _NormAllHeads(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
-    """Inputs that all layers of a chunk share for one microbatch."""
+class RotaryTable:
+    """Cosines and sines of a microbatch's positions, by which heads are rotated."""
 
     cos_BS1H: Tensor  # fp32; B may be 1
     sin_BS1H: Tensor
-    mask_B1SK: Tensor | None  # True where a query may attend to a key; None means causal
+
+    @classmethod
+    def of(cls, positions_BS: Tensor, rope: Rope) -> RotaryTable:
+        """Compute it (Su et al. 2021, two halves of a head)."""
+        frequencies_H = _frequencies(rope, positions_BS.device)
+        angles_BSH = (positions_BS[..., None].float() * frequencies_H).repeat(1, 1, 2)
+        cos_BSH, sin_BSH = angles_BSH.cos(), angles_BSH.sin()
+        if rope.yarn is not None:
+            growth = rope.yarn.growth(rope.yarn.mscale) / rope.yarn.growth(rope.yarn.mscale_all_dim)
+            cos_BSH, sin_BSH = cos_BSH * growth, sin_BSH * growth
+        return cls(cos_BSH[:, :, None], sin_BSH[:, :, None])
+
+    def moved(self, name: str, move: Callable[[str, Tensor], Tensor]) -> RotaryTable:
+        """Return a copy of which `move` has made each tensor, given a name and the tensor."""
+        return RotaryTable(move(f"{name}: cos", self.cos_BS1H), move(f"{name}: sin", self.sin_BS1H))
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Inputs that all layers of a chunk share for one microbatch."""
+
+    rotary: Mapping[Rope, RotaryTable]  # one for each kind of positions in the chunk
+    # of each call of `attend` in a layer; None where whole sequences attend
+    documents: Sequence[DocumentOffsets] | None
     attend: Attend = BY_TORCH  # implementation of softmax attention
     sink: WeightGradSink | None = None  # takes weight gradients; None leaves them to autograd
     recompute: Recomputation = field(default_factory=Recomputation)  # parts to recompute
@@ -185,23 +209,16 @@ class Context:
 
 def layer_context(
     positions_BS: Tensor,
-    mask_B1SK: Tensor | None,
-    rope: Rope,
+    documents: Sequence[DocumentOffsets] | None,
+    ropes: Iterable[Rope],
     attend: Attend = BY_TORCH,
     sink: WeightGradSink | None = None,
     recompute: Recomputation | None = None,
 ) -> Context:
-    """Build the mask and rotary tables (Su et al. 2021, two halves of a head) of a microbatch."""
-    frequencies_H = _frequencies(rope, positions_BS.device)
-    angles_BSH = (positions_BS[..., None].float() * frequencies_H).repeat(1, 1, 2)
-    cos_BSH, sin_BSH = angles_BSH.cos(), angles_BSH.sin()
-    if rope.yarn is not None:
-        growth = rope.yarn.growth(rope.yarn.mscale) / rope.yarn.growth(rope.yarn.mscale_all_dim)
-        cos_BSH, sin_BSH = cos_BSH * growth, sin_BSH * growth
+    """Build the context of a microbatch, with a rotary table for each of `ropes`."""
     return Context(
-        cos_BSH[:, :, None],
-        sin_BSH[:, :, None],
-        mask_B1SK,
+        {rope: RotaryTable.of(positions_BS, rope) for rope in ropes},
+        documents,
         attend=attend,
         sink=sink,
         recompute=recompute or Recomputation(),
@@ -258,18 +275,11 @@ def interleaved_to_halves(x: Tensor) -> Tensor:
     return halves
 
 
-def document_mask(documents_BK: Tensor, places_S: Tensor) -> Tensor:
-    """Return the bool mask B × 1 × S × K: causal, and every query stays within its document."""
-    keys_K = torch.arange(documents_BK.shape[1], device=documents_BK.device)
-    same_BSK = documents_BK[:, places_S, None] == documents_BK[:, None, :]
-    return (same_BSK & (keys_K <= places_S[:, None]))[:, None]
-
-
-def rotate(x_BSNH: Tensor, context: Context) -> Tensor:
+def rotate(x_BSNH: Tensor, table: RotaryTable) -> Tensor:
     """Apply rotary positions to every head."""
     half = x_BSNH.shape[-1] // 2
     rotated = torch.cat((-x_BSNH[..., half:], x_BSNH[..., :half]), dim=-1)
-    return (x_BSNH * context.cos_BS1H + rotated * context.sin_BS1H).to(x_BSNH.dtype)
+    return (x_BSNH * table.cos_BS1H + rotated * table.sin_BS1H).to(x_BSNH.dtype)
 
 
 class Mlp(nn.Module):

@@ -10,19 +10,18 @@ from math import prod
 from app.config import HardwareProfile, Run
 from app.plan.actions import Action, BackwardInput, BackwardWeight, Forward
 from app.plan.cost.part_times import PartTimes, Seconds
-from app.plan.cost.rates import GIGA, MICRO, Kernels, Links
+from app.plan.cost.rates import GIGA, MICRO, TERA, Kernels, Links
 from app.plan.groups import DP_CP, EDP, PP, Group, Way
 from app.plan.layout import ParallelLayout
 from app.plan.memory.rank_memory import fp8_shapes
+from app.plan.model.stage import stages_matrices
 from app.plan.parts.trace import BYTES
 from app.plan.pipeline.timeline import Times
+from app.plan.sharding.optimizers import PLANNED
 from app.plan.sharding.parameters import ChunkBuffers
 from app.plan.shards import BufferLayout
 from app.plan.stages import Stage, StagePlan
 
-# bytes per parameter of a rank's shard: moments and main parameter read and written, gradient read,
-# parameter written
-UPDATE = 30
 # bytes per parameter of a rank: its gradient is read for the norm, and zeroed unless the first one
 # of a step overwrites
 NORM, ZERO = 4, 4
@@ -101,6 +100,7 @@ def step_tail(
                 reduced,
                 _exchanged(links, chunks, params, window=forward if optim.overlap_params else 0.0),
                 optimizer=_update(run, profile, chunks)
+                + _matrices(run, links, stages.stages[pp_rank])
                 + _quantised(run, layout, profile, stages.stages[pp_rank]),
                 between=profile.step_ms / 1e3,
             )
@@ -177,15 +177,22 @@ def _ring(links: Links, group: Group, buffer: BufferLayout, element: int) -> tup
 
 
 def _update(run: Run, profile: HardwareProfile, chunks: Sequence[ChunkBuffers]) -> float:
-    owned = passed = 0
+    moved = passed = 0
     for chunk in chunks:
         for buffer in (chunk.dense, chunk.expert):
             if buffer is not None:
-                owned += buffer.numel // buffer.world
+                moved += sum(each.moved * buffer.owned(kind) for kind, each in PLANNED.items())
                 cleared = buffer is chunk.dense or not run.writes_expert_grads
                 passed += (NORM + ZERO * cleared) * buffer.numel
     passes = passed / (profile.other_gb_s[0] * GIGA)
-    return UPDATE * owned / (profile.optimizer_gb_s * GIGA) + passes
+    return moved / (profile.optimizer_gb_s * GIGA) + passes
+
+
+def _matrices(run: Run, links: Links, chunks: Sequence[Stage]) -> float:
+    """Return seconds of updating whole matrices beside passes over the shard."""
+    work = PLANNED[run.optim.name].work(run, links.layout, stages_matrices(run.model, chunks))
+    sent = sum(links.seconds(group, Way.all_to_all, size) for group, size in work.sent.items())
+    return work.flops / (links.profile.gemm_tflops * TERA) + sent
 
 
 def _quantised(

@@ -203,7 +203,11 @@ class _Clock:
 
     def _attention(self, op: Operation) -> tuple[float, float]:
         run = self.run
-        return self.kernels.attention(op, run.model.head_width, run.train.seq_len)
+        length = run.train.seq_len
+        if op.window is not None:
+            # queries see as many keys as those of a sequence so long without a window, on the mean
+            length = min(length, 2 * op.window)
+        return self.kernels.attention(op, run.model.head_width, length)
 
     def _summed(self, op: Operation) -> float:
         """Return reads and writes of the main gradient per microbatch, relative to one

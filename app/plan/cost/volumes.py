@@ -16,11 +16,12 @@ from app.config import Run
 from app.plan.dependencies import Pipeline
 from app.plan.groups import CP, DP_CP, EDP, EMBEDDING, ETP_EP, PP, TP, Group, Way
 from app.plan.layout import ParallelLayout
-from app.plan.model.stage import stage_weights
+from app.plan.model.stage import stage_weights, stages_matrices
 from app.plan.model.vocabulary import table
 from app.plan.parts.dispatcher import run_dispatcher
 from app.plan.parts.stage import fold_stages, sizes_of
 from app.plan.parts.trace import BYTES, Operation
+from app.plan.sharding.optimizers import PLANNED
 from app.plan.sharding.parameters import ChunkBuffers, chunk_buffers, chunk_parameters
 from app.plan.shards import BufferLayout
 from app.plan.stages import Stage, StagePlan
@@ -86,6 +87,7 @@ def step_volumes(run: Run, layout: ParallelLayout, stages: StagePlan) -> Iterato
             DP_CP, gradients, Way.ring, bytes=step.busiest(step.dense_parameters), exposed=False
         ),
         Volume(EDP, gradients, Way.ring, bytes=step.busiest(step.expert_parameters), exposed=False),
+        *_matrices(step),
     )
     return (volume for volume in volumes if volume.bytes)
 
@@ -96,6 +98,17 @@ def _token_exchange(step: _Step) -> Iterator[Volume]:
     if dispatcher is not None and dispatcher.exchange is not None:
         way = dispatcher.exchange.way
         yield Volume(ETP_EP, dispatcher.moves, way, bytes=step.traced(ETP_EP, way))
+
+
+def _matrices(step: _Step) -> Iterator[Volume]:
+    """Yield the volumes of an optimizer that updates whole matrices."""
+    work = PLANNED[step.run.optim.name].work
+    sent = Counter[Group]()
+    for chunks in step.stages.stages:
+        of_rank = work(step.run, step.layout, stages_matrices(step.run.model, chunks)).sent
+        sent |= Counter(of_rank)
+    for group, size in sent.items():
+        yield Volume(group, "all-to-all of matrices and their updates", Way.all_to_all, bytes=size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from app.config import Run
 from app.plan.actions import Action, Compute, MicrobatchChunk
 from app.plan.layout import ParallelLayout
 from app.plan.model.vocabulary import table
-from app.plan.parts.stage import StagePart, part_operations, sizes_of, stage_parts
+from app.plan.parts.stage import StageEnd, part_operations, sizes_of, stage_parts
 from app.plan.parts.trace import Sizes, trace_memory
 from app.plan.recompute import RecomputeChoice
 from app.plan.select import captured_phases
@@ -74,10 +74,9 @@ def _microbatch(s: Sizes, stage: Stage, recompute: RecomputeChoice) -> Microbatc
     parts = stage_parts(s.model, stage, s.run.precision.fp8)
     found = {part: trace_memory(part_operations(s, part, recompute), s.stream) for part in parts}
     kept: Counter[str] = Counter()
-    if stage.layers:  # cosines and sines; rerunning whole layers needs the mask too
+    if any(s.model.layer_specs[layer].attention.rope for layer in stage.layers):
+        # cosines and sines
         kept["rotary"] = s.rotary
-        if recompute.whole_layers and s.mask:
-            kept["mask"] = s.mask
     forward = backward = saved = kept.total()
     waiting = waits = sum(found[part].waiting for part in parts)
     # the gradient of a tied embedding is alive from the head's backward to the embedding's
@@ -85,7 +84,7 @@ def _microbatch(s: Sizes, stage: Stage, recompute: RecomputeChoice) -> Microbatc
     for part in parts:
         memory = found[part]
         waits -= memory.waiting
-        carried = s.weight(table(s.model)) if tied and part is not StagePart.head else 0
+        carried = s.weight(table(s.model)) if tied and part is not StageEnd.head else 0
         forward = max(forward, saved + memory.forward)
         backward = max(backward, saved + memory.backward + waits + carried)
         kept.update(memory.kept)

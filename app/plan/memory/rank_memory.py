@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from app.choices import GraphImpl
+from app.choices import GraphImpl, OptimizerKind
 from app.config import CudaGraphConfig, ModelConfig, PrecisionConfig, Run
 from app.plan.actions import Action, Forward
 from app.plan.formatting import GIB, amount
@@ -33,6 +33,7 @@ from app.plan.memory.overheads import (
 )
 from app.plan.model.experts import ExpertWeights
 from app.plan.model.fp8 import fp8_weights
+from app.plan.model.stage import stages_matrices
 from app.plan.parts.dispatch_record import Tokens
 from app.plan.parts.dispatcher import run_dispatcher, tokens_per_rank, with_rows
 from app.plan.parts.paged_buffer import planned_paged_buffer, with_paged_buffer
@@ -41,6 +42,7 @@ from app.plan.parts.static import HEADROOM, PlannedStatic
 from app.plan.parts.trace import BYTES
 from app.plan.recompute import recompute_policy, with_full_recompute
 from app.plan.sharding.blocks import ShardCoords
+from app.plan.sharding.optimizers import PLANNED, less_state
 from app.plan.sharding.parameters import ChunkBuffers
 from app.plan.stages import Stage, StagePlan
 
@@ -167,6 +169,17 @@ class _Rank:
         owned = sum(buffer.numel // buffer.world for kind in pairs for buffer in kind)
         return dense, expert, owned
 
+    def _optimizer(self, size: int) -> int:
+        """Return bytes of the optimizer's state; `size` is AdamW's per parameter."""
+        total = 0
+        for each in self.buffers:
+            for buffer in (each.dense, each.expert):
+                if buffer is not None:
+                    total += sum(
+                        buffer.owned(kind) * (size - less_state(kind)) for kind in OptimizerKind
+                    )
+        return total
+
     def _state(self) -> Iterator[MemoryPart]:
         """Yield parameters, gradients, optimizer state, and FP8 copies of weights."""
         params, grads, shard = bytes_per_parameter(self.run.precision)
@@ -177,7 +190,10 @@ class _Rank:
         yield MemoryPart("gradients", grads * (dense + expert), f"{grads} bytes × as many")
         how = f"{params + grads + shard} → {params + grads}+{shard}/d, d = {layout.dp * layout.cp}"
         how += f", experts {layout.edp}" if expert else ""
-        yield MemoryPart("optimizer", shard * owned, how)
+        own = self._optimizer(shard)
+        if own < shard * owned:
+            how += f"; {own / owned:.2f} with optim.name={self.run.optim.name.value}"
+        yield MemoryPart("optimizer", own, how)
         recipe = self.run.precision.fp8.recipe
         if recipe is not None:
             elements = sum(map(prod, fp8_shapes(self.run, layout, self.stages)))
@@ -185,13 +201,16 @@ class _Rank:
             yield MemoryPart("weights in FP8", 2 * elements, how)
 
     def _update(self, step: Sequence[MemoryPart]) -> Iterator[MemoryPart]:
-        """Yield what the update needs beyond forward and backward: its gradients in fp32."""
-        if BYTES[self.run.precision.grads] == 4:
-            return
-        more = 4 * self._numels()[2] - sum(part.bytes for part in step)
+        """Yield what the update needs beyond forward and backward: gradients in fp32, matrices."""
+        weights = stages_matrices(self.run.model, self.stages)
+        working = PLANNED[self.run.optim.name].work(self.run, self.layout, weights).working
+        what = "matrices while they are updated"
+        widened = 4 * self._numels()[2]
+        if BYTES[self.run.precision.grads] < 4 and widened > working:
+            working, what = widened, "gradients in fp32"
+        more = working - sum(part.bytes for part in step)
         if more > 0:
-            how = "gradients in fp32, beyond what the activations have left"
-            yield MemoryPart("update", more, how)
+            yield MemoryPart("update", more, f"{what}, beyond what the activations have left")
 
     def _step(self, chunks: Sequence[ChunkActivations], peak: Peak) -> Iterator[MemoryPart]:
         """Yield memory that lives within a step.
@@ -314,9 +333,10 @@ def _by_phase(peak: Peak) -> str:
 
 
 def batch_bytes(run: Run, layout: ParallelLayout) -> int:
-    """Return bytes of tokens, labels, positions and document ids: whole sequences, int64."""
+    """Return bytes of tokens, labels and positions, int64, and of ends of documents, int32."""
     tokens = run.train.micro_batch * run.train.seq_len
-    return 8 * (3 * tokens // layout.cp + (tokens if run.data.document_mask else 0))
+    documents = run.train.micro_batch * (run.data.most_documents(run.train.seq_len) or 0)
+    return 8 * 3 * tokens // layout.cp + 4 * documents
 
 
 def communicators(model: ModelConfig, layout: ParallelLayout, pp_rank: int) -> list[Group]:

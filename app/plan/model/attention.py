@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.config import MLAConfig, ModelConfig
+from app.config import AttentionSpec, MLAConfig
 from app.plan.model.norm import NormWeights
 from app.plan.model.weight import Initial, Part, Weight
 
 
-def attention_weights(model: ModelConfig) -> AttentionWeights | LatentAttentionWeights:
-    """Return the attention weights of one layer, of the kind that the model has."""
-    if model.mla is not None:
-        return LatentAttentionWeights.of(model, model.mla)
-    return AttentionWeights.of(model)
+def attention_weights(spec: AttentionSpec) -> AttentionWeights | LatentAttentionWeights:
+    """Return the attention weights of one layer, of the kind that its spec has."""
+    if spec.mla is not None:
+        return LatentAttentionWeights.of(spec, spec.mla)
+    return AttentionWeights.of(spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +31,21 @@ class AttentionWeights(Part):
     k_norm: NormWeights | None
 
     @classmethod
-    def of(cls, model: ModelConfig) -> AttentionWeights:
+    def of(cls, spec: AttentionSpec) -> AttentionWeights:
         """Build the weights of one layer."""
-        hidden = model.hidden_size
-        width = model.head_width
-        q_norm = k_norm = NormWeights.of(width) if model.qk_norm else None
-        if model.qk_norm_whole:
-            q_norm = NormWeights.of(model.num_heads * width, tp=0)
-            k_norm = NormWeights.of(model.num_kv_heads * width, tp=0)
-        rows = (model.num_heads + 2 * model.num_kv_heads) * width
-        bias = Weight((rows,), tp=0, initial=Initial.zeros, decay=False)
+        hidden = spec.hidden
+        width = spec.width
+        q_norm = k_norm = NormWeights.of(width) if spec.qk_norm else None
+        if spec.qk_norm_whole:
+            q_norm = NormWeights.of(spec.heads * width, tp=0)
+            k_norm = NormWeights.of(spec.kv_heads * width, tp=0)
+        rows = (spec.heads + 2 * spec.kv_heads) * width
+        queries = spec.heads // spec.kv_heads  # per key/value head
+        bias = Weight((rows,), tp=0, initial=Initial.zeros, decay=False, linear=False)
         return cls(
-            bqkv=bias if model.qkv_bias else None,
-            wqkv=Weight((rows, hidden), tp=0),
-            wo=Weight((hidden, model.num_heads * width), tp=1, initial=Initial.residual),
+            bqkv=bias if spec.qkv_bias else None,
+            wqkv=Weight((rows, hidden), tp=0, fused=(queries * width, width, width)),
+            wo=Weight((hidden, spec.heads * width), tp=1, initial=Initial.residual),
             q_norm=q_norm,
             k_norm=k_norm,
         )
@@ -67,15 +68,18 @@ class LatentAttentionWeights(Part):
     wo: Weight
 
     @classmethod
-    def of(cls, model: ModelConfig, mla: MLAConfig) -> LatentAttentionWeights:
+    def of(cls, spec: AttentionSpec, mla: MLAConfig) -> LatentAttentionWeights:
         """Build the weights of one layer."""
-        hidden, heads, rank = model.hidden_size, model.num_heads, mla.q_lora_rank
+        hidden, heads, rank = spec.hidden, spec.heads, mla.q_lora_rank
+        query = mla.qk_nope_head_dim, mla.qk_rope_head_dim
+        latent = mla.kv_lora_rank, mla.qk_rope_head_dim
+        key_value = mla.qk_nope_head_dim, mla.v_head_dim
         return cls(
             q_a=None if rank is None else Weight((rank, hidden)),
             q_a_norm=None if rank is None else NormWeights.of(rank),
-            q_b=Weight((heads * mla.key_width, rank or hidden), tp=0),
-            kv_a=Weight((mla.kv_lora_rank + mla.qk_rope_head_dim, hidden)),
+            q_b=Weight((heads * sum(query), rank or hidden), tp=0, fused=query),
+            kv_a=Weight((sum(latent), hidden), fused=latent),
             kv_a_norm=NormWeights.of(mla.kv_lora_rank),
-            kv_b=Weight((heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank), tp=0),
+            kv_b=Weight((heads * sum(key_value), mla.kv_lora_rank), tp=0, fused=key_value),
             wo=Weight((hidden, heads * mla.v_head_dim), tp=1, initial=Initial.residual),
         )

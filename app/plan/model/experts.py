@@ -19,7 +19,7 @@ class RouterWeights(Part):
     @classmethod
     def of(cls, hidden: int, num_experts: int) -> RouterWeights:
         """Build a router for `num_experts`."""
-        return cls(Weight((num_experts, hidden)))
+        return cls(Weight((num_experts, hidden), linear=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class MoEBodyWeights(Part):
         hidden = model.hidden_size
         width = moe.shared_ffn_hidden_size
         return cls(
-            shared_gate=Weight((1, hidden)) if moe.shared_gate else None,
+            shared_gate=Weight((1, hidden), linear=False) if moe.shared_gate else None,
             norm=NormWeights.of_hidden(model),
             router=RouterWeights.of(hidden, moe.num_experts),
             experts=ExpertWeights.of(hidden, moe.ffn_hidden_size, moe.num_experts),

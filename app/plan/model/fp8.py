@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from app.choices import Fp8Part
-from app.config import Fp8Config, ModelConfig
+from app.config import Fp8Config, LayerSpec, ModelConfig
 from app.plan.model.experts import MoEBodyWeights
 from app.plan.model.layer import LayerWeights
 from app.plan.model.stage import NamedWeight
@@ -24,7 +24,7 @@ def fp8_weights(model: ModelConfig, fp8: Fp8Config, stage: Stage) -> Iterator[Na
     """
     for index in stage.layers:
         parts = parts_in_fp8(model, fp8, index)
-        for name, weight in layer_matrices(model, model.is_moe_layer(index)):
+        for name, weight in layer_matrices(model, model.layer_specs[index]):
             named = NamedWeight(f"layers.{index}.{name}", weight)
             if part_of(named) in parts:
                 yield named
@@ -48,9 +48,9 @@ def parts_in_fp8(model: ModelConfig, fp8: Fp8Config, layer: int) -> set[Fp8Part]
     return own & set(fp8.include)
 
 
-def layer_matrices(model: ModelConfig, routed: bool) -> Iterator[tuple[str, Weight]]:
+def layer_matrices(model: ModelConfig, spec: LayerSpec) -> Iterator[tuple[str, Weight]]:
     """Yield the matrices of linear layers and routed experts of one layer, by name within it."""
-    weights = LayerWeights.of(model, routed)
+    weights = LayerWeights.of(model, spec)
     parts: list[tuple[str, Part]] = [("attn.", weights.attn)]
     if isinstance(weights.body, MoEBodyWeights):
         parts += [("body.shared.", weights.body.shared)] if weights.body.shared else []

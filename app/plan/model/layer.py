@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.config import ModelConfig
+from app.config import LayerSpec, ModelConfig
 from app.plan.model.attention import (
     AttentionWeights,
     LatentAttentionWeights,
@@ -39,11 +39,11 @@ class LayerWeights(Part):
     body: DenseBodyWeights | MoEBodyWeights
 
     @classmethod
-    def of(cls, model: ModelConfig, routed: bool) -> LayerWeights:
-        """Build a decoder layer, dense or `routed` to experts (`ModelConfig.is_moe_layer`)."""
-        moe = model.moe if routed else None
+    def of(cls, model: ModelConfig, spec: LayerSpec) -> LayerWeights:
+        """Build a decoder layer of the model (`ModelConfig.layer_specs`)."""
+        moe = model.moe if spec.routed else None
         return cls(
             NormWeights.of_hidden(model),
-            attention_weights(model),
+            attention_weights(spec.attention),
             DenseBodyWeights.of(model) if moe is None else MoEBodyWeights.of(model, moe),
         )

@@ -17,7 +17,7 @@ class NormWeights(Part):
     @classmethod
     def of(cls, width: int, tp: int | None = None) -> NormWeights:
         """Build a norm over `width` values; `tp` 0 divides them over tensor-parallel ranks."""
-        return cls(Weight((width,), tp=tp, initial=Initial.ones, decay=False))
+        return cls(Weight((width,), tp=tp, initial=Initial.ones, decay=False, linear=False))
 
     @classmethod
     def of_hidden(cls, model: ModelConfig) -> NormWeights:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from app.config import ModelConfig
+from app.config import LayerSpec, ModelConfig
 from app.plan.model.layer import LayerWeights
 from app.plan.model.norm import NormWeights
 from app.plan.model.vocabulary import table
@@ -32,12 +32,12 @@ def stage_weights(model: ModelConfig, stage: Stage) -> Iterator[NamedWeight]:
     )
     if stage.embedding:
         yield embedding
-    listed: dict[bool, list[tuple[str, Weight]]] = {}  # layers of a kind are alike
+    listed: dict[LayerSpec, list[tuple[str, Weight]]] = {}
     for layer in stage.layers:
-        routed = model.is_moe_layer(layer)
-        if routed not in listed:
-            listed[routed] = list(LayerWeights.of(model, routed).weights())
-        for name, weight in listed[routed]:
+        spec = model.layer_specs[layer]
+        if spec not in listed:
+            listed[spec] = list(LayerWeights.of(model, spec).weights())
+        for name, weight in listed[spec]:
             yield NamedWeight(f"layers.{layer}.{name}", weight)
     if stage.head:
         for name, weight in NormWeights.of_hidden(model).weights("norm."):
@@ -46,6 +46,12 @@ def stage_weights(model: ModelConfig, stage: Stage) -> Iterator[NamedWeight]:
         yield NamedWeight("head", table(model))
     elif stage.head and not stage.embedding:
         yield embedding  # a copy, which is this stage's head
+
+
+def stages_matrices(model: ModelConfig, stages: Sequence[Stage]) -> list[Weight]:
+    """Return the weights of linear layers and experts of these stages, in order of use."""
+    weights = (named.weight for stage in stages for named in stage_weights(model, stage))
+    return [weight for weight in weights if weight.linear]
 
 
 def model_weights(model: ModelConfig) -> Iterator[NamedWeight]:

@@ -8,4 +8,4 @@ from app.plan.model.weight import Weight
 
 def table(model: ModelConfig) -> Weight:
     """Return the weight of the embedding or of the head, or of both if tied."""
-    return Weight((model.vocab_size, model.hidden_size), tp=0)
+    return Weight((model.vocab_size, model.hidden_size), tp=0, linear=False)

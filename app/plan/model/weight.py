@@ -38,6 +38,10 @@ class Weight:
     gate_up: int | None = None  # dimension of gate and up; merged with the next one in the tensor
     initial: Initial = Initial.normal
     decay: bool = True  # weight decay applies
+    # matrix of linear layers or experts; not a norm, bias, table of tokens, router or gate
+    linear: bool = True
+    # of a weight in which rows of several matrices alternate: rows of each in turn
+    fused: tuple[int, ...] = ()
 
     @property
     def expert(self) -> bool:

@@ -10,7 +10,7 @@ heads of width H on this rank, S tokens of a whole sequence, P context-parallel 
 from __future__ import annotations
 
 from app.choices import AttentionBackendKind, CpComm, Dtype, Recompute
-from app.config import Run
+from app.config import AttentionSpec, Run
 from app.plan.groups import CP, Way
 from app.plan.model.attention import AttentionWeights, LatentAttentionWeights
 from app.plan.parts.linear import column_parallel, norm, row_parallel
@@ -20,42 +20,45 @@ from app.plan.parts.trace import Sends, Sizes, Trace, Work
 def attends_by_matrices(run: Run) -> bool:
     """Return whether no fused attention supports the run: all S × S probabilities are stored.
 
-    With fewer key/value heads than query heads there is none in fp32, and no deterministic one
-    under a document mask.
+    With fewer key/value heads than query heads there is none in fp32.
     """
     grouped = run.model.num_kv_heads < run.model.num_heads
-    ordered_mask = run.data.document_mask and run.train.deterministic
-    return grouped and (run.precision.params is Dtype.float32 or ordered_mask)
+    return grouped and run.precision.params is Dtype.float32
 
 
-def attention(t: Trace, h: int, weights: AttentionWeights | LatentAttentionWeights) -> int:
+def attention(
+    t: Trace,
+    h: int,
+    spec: AttentionSpec,
+    weights: AttentionWeights | LatentAttentionWeights,
+) -> int:
     """Attention of a layer from its normed input, of the kind that has these weights."""
     if isinstance(weights, LatentAttentionWeights):
-        return latent_attention(t, h, weights)
-    return grouped_attention(t, h, weights)
+        return latent_attention(t, h, spec, weights)
+    return grouped_attention(t, h, spec, weights)
 
 
-def grouped_attention(t: Trace, h: int, weights: AttentionWeights) -> int:
+def grouped_attention(t: Trace, h: int, spec: AttentionSpec, weights: AttentionWeights) -> int:
     """Queries, keys and values in one projection, optional norms, rotary positions, attention."""
-    s, model = t.sizes, t.sizes.model
+    s = t.sizes
     qkv = column_parallel(t, h, weights.wqkv, saved=not t.reruns(Recompute.norm))
     q = qkv * s.heads // (s.heads + 2 * s.kv_heads)
     k = (qkv - q) // 2
     with t.rerun(t.reruns(Recompute.attn_core), keeps=qkv):
-        if model.qk_norm_whole:
+        if spec.qk_norm_whole:
             # in plain torch: two fp32 copies, sums of squares all-reduced over tp
             wide = q // s.size * 4
             sends = s.tp_sends(2 * 4 * s.local, forward=2, backward=2)
             t.op(Work.other, qkv, qkv, qkv, scratch=(wide, 2 * wide), kernels=14, sends=sends)
-        normed = weights.q_norm is not None and not model.qk_norm_whole
+        normed = weights.q_norm is not None and not spec.qk_norm_whole
         t.op(Work.heads, qkv, qkv, qkv if normed else 0)
-        out = attend_all(t, q, k, k)
+        out = attend_all(t, spec, q, k, k)
     return row_parallel(t, out, weights.wo)
 
 
-def latent_attention(t: Trace, h: int, weights: LatentAttentionWeights) -> int:
+def latent_attention(t: Trace, h: int, spec: AttentionSpec, weights: LatentAttentionWeights) -> int:
     """Multi-head latent attention: latents of a rank's own tokens, heads of all tokens."""
-    s, mla = t.sizes, t.sizes.model.mla
+    s, mla = t.sizes, spec.mla
     assert mla is not None
     saved = not t.reruns(Recompute.norm)
     if weights.q_a is None:
@@ -77,14 +80,14 @@ def latent_attention(t: Trace, h: int, weights: LatentAttentionWeights) -> int:
             wide = rotated // s.size * 4
             t.op(Work.other, rotated, rotated, scratch=(rotated + 3 * wide, 2 * wide), kernels=8)
         t.op(Work.other, q + kv + key, 3 * q, kernels=3)
-        out = attend_all(t, q, q, q)
+        out = attend_all(t, spec, q, q, q)
         values = q * mla.v_head_dim // mla.key_width
         if values < out:  # cuts off the padding
             t.op(Work.other, out, values, out)
     return row_parallel(t, values, weights.wo)
 
 
-def attend_all(t: Trace, q: int, k: int, v: int) -> int:
+def attend_all(t: Trace, spec: AttentionSpec, q: int, k: int, v: int) -> int:
     """Attention over all context-parallel ranks.
 
     With all-gathered keys and values, rank r attends from chunks r and 2P − 1 − r of the 2P that a
@@ -96,7 +99,7 @@ def attend_all(t: Trace, q: int, k: int, v: int) -> int:
     if ranks == 1:
         # its result is the output projection's input, of which FP8 saves a copy instead
         saves = stored * (q + k + v + (q if s.in_fp8 else 0))
-        return attend(t, q, k + v, saves=saves, keys=length)
+        return attend(t, spec, q, k + v, saves=saves, keys=length)
     if s.run.parallel.cp_comm_type is CpComm.all_gather:
         whole, ring = ranks * (k + v), (ranks - 1) * (k + v)
         t.op(Work.other, k + v, k + v)
@@ -105,7 +108,7 @@ def attend_all(t: Trace, q: int, k: int, v: int) -> int:
         t.op(Work.other, k + v, whole, stored * whole, scratch=scratch, kernels=2, sends=sends)
         for keys in (length // (2 * ranks), length):
             seen = whole * keys // length
-            attend(t, q // 2, seen, saves=stored * q, keys=keys, ranks=2)
+            attend(t, spec, q // 2, seen, saves=stored * q, keys=keys, ranks=2)
         return t.op(Work.other, q, q, passes=True)
     qkv = q + k + v
     t.op(Work.other, qkv, qkv)
@@ -113,23 +116,25 @@ def attend_all(t: Trace, q: int, k: int, v: int) -> int:
         leaves = size * (ranks - 1) // ranks
         sends = Sends(CP, Way.all_to_all, leaves, leaves)
         if size == q:
-            attend(t, q, k + v, saves=stored * (qkv + q), keys=length)
+            attend(t, spec, q, k + v, saves=stored * (qkv + q), keys=length)
         t.op(Work.other, size, size, scratch=(size, size), kernels=kernels, sends=sends)
     return q
 
 
-def attend(t: Trace, q: int, kv: int, *, saves: int, keys: int, ranks: int = 1) -> int:
+def attend(
+    t: Trace, spec: AttentionSpec, q: int, kv: int, *, saves: int, keys: int, ranks: int = 1
+) -> int:
     """Attention of `q` bytes of queries to `kv` of keys and values, `keys` of each sequence.
 
-    Each query sees the keys before it, so of n queries the first sees all but n − 1. ranks: parts
-    that the queries of a sequence are divided into.
+    The queries are the last of the keys. ranks: parts that the queries of a sequence are divided
+    into.
     """
     s, train = t.sizes, t.sizes.run.train
     elements = q // s.size
-    rows = elements // s.model.head_width  # of all heads
+    rows = elements // spec.width  # of all heads
     own = s.tokens // ranks // train.micro_batch if s.layout.cp == 1 or ranks > 1 else keys
-    pairs = rows * (2 * keys - own)  # twice the pairs of query and key
-    flops = pairs * (s.model.head_width + s.model.value_width)
+    pairs = rows // own * twice_the_pairs(own, keys, spec.window)
+    flops = pairs * (spec.width + spec.value_width)
     if attends_by_matrices(s.run):
         # GEMMs and an fp32 softmax, which saves all probabilities, and q, k and v per query head
         scores, wide = 4 * rows * keys, 4 * elements
@@ -137,23 +142,44 @@ def attend(t: Trace, q: int, kv: int, *, saves: int, keys: int, ranks: int = 1) 
         work = Work.ordered_attention
         scratch = scores + copies, 2 * scores
         return t.op(work, q + kv, q, scores + copies, scratch=scratch, kernels=12, flops=flops)
-    work, keeps, sums = _kernel(s, rows, keys, own=own)
+    limited = s.run.data.document_mask or (spec.window or keys) < keys
+    work, sums = _kernel(s, rows, keys, flash=limited or own < keys)
+    # in fp32 documents and windows are a mask, which torch adds to the scores; every layer makes it
+    # anew
+    masked = limited and s.run.precision.params is Dtype.float32
+    each = train.micro_batch if s.run.data.document_mask else 1
+    keeps = each * own * keys * s.size if masked else 0
     per_head = kv * s.heads // s.kv_heads - kv  # gradients of keys and values are per query head
     scratch = (0, 4 * elements + sums + per_head)
-    return t.op(work, q + kv, q, saves + keeps + 4 * rows, scratch=scratch, flops=flops)
+    saves += keeps + 4 * rows
+    return t.op(work, q + kv, q, saves, scratch=scratch, flops=flops, window=spec.window)
 
 
-def _kernel(s: Sizes, rows: int, keys: int, own: int) -> tuple[Work, int, int]:
-    """Return the work of the fused kernel, what it saves besides, and memory of its backward."""
+def twice_the_pairs(queries: int, keys: int, window: int | None) -> int:
+    """Return twice the pairs of a query and a key that it sees, of one head and sequence.
+
+    The queries are the last of the keys; a query and its own key are half a pair, as kernels that
+    skip what is masked compute about half of the blocks on the diagonal.
+    """
+    before = keys - queries  # keys before the first query
+    if window is None or window >= keys:
+        return queries * (before + keys)
+    growing = max(0, window - before)  # queries that see all keys before them
+    full = queries - growing
+    return growing * (2 * before + growing) + full * (2 * window - 1)
+
+
+def _kernel(s: Sizes, rows: int, keys: int, flash: bool) -> tuple[Work, int]:
+    """Return the work of the fused kernel, and memory of its backward.
+
+    `flash`: torch's fastest kernel, which needs as many queries as keys and has neither documents
+    nor windows, does not apply.
+    """
     ordered = s.run.train.deterministic
     if s.run.train.attention_backend is AttentionBackendKind.transformer_engine:
         # cuDNN's deterministic backward stores a matrix of all scores
         matrix = rows * keys * s.size if ordered else 0
-        return (Work.cudnn_ordered_attention if ordered else Work.attention), 0, matrix
-    # torch adds the mask as numbers to the scores; every layer converts it anew
-    queries = s.run.train.micro_batch * own
-    mask = queries * keys * s.size if s.run.data.document_mask else 0
+        return (Work.cudnn_ordered_attention if ordered else Work.attention), matrix
     if ordered:
-        return Work.ordered_attention, mask, 0
-    # the fastest kernel needs as many queries as keys
-    return (Work.gathered_attention if own < keys else Work.attention), mask, 0
+        return Work.ordered_attention, 0
+    return (Work.gathered_attention if flash else Work.attention), 0

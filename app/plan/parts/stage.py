@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import chain
 from typing import TypeVar
 
 from app.choices import Fp8Part, Recompute
-from app.config import Fp8Config, ModelConfig, Run
+from app.config import Fp8Config, LayerSpec, ModelConfig, Run
 from app.plan.layout import ParallelLayout
 from app.plan.model.experts import MoEBodyWeights
 from app.plan.model.fp8 import parts_in_fp8
@@ -34,28 +34,22 @@ LOSS_KERNELS = 9  # kernel launches after the logits
 T = TypeVar("T")
 
 
-class StagePart(Enum):
-    """Kind of part; parts of one kind have equal operations."""
+class StageEnd(Enum):
+    """Part of the first or the last stage."""
 
     embedding = auto()
-    dense_layer = auto()
-    moe_layer = auto()
-    fp8_dense_layer = auto()  # with FP8 GEMMs
-    fp8_moe_layer = auto()
     head = auto()
 
-    @property
-    def is_layer(self) -> bool:
-        """True for a decoder layer."""
-        return self in LAYERS.values()
+
+@dataclass(frozen=True, slots=True)
+class LayerPart:
+    """Decoder layer of a stage."""
+
+    spec: LayerSpec
+    in_fp8: bool = False  # has FP8 GEMMs
 
 
-LAYERS = {  # (routed to experts, FP8 GEMMs) -> kind of part
-    (False, False): StagePart.dense_layer,
-    (True, False): StagePart.moe_layer,
-    (False, True): StagePart.fp8_dense_layer,
-    (True, True): StagePart.fp8_moe_layer,
-}
+StagePart = StageEnd | LayerPart  # equal parts have equal operations
 
 
 def sizes_of(run: Run, layout: ParallelLayout, load: float | None = None) -> Sizes:
@@ -71,41 +65,42 @@ def sizes_of(run: Run, layout: ParallelLayout, load: float | None = None) -> Siz
 
 def stage_parts(model: ModelConfig, stage: Stage, fp8: Fp8Config | None = None) -> list[StagePart]:
     """Return the parts of a stage, in the order of its forward."""
-    narrow = [bool(parts_in_fp8(model, fp8 or Fp8Config(), layer)) for layer in stage.layers]
+    specs = model.layer_specs
     layers = [
-        LAYERS[model.is_moe_layer(layer), in_fp8]
-        for layer, in_fp8 in zip(stage.layers, narrow, strict=True)
+        LayerPart(specs[layer], bool(parts_in_fp8(model, fp8 or Fp8Config(), layer)))
+        for layer in stage.layers
     ]
-    first = [StagePart.embedding] if stage.embedding else []
-    return [*first, *layers, *([StagePart.head] if stage.head else [])]
+    first = [StageEnd.embedding] if stage.embedding else []
+    return [*first, *layers, *([StageEnd.head] if stage.head else [])]
 
 
 def part_operations(s: Sizes, part: StagePart, recompute: RecomputeChoice) -> list[Operation]:
     """Return the operations of one part; layers are recomputed in part or whole."""
     fp8 = s.run.precision.fp8
-    match part:
-        case StagePart.embedding:
-            return embedding(s, table(s.model))
-        case StagePart.head:
-            in_fp8 = fp8.recipe if Fp8Part.head in fp8.include else None
-            return head(replace(s, in_fp8=in_fp8), table(s.model))
-        case StagePart.fp8_dense_layer | StagePart.fp8_moe_layer:
-            s = replace(
-                s,
-                in_fp8=fp8.recipe if Fp8Part.linear in fp8.include else None,
-                experts_in_fp8=Fp8Part.experts in fp8.include,
-            )
-    routed = part in (StagePart.moe_layer, StagePart.fp8_moe_layer)
-    return layer(s, LayerWeights.of(s.model, routed), recompute)
+    if part is StageEnd.embedding:
+        return embedding(s, table(s.model))
+    if part is StageEnd.head:
+        in_fp8 = fp8.recipe if Fp8Part.head in fp8.include else None
+        return head(replace(s, in_fp8=in_fp8), table(s.model))
+    assert isinstance(part, LayerPart)
+    if part.in_fp8:
+        s = replace(
+            s,
+            in_fp8=fp8.recipe if Fp8Part.linear in fp8.include else None,
+            experts_in_fp8=Fp8Part.experts in fp8.include,
+        )
+    return layer(s, part.spec, LayerWeights.of(s.model, part.spec), recompute)
 
 
-def layer(s: Sizes, weights: LayerWeights, recompute: RecomputeChoice) -> list[Operation]:
+def layer(
+    s: Sizes, spec: LayerSpec, weights: LayerWeights, recompute: RecomputeChoice
+) -> list[Operation]:
     """Dense or MoE layer under a choice of recomputation."""
     t, x = Trace(s, recompute), s.stream
     again = t.reruns(Recompute.norm)
     with t.rerun(recompute.whole_layers, keeps=x):
         t.phase = PhaseName.attn
-        attention(t, norm(t, x, rerun=again), weights.attn)
+        attention(t, norm(t, x, rerun=again), spec.attention, weights.attn)
         t.add(x)
         if isinstance(weights.body, MoEBodyWeights):
             moe_body(t, x, weights.body)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
 
-from app.choices import CpComm, Dtype, Fp8Recipe, Recompute, ScheduleName
+from app.choices import Dtype, Fp8Recipe, Recompute, ScheduleName
 from app.config import ModelConfig, Run
 from app.plan.groups import TP, Group, Way
 from app.plan.layout import ParallelLayout
@@ -33,7 +33,8 @@ class Work(Enum):
     grouped = "grouped GEMMs"
     attention = "attention"
     ordered_attention = "ordered attention"  # torch's slower, deterministic kernel
-    gathered_attention = "attention to gathered keys"  # the same kernel, not deterministic
+    # the same kernel, not deterministic: queries that are the last of more keys, and documents
+    gathered_attention = "attention to gathered keys"
     cudnn_ordered_attention = "ordered attention of cuDNN"  # deterministic gradients
     activation = "activation"
     heads = "heads"
@@ -79,6 +80,7 @@ class Operation:
     fp8: Fp8Work | None  # None: its GEMMs are in the type of parameters
     sends: Sends | None  # None: nothing
     used: float  # share of its rows that hold a token; kernels skip the others
+    window: int | None = None  # most keys that a query sees; None: all before it
     summed: bool = False  # added to the residual stream, whose gradient is its output's
 
     @property
@@ -142,14 +144,6 @@ class Sizes:
         return 2 * 4 * self.tokens * self.model.rope.width
 
     @property
-    def mask(self) -> int:
-        """Document mask, if there is one: a byte per query and token of its sequence."""
-        cut = self.layout.cp if self.run.parallel.cp_comm_type is CpComm.all_gather else 1
-        if not self.run.data.document_mask:
-            return 0
-        return self.tokens * self.layout.cp // cut * self.run.train.seq_len
-
-    @property
     def splits(self) -> bool:
         """True if the schedule splits backward and defers weight gradients."""
         return self.run.schedule.name in (ScheduleName.zero_bubble_h1, ScheduleName.zero_bubble_v)
@@ -209,6 +203,7 @@ class Trace:
         fp8: Fp8Work | None = None,
         sends: Sends | None = None,
         used: float = 1.0,
+        window: int | None = None,
     ) -> int:
         """Add an operation; return the bytes that it makes.
 
@@ -240,6 +235,7 @@ class Trace:
                 fp8=fp8,
                 sends=sends,
                 used=used,
+                window=window,
             )
         )
         self._input = 0

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
+from app.choices import OptimizerKind
 from app.config import ModelConfig, OptimConfig
 from app.plan.layout import ParallelLayout
 from app.plan.model.stage import stage_weights
+from app.plan.model.weight import Weight
 from app.plan.sharding.blocks import ShardCoords
+from app.plan.sharding.optimizers import optimizer_of
 from app.plan.shards import BufferLayout, buffer_layout
 from app.plan.stages import Stage
 
@@ -26,6 +29,12 @@ class Parameter:
     shape: tuple[int, ...]
     expert: bool  # belongs to routed experts
     tied: bool = False  # another stage holds a copy
+    # its record; None in a list made by hand, whose parameters AdamW updates
+    weight: Weight | None = field(default=None, compare=False)
+
+    def optimizer(self, optim: OptimConfig) -> OptimizerKind:
+        """Return the optimizer that updates it."""
+        return OptimizerKind.adamw if self.weight is None else optimizer_of(self.weight, optim)
 
     @property
     def numel(self) -> int:
@@ -47,7 +56,13 @@ def chunk_parameters(
     """Return the parameters of a stage on each of its ranks, in order of use (`stage_weights`)."""
     coords = ShardCoords.of(layout, 0)  # shapes are equal on every rank
     return tuple(
-        Parameter(each.name, coords.shape(each.weight), expert=each.weight.expert, tied=each.tied)
+        Parameter(
+            each.name,
+            coords.shape(each.weight),
+            each.weight.expert,
+            tied=each.tied,
+            weight=each.weight,
+        )
         for each in stage_weights(model, stage)
     )
 
@@ -77,5 +92,11 @@ def _aligned(
     numels = [parameter.numel for parameter in parameters]
     tied = [place for place, parameter in enumerate(parameters) if parameter.tied]
     return buffer_layout(
-        numels, world, bucket_numel=bucket, param_align=ALIGN, shard_align=ALIGN, alone=tied
+        numels,
+        world,
+        bucket_numel=bucket,
+        param_align=ALIGN,
+        shard_align=ALIGN,
+        alone=tied,
+        optimizers=[parameter.optimizer(optim) for parameter in parameters],
     )
