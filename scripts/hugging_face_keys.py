@@ -88,7 +88,10 @@ def config_class(model_type: str) -> Any:
     """The class of `transformers`."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[model_type]
+    if model_type in CONFIG_MAPPING:
+        return CONFIG_MAPPING[model_type]
+    (same,) = (family.written_as for family in FAMILIES if family.model_type == model_type)
+    return CONFIG_MAPPING[same]
 
 
 def keys_known(model_type: str) -> set[str]:

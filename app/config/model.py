@@ -66,6 +66,7 @@ class MoEConfig:
     ffn_hidden_size: int = 256  # hidden width of one expert
     every_n: int = 1  # every n-th layer is MoE, counted after the first dense ones
     first_k_dense: int = 0  # leading layers that stay dense
+    dense_layers: tuple[int, ...] = ()  # more layers that stay dense, by number from 0
     shared_ffn_hidden_size: int = 0  # hidden width of the shared expert; 0: none
     shared_gate: bool = False  # scale the shared expert by a learned sigmoid gate per token
     score: Score = Score.softmax  # scores from logits
@@ -105,6 +106,7 @@ class MoEConfig:
     planned_imbalance: float = 1.5
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         at_least(
             "model.moe",
             self,
@@ -144,8 +146,12 @@ class MoEConfig:
                     "needs a shared expert, shared_ffn_hidden_size > 0",
                     nearest=False,
                 )
-        if self.top_k == 1 and self.score is Score.softmax and not self.pre_softmax:
-            rule = "softmax over the one chosen expert is always 1, so the router would not learn"
+        one = self.top_k == 1 and self.score is Score.softmax and not self.pre_softmax
+        if one and not self.aux_loss_coeff:
+            rule = (
+                "softmax over the one chosen expert is always 1, so without a load-balancing loss "
+                "the router would not learn"
+            )
             raise ConfigError(
                 "model.moe.top_k", 1, rule, nearest=(2, Instead("model.moe.pre_softmax=true"))
             )
@@ -259,6 +265,7 @@ class ModelConfig:
     head_dim: int | None = None  # width of a head; null: hidden_size / num_heads
     vocab_size: int = 264  # rows of the embedding; at least the tokenizer's
     rope_theta: float = 10000.0  # base of the rotary frequencies
+    rope_factor: float = 1.0  # divisor of all rotary frequencies (linear scaling)
     yarn: YarnConfig | None = None  # null: rotary frequencies unscaled, or scaled by llama3_rope
     llama3_rope: Llama3RopeConfig | None = None  # null: unscaled, or scaled by yarn
     norm_eps: float = 1e-5  # added to the mean square in RMSNorm
@@ -305,12 +312,18 @@ class ModelConfig:
             raise ConfigError(
                 "model.moe.first_k_dense", self.moe.first_k_dense, rule, nearest=self.num_layers - 1
             )
+        self._check_dense_layers()
         if self.yarn is not None and self.rope_theta <= 1:
             rule = "YaRN needs frequencies that fall from pair to pair, so a base above 1"
             raise ConfigError("model.rope_theta", self.rope_theta, rule, nearest=10000.0)
         if self.yarn is not None and self.llama3_rope is not None:
             rule = "cannot be combined with model.yarn: both scale the rotary frequencies"
             raise ConfigError("model.llama3_rope", "{…}", rule, nearest=("null",))
+        at_least("model", self, 1, "rope_factor")
+        if self.rope_factor != 1 and (self.yarn is not None or self.llama3_rope is not None):
+            other = "llama3_rope" if self.yarn is None else "yarn"
+            rule = f"cannot be combined with model.{other}: both scale the rotary frequencies"
+            raise ConfigError("model.rope_factor", self.rope_factor, rule, nearest=1.0)
         if self.qk_norm_whole and not self.qk_norm:
             rule = "needs norms of queries and keys, and model.qk_norm=false has none"
             near = (False, Instead("model.qk_norm=true"))
@@ -344,6 +357,18 @@ class ModelConfig:
                 "rotary positions need an even head width",
                 nearest=self.head_width + 1,
             )
+
+    def _check_dense_layers(self) -> None:
+        if self.moe is None or not self.moe.dense_layers:
+            return
+        key, listed = "model.moe.dense_layers", self.moe.dense_layers
+        if not all(0 <= layer < self.num_layers for layer in listed):
+            rule = f"has others than the layers 0 to {self.num_layers - 1}"
+            fits = tuple(layer for layer in listed if 0 <= layer < self.num_layers)
+            raise ConfigError(key, listed, rule, nearest=(fits or "[]",))
+        if not any(map(self.is_moe_layer, range(self.num_layers))):
+            rule = f"leaves none of the {self.num_layers} layers for experts"
+            raise ConfigError(key, listed, rule, nearest=("[]",))
 
     def _check_layer_types(self) -> None:
         types, window = self.layer_types, self.sliding_window
@@ -443,7 +468,7 @@ class ModelConfig:
     def rope(self) -> Rope:
         """Rotary positions of its attention."""
         width = self.head_width if self.mla is None else self.mla.qk_rope_head_dim
-        return Rope(width, self.rope_theta, self.yarn, self.llama3_rope)
+        return Rope(width, self.rope_theta, self.yarn, self.llama3_rope, factor=self.rope_factor)
 
     @property
     def softmax_scale(self) -> float | None:
@@ -459,4 +484,5 @@ class ModelConfig:
             moe is not None
             and layer >= moe.first_k_dense
             and (layer - moe.first_k_dense) % moe.every_n == 0
+            and layer not in moe.dense_layers
         )

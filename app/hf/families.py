@@ -14,7 +14,7 @@ from typing import Any
 from app.config import ModelConfig, MoEConfig
 from app.errors import ConfigError, typed
 from app.hf import config_json as config
-from app.hf import tables
+from app.hf import glm4_moe_lite, qwen2_moe, seed_oss, tables
 from app.hf.tables import NameLine
 from app.hf.their_config import NOWHERE, TheirConfig, shortened
 from app.plan.model.stage import NamedWeight, model_weights
@@ -30,6 +30,10 @@ class Family:
     lines: tuple[NameLine, ...]  # weights
     written_moe: Callable[[MoEConfig], dict[str, Any]] | None = None  # None for dense families
     layers: tuple[str, ...] = ()  # keys of what layers differ in, of `config_json.written_layers`
+    # returns keys of config.json that other families lack, or spell otherwise
+    more: Callable[[ModelConfig], Mapping[str, Any]] | None = None
+    # type that models are exported as, where another family computes all that this one can
+    written_as: str | None = None
     # values of keys that config.json lacks: the defaults of the class in `transformers`
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -50,7 +54,8 @@ class Family:
         if self.written_moe is not None and model.moe is not None:
             found |= self.written_moe(model.moe)
         layers = config.written_layers(model)
-        return found | {key: layers[key] for key in self.layers}
+        found |= {key: layers[key] for key in self.layers}
+        return found if self.more is None else {**found, **self.more(model)}
 
 
 _GROUPED = (*tables.WHOLE_MODEL, *tables.EVERY_LAYER, *tables.GROUPED_ATTENTION)
@@ -63,6 +68,17 @@ _DEEPSEEK = (
 )
 _QWEN_LAYERS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 _QWEN_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
+_DEEPSEEK_V3_DEFAULTS = {
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+    "norm_topk_prob": True,
+}
 FAMILIES = (
     Family("llama", "LlamaForCausalLM", config.llama, _GROUPED),
     Family(
@@ -134,11 +150,30 @@ FAMILIES = (
         (*_GROUPED, *tables.EXPERTS),
         config.written_qwen3_moe,
         layers=("use_sliding_window", "sliding_window"),
+        more=config.written_sparse_layers,
         defaults={
             "num_key_value_heads": 4,
             "router_aux_loss_coef": 0.001,
             "sliding_window": 4096,
         },
+    ),
+    Family(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        qwen2_moe.read,
+        (*_GROUPED, *tables.EXPERTS, *qwen2_moe.SHARED_EXPERT),
+        qwen2_moe.written_moe,
+        layers=_QWEN_LAYERS,
+        more=qwen2_moe.written,
+        defaults=qwen2_moe.DEFAULTS,
+    ),
+    Family(
+        "seed_oss",
+        "SeedOssForCausalLM",
+        seed_oss.read,
+        _GROUPED,
+        written_as="qwen2",
+        defaults=seed_oss.DEFAULTS,
     ),
     Family(
         "deepseek_v2",
@@ -154,17 +189,24 @@ FAMILIES = (
         config.deepseek_v3,
         _DEEPSEEK,
         config.written_deepseek,
-        defaults={
-            "num_key_value_heads": 128,
-            "q_lora_rank": 1536,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 3,
-            "n_group": 8,
-            "topk_group": 4,
-            "routed_scaling_factor": 2.5,
-            "num_nextn_predict_layers": 1,
-            "norm_topk_prob": True,
-        },
+        defaults=_DEEPSEEK_V3_DEFAULTS,
+    ),
+    Family(
+        "glm4_moe_lite",
+        "Glm4MoeLiteForCausalLM",
+        glm4_moe_lite.read,
+        _DEEPSEEK,
+        config.written_deepseek,
+        more=glm4_moe_lite.written,
+        defaults=glm4_moe_lite.DEFAULTS,
+    ),
+    Family(
+        "kimi_k2",  # of which `transformers` has no class
+        "DeepseekV3ForCausalLM",
+        config.deepseek_v3,
+        _DEEPSEEK,
+        written_as="deepseek_v3",
+        defaults=_DEEPSEEK_V3_DEFAULTS,
     ),
 )
 
@@ -185,7 +227,7 @@ def family_of(model: ModelConfig, key: str, value: object) -> Family:
     """
     closest: tuple[int, str] | None = None
     for family in FAMILIES:
-        if (family.written_moe is None) != (model.moe is None):
+        if family.written_as or (family.written_moe is None) != (model.moe is None):
             continue
         try:
             fields = family.read(TheirConfig(family.written(model), NOWHERE, key))
@@ -210,6 +252,7 @@ ARCHITECTURE = tuple(
     if each.name not in ("name", "init_std", "init_from", "moe")
 )
 OF_EXPERTS = ("num_experts", "top_k", "ffn_hidden_size", "every_n", "first_k_dense",
+              "dense_layers",
               "shared_ffn_hidden_size", "shared_gate", "score", "pre_softmax", "groups",
               "topk_groups", "group_best", "routed_scale", "norm_topk_prob")  # fmt: skip
 Difference = tuple[str, Any, Any]  # dotted field, of one, of the other
@@ -249,6 +292,12 @@ def _essence(model: ModelConfig) -> dict[str, Any]:
     moe = {name: _plain(getattr(model.moe, name)) for name in OF_EXPERTS}
     moe["routed_scale"] = 1.0 if model.moe.routed_scale is None else model.moe.routed_scale
     moe["norm_topk_prob"] = model.moe.normalizes_sigmoids
+    if model.moe.dense_layers:  # first_k_dense alone might say the same
+        layers = range(model.num_layers)
+        dense = [layer for layer in layers if not model.is_moe_layer(layer)]
+        leading = dense == list(range(len(dense)))
+        moe |= {"every_n": 1, "first_k_dense": len(dense) if leading else 0}
+        moe["dense_layers"] = () if leading else tuple(dense)
     if model.moe.groups and model.moe.topk_groups:
         moe["group_best"] = model.moe.group_best or model.moe.top_k // model.moe.topk_groups
     return found | {"moe": moe}

@@ -29,6 +29,8 @@ HF_SIZES = SIZES | {
 
 # between them YaRN goes over from frequencies as they are to slower ones
 TURNS = {"beta_fast": 1.5, "beta_slow": 0.2}
+EQUAL_TURNS = {"beta_fast": 1.0, "beta_slow": 1.0}
+EXACT = {"attention_factor": 0.8, "truncate": False}
 
 
 def dense(
@@ -42,6 +44,7 @@ def dense(
     yarn: dict[str, float] | None = None,
     llama3: dict[str, float] | None = None,
     windows: tuple[dict[str, Any], dict[str, Any]] = ({}, {}),
+    linear: float | None = None,
 ) -> Any:
     """(Hugging Face class, its configuration, our configuration) of a dense model of `kind`,
     Llama, Mistral, Ministral, Qwen2 or Qwen3. `windows`: their keys and ours.
@@ -53,6 +56,8 @@ def dense(
         # between turning once and four times in 32 tokens, frequencies go over to slower ones
         turns = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
         scaled = {"rope_type": "llama3", "original_max_position_embeddings": 32, **turns, **llama3}
+    if linear is not None:
+        scaled = {"rope_type": "linear", "factor": linear}
     theirs = getattr(transformers, f"{kind}Config")(
         **HF_SIZES,
         num_hidden_layers=3,
@@ -79,7 +84,8 @@ def dense(
         rope_theta=theta,
         norm_eps=eps,
         qk_norm=kind == "Qwen3",
-        qkv_bias=kind == "Qwen2",
+        qkv_bias=kind in ("Qwen2", "SeedOss"),
+        rope_factor=1.0 if linear is None else linear,
         yarn=None if yarn is None else YarnConfig(original_length=32, mscale_all_dim=0, **yarn),
         llama3_rope=None if llama3 is None else Llama3RopeConfig(original_length=32, **llama3),
         **windows[1],
@@ -98,6 +104,7 @@ SMOLLM3 = (
         "pad_token_id": None, "bos_token_id": None, "eos_token_id": None},
     {"no_rope_layers": (1, 0), "layer_types": (FULL, SLIDING), "sliding_window": 5},
 )  # fmt: skip
+IDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}  # of small vocabularies
 LATER_LAYERS = (
     {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     {"sliding_window": 5, "layer_types": (FULL, SLIDING, SLIDING)},
@@ -200,24 +207,47 @@ def olmoe(kv_heads: int, normalised: bool) -> Any:
     return transformers.OlmoeForCausalLM, theirs, ours
 
 
-def qwen2_moe() -> Any:
-    """Like `dense`, with a gated shared expert."""
+def qwen2_moe(biases: bool = False, normalised: bool = False, top_k: int = 2) -> Any:
+    """Like `dense`, with a gated shared expert; layer 1 has no experts."""
+    windows = {} if not biases else {"use_sliding_window": True, "sliding_window": 5}
     theirs = transformers.Qwen2MoeConfig(
         **HF_SIZES,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
+        intermediate_size=56,
         num_experts=8,
-        num_experts_per_tok=2,
+        num_experts_per_tok=top_k,
+        norm_topk_prob=normalised,
         moe_intermediate_size=24,
         shared_expert_intermediate_size=40,
-        qkv_bias=False,
+        mlp_only_layers=[1],
+        qkv_bias=biases,
         rms_norm_eps=1e-6,
+        tie_word_embeddings=biases,
+        **windows,
     )
     moe = MoEConfig(
-        top_k=2, ffn_hidden_size=24, shared_ffn_hidden_size=40, shared_gate=True, pre_softmax=True
+        top_k=top_k,
+        ffn_hidden_size=24,
+        dense_layers=(1,),
+        shared_ffn_hidden_size=40,
+        shared_gate=True,
+        pre_softmax=not normalised,
     )
-    ours = ModelConfig(**SIZES, num_layers=3, num_heads=4, num_kv_heads=2, norm_eps=1e-6, moe=moe)
+    ours = ModelConfig(
+        **SIZES,
+        num_layers=3,
+        ffn_hidden_size=56,
+        num_heads=4,
+        num_kv_heads=2,
+        norm_eps=1e-6,
+        qkv_bias=biases,
+        tie_embeddings=biases,
+        sliding_window=5 if biases else None,
+        layer_types=(SLIDING, FULL, SLIDING) if biases else (),
+        moe=moe,
+    )
     return transformers.Qwen2MoeForCausalLM, theirs, ours
 
 
@@ -319,11 +349,12 @@ def deepseek(
     eps: float = 1e-6,
     top_k: int = 4,
     normalised: bool = True,
+    turns: dict[str, float] = TURNS,
 ) -> Any:
     """Like `dense`, with multi-head latent attention and YaRN; the first layer is dense, then 16
     experts, optionally in 4 groups, with `top_k` from 2 groups. `normalised`: sigmoid scores.
     """
-    yarn = {"factor": 8.0, "mscale": mscale, **TURNS}
+    yarn = {"factor": 8.0, "mscale": mscale, **turns}
     limits = {"groups": 4, "topk_groups": 2} if groups else {}
     router = {"num_experts_per_tok": top_k}
     kind: dict[str, Any] = {"score": Score.sigmoid, "bias_update_rate": 0.001}
@@ -358,6 +389,46 @@ def deepseek(
     return getattr(transformers, f"DeepseekV{version}ForCausalLM"), theirs, ours
 
 
+def glm4_moe_lite() -> Any:
+    """Like `deepseek`, with unscaled positions; layers 0 and 2 are dense."""
+    theirs = transformers.Glm4MoeLiteConfig(
+        **HF_SIZES,
+        num_hidden_layers=4,
+        intermediate_size=56,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=24,
+        **HEADS,
+        n_routed_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=24,
+        mlp_layer_types=["dense", "sparse", "dense", "sparse"],
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )
+    moe = MoEConfig(
+        num_experts=16,
+        top_k=4,
+        ffn_hidden_size=24,
+        first_k_dense=1,
+        dense_layers=(2,),
+        shared_ffn_hidden_size=24,
+        routed_scale=1.8,
+        score=Score.sigmoid,
+        bias_update_rate=0.001,
+    )
+    ours = ModelConfig(
+        **SIZES,
+        num_layers=4,
+        ffn_hidden_size=56,
+        num_heads=4,
+        num_kv_heads=4,
+        moe=moe,
+        mla=MLAConfig(q_lora_rank=24, **HEADS, norm_eps=1e-6),
+    )
+    return transformers.Glm4MoeLiteForCausalLM, theirs, ours
+
+
 CASES = {
     "llama-gqa": lambda: dense("Llama", 4, 2, width=8, tied=False),
     "llama-gqa-tied": lambda: dense("Llama", 4, 2, width=8, tied=True, theta=5e5),
@@ -373,6 +444,18 @@ CASES = {
     "llama-3.1": lambda: dense(
         "Llama", 4, 2, width=16, tied=True, theta=1e3, llama3={"factor": 8.0}
     ),
+    "llama-linear": lambda: dense("Llama", 4, 2, width=8, tied=False, theta=1e3, linear=4.0),
+    "llama-yarn-not-truncated": lambda: dense(
+        "Llama", 4, 2, width=16, tied=True, theta=1e3, yarn={"factor": 2.0, **TURNS, **EXACT}
+    ),
+    "seed-oss": lambda: dense("SeedOss", 4, 2, width=16, tied=False, windows=(IDS, {})),
+    "seed-oss-tied": lambda: dense("SeedOss", 4, 2, width=16, tied=True, windows=(IDS, {})),
+    "qwen2-moe": lambda: qwen2_moe(biases=True),
+    "qwen2-moe-top-1": lambda: qwen2_moe(normalised=True, top_k=1),
+    "kimi-k2": lambda: deepseek(
+        3, q_rank=24, groups=False, turns={"beta_fast": 1.0, "beta_slow": 1.0}
+    ),
+    "glm4-moe-lite": glm4_moe_lite,
     "mistral": lambda: dense("Mistral", 4, 2, width=8, tied=False, windows=MISTRAL),
     "ministral": lambda: dense("Ministral", 4, 2, width=8, tied=False, windows=MINISTRAL),
     "smollm3": lambda: dense("SmolLM3", 4, 2, width=None, tied=True, windows=SMOLLM3),

@@ -54,7 +54,8 @@ def test_every_key_of_a_class_has_a_rule(model_type: str):
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_key_in_the_sources_has_a_rule(model_type: str):
     """Includes keys that no class declares, such as `is_causal`."""
-    model = f"models.{model_type}.modeling_{model_type}"
+    named = config_class(model_type).model_type
+    model = f"models.{named}.modeling_{named}"
     found = set()
     for name in (model, *SOURCES):
         text = Path(str(import_module(f"transformers.{name}").__file__)).read_text()

@@ -186,7 +186,7 @@ class RotaryTable:
         angles_BSH = (positions_BS[..., None].float() * frequencies_H).repeat(1, 1, 2)
         cos_BSH, sin_BSH = angles_BSH.cos(), angles_BSH.sin()
         if rope.yarn is not None:
-            growth = rope.yarn.growth(rope.yarn.mscale) / rope.yarn.growth(rope.yarn.mscale_all_dim)
+            growth = rope.yarn.growth_of_heads
             cos_BSH, sin_BSH = cos_BSH * growth, sin_BSH * growth
         return cls(cos_BSH[:, :, None], sin_BSH[:, :, None])
 
@@ -239,7 +239,7 @@ def _frequencies(rope: Rope, device: torch.device) -> Tensor:
     if rope.llama3 is not None:
         return _mixed(plain_H, rope.llama3)
     if yarn is None:
-        return plain_H
+        return plain_H if rope.factor == 1 else plain_H / rope.factor
 
     def pair(turns: float) -> float:
         """Return the (fractional) index of the pair that makes this many turns; 0 is the
@@ -248,8 +248,10 @@ def _frequencies(rope: Rope, device: torch.device) -> Tensor:
         length = yarn.original_length / (2 * math.pi * turns)
         return rope.width * math.log(length) / (2 * math.log(rope.theta))
 
-    first = max(math.floor(pair(yarn.beta_fast)), 0)
-    last = min(math.ceil(pair(yarn.beta_slow)), rope.width - 1)
+    low, high = pair(yarn.beta_fast), pair(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    first, last = max(low, 0), min(high, rope.width - 1)
     # `last` may be below `first` where the base is small: then all pairs are slow, as in
     # `transformers`.
     slow_H = ((even / 2 - first) / (last - first or 0.001)).clamp(0, 1)
