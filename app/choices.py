@@ -12,6 +12,13 @@ class LayerType(Enum):
     sliding_attention = "sliding_attention"  # the last `model.sliding_window` of them
 
 
+class BlockKind(Enum):
+    """Place of norms and residual connections in a decoder layer."""
+
+    norm_before = "norm_before"  # x + attention(norm(x)), then the same with the feed-forward
+    norm_after = "norm_after"  # x + norm(attention(x)) (OLMo-2, EXAONE-4)
+
+
 class Score(Enum):
     """Function that turns router logits into scores."""
 

@@ -73,6 +73,7 @@ NUMBERS: dict[str, tuple[Value, ...]] = {
     "model.head_dim": (None, 16),
     "model.sliding_window": (None, 5),
     "model.no_rope_layers": ((), (1, 0)),
+    "model.local_rope_theta": (None, 1e3),
     "model.mla.q_lora_rank": (None, 32),
     "model.moe.top_k": (2, 1),
     "model.moe.every_n": (1, 2),

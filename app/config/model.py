@@ -8,6 +8,7 @@ from functools import cached_property
 
 from app.choices import (
     Balance,
+    BlockKind,
     CloneAlgorithm,
     DispatcherKind,
     DropPolicy,
@@ -259,9 +260,14 @@ class ModelConfig:
     head_dim: int | None = None  # width of a head; null: hidden_size / num_heads
     vocab_size: int = 264  # rows of the embedding; at least the tokenizer's
     rope_theta: float = 10000.0  # base of the rotary frequencies
+    # base of the rotary frequencies, unscaled, of layers of type sliding_attention among others;
+    # null: the same frequencies in all layers
+    local_rope_theta: float | None = None
     yarn: YarnConfig | None = None  # null: rotary frequencies unscaled, or scaled by llama3_rope
     llama3_rope: Llama3RopeConfig | None = None  # null: unscaled, or scaled by yarn
     norm_eps: float = 1e-5  # added to the mean square in RMSNorm
+    # place of norms and residual connections in a layer
+    block: BlockKind = BlockKind.norm_before
     qk_norm: bool = False  # RMSNorm on each query and key head before the rotation
     # one RMSNorm over all query or key heads together (OLMoE), not one per head
     qk_norm_whole: bool = False
@@ -299,22 +305,17 @@ class ModelConfig:
             "vocab_size",
             "sliding_window",
         )
-        above_zero("model", self, "rope_theta", "norm_eps", "init_std")
+        above_zero("model", self, "rope_theta", "local_rope_theta", "norm_eps", "init_std")
         if self.moe and self.moe.first_k_dense >= self.num_layers:
             rule = f"leaves none of the {self.num_layers} layers for experts"
             raise ConfigError(
                 "model.moe.first_k_dense", self.moe.first_k_dense, rule, nearest=self.num_layers - 1
             )
-        if self.yarn is not None and self.rope_theta <= 1:
-            rule = "YaRN needs frequencies that fall from pair to pair, so a base above 1"
-            raise ConfigError("model.rope_theta", self.rope_theta, rule, nearest=10000.0)
-        if self.yarn is not None and self.llama3_rope is not None:
-            rule = "cannot be combined with model.yarn: both scale the rotary frequencies"
-            raise ConfigError("model.llama3_rope", "{…}", rule, nearest=("null",))
         if self.qk_norm_whole and not self.qk_norm:
             rule = "needs norms of queries and keys, and model.qk_norm=false has none"
             near = (False, Instead("model.qk_norm=true"))
             raise ConfigError("model.qk_norm_whole", True, rule, nearest=near)
+        self._check_rope()
         self._check_layer_types()
         self._check_no_rope_layers()
         if self.mla is not None:
@@ -344,6 +345,14 @@ class ModelConfig:
                 "rotary positions need an even head width",
                 nearest=self.head_width + 1,
             )
+
+    def _check_rope(self) -> None:
+        if self.yarn is not None and self.rope_theta <= 1:
+            rule = "YaRN needs frequencies that fall from pair to pair, so a base above 1"
+            raise ConfigError("model.rope_theta", self.rope_theta, rule, nearest=10000.0)
+        if self.yarn is not None and self.llama3_rope is not None:
+            rule = "cannot be combined with model.yarn: both scale the rotary frequencies"
+            raise ConfigError("model.llama3_rope", "{…}", rule, nearest=("null",))
 
     def _check_layer_types(self) -> None:
         types, window = self.layer_types, self.sliding_window
@@ -424,12 +433,15 @@ class ModelConfig:
         types = self.layer_types
         slides = not types or types[layer % len(types)] is LayerType.sliding_attention
         rotates = self.no_rope_layers or (1,)
+        rope = self.rope
+        if slides and self.local_rope_theta is not None:
+            rope = Rope(rope.width, self.local_rope_theta)
         return AttentionSpec(
             hidden=self.hidden_size,
             heads=self.num_heads,
             kv_heads=self.num_kv_heads,
             width=self.head_width,
-            rope=self.rope if rotates[layer % len(rotates)] else None,
+            rope=rope if rotates[layer % len(rotates)] else None,
             window=self.sliding_window if slides else None,
             scale=self.softmax_scale,
             qk_norm=self.qk_norm,
@@ -441,7 +453,7 @@ class ModelConfig:
 
     @property
     def rope(self) -> Rope:
-        """Rotary positions of its attention."""
+        """Rotary positions of its attention; of layers without a window if they have their own."""
         width = self.head_width if self.mla is None else self.mla.qk_rope_head_dim
         return Rope(width, self.rope_theta, self.yarn, self.llama3_rope)
 

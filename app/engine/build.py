@@ -31,7 +31,7 @@ from app.fp8.ready import ReadyRows
 from app.hf.chunks import fill_chunks, fill_main_params
 from app.hf.pretrained import Pretrained
 from app.model.attention.chosen import library_attention, torch_attention
-from app.model.block import Body, DenseBody, Layer
+from app.model.block import BLOCKS, Body, Layer
 from app.model.chunk import Chunk
 from app.model.init import init_weights
 from app.model.layers.attend import Attend, TorchAttention
@@ -281,13 +281,14 @@ def build_layer(
     `side` is the CUDA stream of its shared expert.
     """
     spec = model.layer_specs[index]
+    block = BLOCKS[model.block]
     body: Body
     if spec.routed:
         assert model.moe is not None and dispatcher is not None
         body = MoEBody(model, model.moe, dispatcher, layer_groups=layer_groups, side=side)
     else:
-        body = DenseBody(model, layer_groups)
-    return Layer(model, spec.attention, body, layer_groups)
+        body = block.dense(model, layer_groups)
+    return block.layer(model, spec.attention, body, layer_groups)
 
 
 def _materialise(chunk: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from app.config import ModelConfig, MoEConfig
 from app.errors import ConfigError, typed
 from app.hf import config_json as config
-from app.hf import tables
+from app.hf import olmo, tables
 from app.hf.tables import NameLine
 from app.hf.their_config import NOWHERE, TheirConfig, shortened
 from app.plan.model.stage import NamedWeight, model_weights
@@ -30,6 +30,8 @@ class Family:
     lines: tuple[NameLine, ...]  # weights
     written_moe: Callable[[MoEConfig], dict[str, Any]] | None = None  # None for dense families
     layers: tuple[str, ...] = ()  # keys of what layers differ in, of `config_json.written_layers`
+    # returns keys of config.json that other families lack, or spell otherwise
+    more: Callable[[ModelConfig], Mapping[str, Any]] | None = None
     # values of keys that config.json lacks: the defaults of the class in `transformers`
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -50,7 +52,8 @@ class Family:
         if self.written_moe is not None and model.moe is not None:
             found |= self.written_moe(model.moe)
         layers = config.written_layers(model)
-        return found | {key: layers[key] for key in self.layers}
+        found |= {key: layers[key] for key in self.layers}
+        return found if self.more is None else {**found, **self.more(model)}
 
 
 _GROUPED = (*tables.WHOLE_MODEL, *tables.EVERY_LAYER, *tables.GROUPED_ATTENTION)
@@ -122,10 +125,20 @@ FAMILIES = (
     Family(
         "olmoe",
         "OlmoeForCausalLM",
-        config.olmoe,
+        olmo.olmoe,
         (*_GROUPED, *tables.EXPERTS),
-        config.written_olmoe,
+        olmo.written_olmoe,
         defaults={"router_aux_loss_coef": 0.01},
+    ),
+    Family("olmo2", "Olmo2ForCausalLM", olmo.olmo2, olmo.LINES),
+    Family(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        olmo.olmo3,
+        olmo.LINES,
+        layers=("sliding_window", "layer_types"),
+        more=olmo.written_olmo3,
+        defaults={"sliding_window": 4096, "rope_theta": olmo.THETA},
     ),
     Family(
         "qwen3_moe",
@@ -240,6 +253,9 @@ def _essence(model: ModelConfig) -> dict[str, Any]:
     found["head_dim"] = None if model.mla else model.head_width
     found["layer_types"] = config.layer_types(model)
     found["no_rope_layers"] = config.rotated_layers(model)
+    if model.local_rope_theta is not None:
+        ropes = {spec.attention.rope for spec in model.layer_specs}
+        found["local_rope_theta"] = model.local_rope_theta if len(ropes - {None}) > 1 else None
     if all(map(model.is_moe_layer, range(model.num_layers))):
         del found["ffn_hidden_size"]  # unused if every layer is MoE
     if model.mla is not None:

@@ -138,12 +138,19 @@ LATENT_ATTENTION = (
     NameLine("attn.kv_b", ("self_attn.kv_b_proj.weight",), _whole),
 )
 QUERIES_OF_HIDDEN = NameLine("attn.q_b", ("self_attn.q_proj.weight",), _whole)  # without a latent
-EVERY_LAYER = (
-    NameLine("attn_norm.weight", ("input_layernorm.weight",), _whole),
+OUTPUTS = (  # of attention and dense feed-forwards, with the projections before them
     NameLine("attn.wo", ("self_attn.o_proj.weight",), _whole),
-    NameLine("body.norm.weight", ("post_attention_layernorm.weight",), _whole),
     NameLine("body.mlp.w_up", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), _gate_up),
     NameLine("body.mlp.w_down", ("mlp.down_proj.weight",), _whole),
+)
+EVERY_LAYER = (
+    *OUTPUTS,
+    NameLine("attn_norm.weight", ("input_layernorm.weight",), _whole),
+    NameLine("body.norm.weight", ("post_attention_layernorm.weight",), _whole),
+)
+NORMS_BEHIND = (
+    NameLine("attn_out_norm.weight", ("post_attention_layernorm.weight",), _whole),
+    NameLine("body.out_norm.weight", ("post_feedforward_layernorm.weight",), _whole),
 )
 STACKED_EXPERTS = (
     NameLine("body.experts.w_up", ("mlp.experts.gate_up_proj",), _stacked_gate_up),

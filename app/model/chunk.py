@@ -16,12 +16,12 @@ from app.model.attention.over_ranks import documents_of_calls
 from app.model.block import Layer, RoutingReport, RunPhases, run_layer
 from app.model.layers.attend import BY_TORCH, Attend
 from app.model.layers.layer_groups import ALONE, LayerGroups, size
-from app.model.layers.layers import Context, RMSNorm, layer_context
+from app.model.layers.layers import Context, layer_context
 from app.model.layers.linear import ColumnParallelLinear, VocabParallelEmbedding, named_parameters
 from app.model.layers.loss import summed_loss, token_losses
+from app.model.layers.norms import norm_of_hidden
 from app.model.layers.recompute import Recomputation
 from app.model.layers.weight_grads import WeightGradSink
-from app.plan.model.norm import NormWeights
 from app.plan.model.stage import NamedWeight, stage_weights
 from app.plan.model.vocabulary import table
 from app.plan.recompute import NOTHING, RecomputeChoice
@@ -70,7 +70,7 @@ class Chunk(nn.Module):
         # kinds of positions of its layers
         specs = (model.layer_specs[index].attention for index in layers)
         self.ropes = tuple(dict.fromkeys(spec.rope for spec in specs if spec.rope is not None))
-        self.norm = RMSNorm(NormWeights.of_hidden(model), model.norm_eps) if head else None
+        self.norm = norm_of_hidden(model) if head else None
         if head and not embedding and model.tie_embeddings:
             # a last stage of its own has a copy of the tied table
             self.embedding = VocabParallelEmbedding(rows, layer_groups)

@@ -28,6 +28,7 @@ from app.config import (
     TrainConfig,
     YarnConfig,
 )
+from app.engine.build import build_layer
 from app.fp8 import dispatch, ready, row_scaled
 from app.kernels import (
     cross_entropy,
@@ -46,7 +47,7 @@ from app.kernels.fp8 import weights
 from app.kernels.routing import parts
 from app.model.attention import modules as attention
 from app.model.attention.transformer_engine import TransformerEngineAttention
-from app.model.block import DenseBody, Layer, Phase
+from app.model.block import Phase
 from app.model.chunk import Chunk
 from app.model.layers import layers, loss
 from app.model.layers.attend import BY_TORCH, Attend
@@ -55,7 +56,6 @@ from app.model.layers.weight_grads import MainGradSink
 from app.moe import permute, router, router_matmul
 from app.moe.dispatch import expert_rows, paged_buffer
 from app.moe.dispatch.local import LocalDispatcher
-from app.moe.phases import MoEBody
 from app.plan.layout import ParallelLayout
 from app.plan.memory.activations import MicrobatchMemory, chunk_activations
 from app.plan.parts.attention import attends_by_matrices
@@ -219,13 +219,8 @@ def chunk_of(run: Run, embedding: bool = True, head: bool = True) -> Chunk:
     """
     model, layers = run.model, {}
     for index in range(model.num_layers):
-        moe = model.moe if model.is_moe_layer(index) else None
-        body = (
-            MoEBody(model, moe, LocalDispatcher(moe.num_experts), layer_groups=ALONE)
-            if moe
-            else DenseBody(model)
-        )
-        layers[index] = Layer(model, model.layer_specs[index].attention, body)
+        experts = 0 if model.moe is None else model.moe.num_experts
+        layers[index] = build_layer(model, index, ALONE, dispatcher=LocalDispatcher(experts))
     attend: Attend = BY_TORCH
     if run.train.attention_backend is AttentionBackendKind.transformer_engine:
         attend = TransformerEngineAttention(run.train.deterministic)

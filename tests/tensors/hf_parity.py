@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from app.choices import LayerType, Score
+from app.choices import BlockKind, LayerType, Score
 from app.config import Llama3RopeConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
 from app.model.chunk import Chunk
 from app.model.layers.linear import named_parameters
@@ -42,9 +42,11 @@ def dense(
     yarn: dict[str, float] | None = None,
     llama3: dict[str, float] | None = None,
     windows: tuple[dict[str, Any], dict[str, Any]] = ({}, {}),
+    local: float | None = None,
 ) -> Any:
     """(Hugging Face class, its configuration, our configuration) of a dense model of `kind`,
-    Llama, Mistral, Ministral, Qwen2 or Qwen3. `windows`: their keys and ours.
+    Llama, Mistral, Ministral, Qwen2, Qwen3, OLMo-2 or -3. `windows`: their keys and ours.
+    `local`: base of rotary positions in layers with windows.
     """
     scaled: dict[str, Any] = {"rope_type": "default"}
     if yarn is not None:
@@ -53,6 +55,10 @@ def dense(
         # between turning once and four times in 32 tokens, frequencies go over to slower ones
         turns = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
         scaled = {"rope_type": "llama3", "original_max_position_embeddings": 32, **turns, **llama3}
+    rope_parameters: dict[str, Any] = {"rope_theta": theta, **scaled}
+    if kind == "Olmo3":
+        sliding = {"rope_theta": theta if local is None else local, "rope_type": "default"}
+        rope_parameters = {"full_attention": rope_parameters, "sliding_attention": sliding}
     theirs = getattr(transformers, f"{kind}Config")(
         **HF_SIZES,
         num_hidden_layers=3,
@@ -61,10 +67,7 @@ def dense(
         num_key_value_heads=kv_heads,
         **({} if width is None else {"head_dim": width}),
         tie_word_embeddings=tied,
-        rope_parameters={
-            "rope_theta": theta,
-            **scaled,
-        },
+        rope_parameters=rope_parameters,
         rms_norm_eps=eps,
         **windows[0],
     )
@@ -77,8 +80,10 @@ def dense(
         head_dim=width,
         tie_embeddings=tied,
         rope_theta=theta,
+        local_rope_theta=local,
         norm_eps=eps,
-        qk_norm=kind == "Qwen3",
+        qk_norm=kind in ("Qwen3", "Olmo2", "Olmo3"),
+        qk_norm_whole=kind in ("Olmo2", "Olmo3"),
         qkv_bias=kind == "Qwen2",
         yarn=None if yarn is None else YarnConfig(original_length=32, mscale_all_dim=0, **yarn),
         llama3_rope=None if llama3 is None else Llama3RopeConfig(original_length=32, **llama3),
@@ -98,6 +103,9 @@ SMOLLM3 = (
         "pad_token_id": None, "bos_token_id": None, "eos_token_id": None},
     {"no_rope_layers": (1, 0), "layer_types": (FULL, SLIDING), "sliding_window": 5},
 )  # fmt: skip
+IDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}  # of small vocabularies
+OLMO2 = IDS, {"block": BlockKind.norm_after}
+OLMO3 = {**IDS, **BY_TYPES}, {**MINISTRAL[1], **OLMO2[1]}
 LATER_LAYERS = (
     {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     {"sliding_window": 5, "layer_types": (FULL, SLIDING, SLIDING)},
@@ -389,6 +397,20 @@ CASES = {
     "qwen3-moe-every-second-layer": lambda: qwen3_moe(normalised=True, tied=False, sparse_step=2),
     "mixtral-gqa": lambda: mixtral(kv_heads=2, tied=False),
     "mixtral-mha-tied": lambda: mixtral(kv_heads=4, tied=True),
+    "olmo2": lambda: dense("Olmo2", 4, 4, width=None, tied=False, windows=OLMO2),
+    "olmo2-gqa": lambda: dense("Olmo2", 4, 2, width=None, tied=False, windows=OLMO2),
+    "olmo3": lambda: dense("Olmo3", 4, 2, width=None, tied=False, theta=5e5, windows=OLMO3),
+    "olmo3-yarn": lambda: dense(
+        "Olmo3",
+        4,
+        2,
+        width=None,
+        tied=False,
+        theta=5e5,
+        yarn={"factor": 2.0, **TURNS},
+        windows=OLMO3,
+        local=5e5,
+    ),
     "olmoe": lambda: olmoe(kv_heads=4, normalised=False),
     "olmoe-gqa": lambda: olmoe(kv_heads=2, normalised=True),
     "qwen2-moe-shared-gate": qwen2_moe,
@@ -476,6 +498,13 @@ def feed_forward(hf: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return weights
 
 
+# of a layer, by the model's block
+NORMS = {
+    BlockKind.norm_before: {"attn_norm": "input", "body.norm": "post_attention"},
+    BlockKind.norm_after: {"attn_out_norm": "post_attention", "body.out_norm": "post_feedforward"},
+}
+
+
 def converted(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """Our parameter names -> Hugging Face weights."""
     weights = {"embedding": hf["model.embed_tokens.weight"], "norm.weight": hf["model.norm.weight"]}
@@ -483,7 +512,8 @@ def converted(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
         weights["head"] = hf["lm_head.weight"]
     for index in range(model.num_layers):
         ours, theirs = f"layers.{index}", f"model.layers.{index}"
-        weights[f"{ours}.attn_norm.weight"] = hf[f"{theirs}.input_layernorm.weight"]
+        for own, name in NORMS[model.block].items():
+            weights[f"{ours}.{own}.weight"] = hf[f"{theirs}.{name}_layernorm.weight"]
         if model.mla is None:
             of_heads = f"{theirs}.self_attn", model.num_kv_heads
             weights[f"{ours}.attn.wqkv"] = fused_qkv(hf, *of_heads)
@@ -494,7 +524,6 @@ def converted(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
         weights[f"{ours}.attn.wo"] = hf[f"{theirs}.self_attn.o_proj.weight"]
         for norm in ("q_norm", "k_norm") if model.qk_norm else ():
             weights[f"{ours}.attn.{norm}.weight"] = hf[f"{theirs}.self_attn.{norm}.weight"]
-        weights[f"{ours}.body.norm.weight"] = hf[f"{theirs}.post_attention_layernorm.weight"]
         weights |= {
             f"{ours}.body.{name}": value
             for name, value in feed_forward(hf, f"{theirs}.mlp").items()

@@ -31,17 +31,24 @@ def attention(
     h: int,
     spec: AttentionSpec,
     weights: AttentionWeights | LatentAttentionWeights,
+    *,
+    saved: bool,
 ) -> int:
-    """Attention of a layer from its normed input, of the kind that has these weights."""
+    """Attention of a layer from its input, of the kind that has these weights.
+
+    saved: the input stays for weight gradients; a norm does not recompute it.
+    """
     if isinstance(weights, LatentAttentionWeights):
-        return latent_attention(t, h, spec, weights)
-    return grouped_attention(t, h, spec, weights)
+        return latent_attention(t, h, spec, weights, saved=saved)
+    return grouped_attention(t, h, spec, weights, saved=saved)
 
 
-def grouped_attention(t: Trace, h: int, spec: AttentionSpec, weights: AttentionWeights) -> int:
+def grouped_attention(
+    t: Trace, h: int, spec: AttentionSpec, weights: AttentionWeights, *, saved: bool
+) -> int:
     """Queries, keys and values in one projection, optional norms, rotary positions, attention."""
     s = t.sizes
-    qkv = column_parallel(t, h, weights.wqkv, saved=not t.reruns(Recompute.norm))
+    qkv = column_parallel(t, h, weights.wqkv, saved=saved)
     q = qkv * s.heads // (s.heads + 2 * s.kv_heads)
     k = (qkv - q) // 2
     with t.rerun(t.reruns(Recompute.attn_core), keeps=qkv):
@@ -56,11 +63,12 @@ def grouped_attention(t: Trace, h: int, spec: AttentionSpec, weights: AttentionW
     return row_parallel(t, out, weights.wo)
 
 
-def latent_attention(t: Trace, h: int, spec: AttentionSpec, weights: LatentAttentionWeights) -> int:
+def latent_attention(
+    t: Trace, h: int, spec: AttentionSpec, weights: LatentAttentionWeights, *, saved: bool
+) -> int:
     """Multi-head latent attention: latents of a rank's own tokens, heads of all tokens."""
     s, mla = t.sizes, spec.mla
     assert mla is not None
-    saved = not t.reruns(Recompute.norm)
     if weights.q_a is None:
         q = column_parallel(t, h, weights.q_b, saved=saved)
     else:

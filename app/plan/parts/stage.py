@@ -15,6 +15,7 @@ from app.plan.layout import ParallelLayout
 from app.plan.model.experts import MoEBodyWeights
 from app.plan.model.fp8 import parts_in_fp8
 from app.plan.model.layer import LayerWeights
+from app.plan.model.norm import NormWeights
 from app.plan.model.vocabulary import table
 from app.plan.model.weight import Weight
 from app.plan.parts.attention import attention
@@ -100,16 +101,31 @@ def layer(
     again = t.reruns(Recompute.norm)
     with t.rerun(recompute.whole_layers, keeps=x):
         t.phase = PhaseName.attn
-        attention(t, norm(t, x, rerun=again), spec.attention, weights.attn)
-        t.add(x)
+        h = _input(t, x, weights.attn_norm)
+        attention(t, h, spec.attention, weights.attn, saved=weights.attn_norm is None or not again)
+        _added(t, x, weights.attn_out_norm)
         if isinstance(weights.body, MoEBodyWeights):
             moe_body(t, x, weights.body)
         else:
             t.phase = PhaseName.mlp
-            h = norm(t, x, rerun=again)
-            swiglu(t, h, weights.body.mlp, saved=not again, part=Recompute.mlp_act)
-            t.add(x)
+            body = weights.body
+            h = _input(t, x, body.norm)
+            saved = body.norm is None or not again
+            swiglu(t, h, body.mlp, saved=saved, part=Recompute.mlp_act)
+            _added(t, x, body.out_norm)
     return t.ops
+
+
+def _input(t: Trace, x: int, weights: NormWeights | None) -> int:
+    """Norm of the residual stream; the stream itself without one."""
+    return x if weights is None else norm(t, x, rerun=t.reruns(Recompute.norm))
+
+
+def _added(t: Trace, x: int, weights: NormWeights | None) -> None:
+    """Sum of the residual stream and an output, which may have a norm."""
+    if weights is not None:
+        norm(t, x)
+    t.add(x)
 
 
 def embedding(s: Sizes, weight: Weight) -> list[Operation]:
