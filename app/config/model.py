@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from app.choices import (
+    ActivationKind,
     Balance,
     BlockKind,
     CloneAlgorithm,
     DispatcherKind,
     DropPolicy,
     LayerType,
+    NormKind,
     Score,
     StaticCapacity,
     StaticOverflow,
@@ -24,6 +26,9 @@ from app.errors import ConfigError, FirstOf, Instead, nearest_divisors
 
 # a capacity of StaticConfig is a multiple of this: whole tiles of the grouped GEMM
 ROUNDED_ROWS = 128
+# numbers of a model that are above 0
+ABOVE_ZERO = ("rope_theta", "local_rope_theta", "norm_eps", "init_std", "query_pre_attn_scalar",
+              "attention_softcap", "logit_scale", "logit_softcap")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -268,9 +273,15 @@ class ModelConfig:
     norm_eps: float = 1e-5  # added to the mean square in RMSNorm
     # place of norms and residual connections in a layer
     block: BlockKind = BlockKind.norm_before
+    norm: NormKind = NormKind.rms  # of norms over hidden states
+    activation: ActivationKind = ActivationKind.silu  # of the gate of dense feed-forwards
     qk_norm: bool = False  # RMSNorm on each query and key head before the rotation
     # one RMSNorm over all query or key heads together (OLMoE), not one per head
     qk_norm_whole: bool = False
+    # attention scores are divided by its root; null: width of a head
+    query_pre_attn_scalar: float | None = None
+    # attention scores s become c · tanh(s / c) with this c (Gemma 2); null: as they are
+    attention_softcap: float | None = None
     qkv_bias: bool = False  # a bias on queries, keys and values (Qwen2)
     # tokens that a query sees in layers of type sliding_attention, itself included; null: no such
     # layer
@@ -281,6 +292,10 @@ class ModelConfig:
     # of each layer, or a shorter pattern that repeats: 1 with rotary positions, 0 without
     # (SmolLM3); empty: all layers have them
     no_rope_layers: tuple[int, ...] = ()
+    scale_embedding: bool = False  # multiply embeddings by √hidden_size
+    logit_scale: float | None = None  # factor on the logits; null: 1
+    # logits l become c · tanh(l / c) with this c, after logit_scale; null: as they are
+    logit_softcap: float | None = None
     tie_embeddings: bool = False  # share one matrix between embedding and head
     init_std: float = 0.02  # standard deviation of the initial weights
     # Hugging Face model whose weights a new run starts from, a folder or a name on the hub; null:
@@ -305,7 +320,7 @@ class ModelConfig:
             "vocab_size",
             "sliding_window",
         )
-        above_zero("model", self, "rope_theta", "local_rope_theta", "norm_eps", "init_std")
+        above_zero("model", self, *ABOVE_ZERO)
         if self.moe and self.moe.first_k_dense >= self.num_layers:
             rule = f"leaves none of the {self.num_layers} layers for experts"
             raise ConfigError(
@@ -447,6 +462,8 @@ class ModelConfig:
             qk_norm=self.qk_norm,
             qk_norm_whole=self.qk_norm_whole,
             qkv_bias=self.qkv_bias,
+            softcap=self.attention_softcap,
+            norm_plus_one=self.norm is NormKind.rms_plus_one,
             eps=self.norm_eps if self.mla is None else self.latent_eps,
             mla=self.mla,
         )
@@ -460,9 +477,9 @@ class ModelConfig:
     @property
     def softmax_scale(self) -> float | None:
         """Factor on attention scores; None means 1 / √(width of a key head)."""
-        if self.yarn is None:
-            return None
-        return self.yarn.growth(self.yarn.mscale_all_dim) ** 2 / math.sqrt(self.head_width)
+        growth = 1.0 if self.yarn is None else self.yarn.growth(self.yarn.mscale_all_dim) ** 2
+        scalar = self.query_pre_attn_scalar or self.head_width
+        return None if growth == 1 and scalar == self.head_width else growth / math.sqrt(scalar)
 
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether decoder layer `layer` (from 0) has routed experts."""

@@ -31,6 +31,7 @@ from app.fp8.ready import ReadyRows
 from app.hf.chunks import fill_chunks, fill_main_params
 from app.hf.pretrained import Pretrained
 from app.model.attention.chosen import library_attention, torch_attention
+from app.model.attention.softcap import SoftcapAttention
 from app.model.block import BLOCKS, Body, Layer
 from app.model.chunk import Chunk
 from app.model.init import init_weights
@@ -170,9 +171,18 @@ def _build_optimizer(
 def _attention(run: Run, groups: Groups, device: torch.device) -> Attend:
     """Choose the attention backend. Raises ConfigError, the same on every rank, if missing."""
     dtype = DTYPES[run.precision.params]
+    if run.model.attention_softcap is not None:
+        return SoftcapAttention(run.model.attention_softcap)
     if run.train.attention_backend is AttentionBackendKind.torch:
         return all_succeed(groups, lambda: torch_attention(run, dtype, device))
     return all_succeed(groups, lambda: library_attention(run, dtype, device))
+
+
+def _attention_alone(run: Run) -> Attend:
+    """Return attention that needs nothing of a host."""
+    if run.model.attention_softcap is not None:
+        return SoftcapAttention(run.model.attention_softcap)
+    return TorchAttention(run.train.deterministic)
 
 
 def _waits_unseen(run: Run, built: BuiltDispatcher, device: torch.device) -> bool:
@@ -259,7 +269,7 @@ def build_chunks(
                 layers,
                 stage.embedding,
                 head=stage.head,
-                attend=attend or TorchAttention(run.train.deterministic),
+                attend=attend or _attention_alone(run),
                 layer_groups=layer_groups,
                 chunk_tokens=run.loss.chunk_tokens,
             )

@@ -26,7 +26,14 @@ from tests.processes.init_from import engine_from, run_from
 from tests.runs import batches_of, make_run, train_steps, whole_parameters
 from tests.tensors.hf_parity import CASES, converted
 
-FAMILIES = ["olmo2", "olmo3-yarn"]  # of tests.hf_folders
+FAMILIES = [
+    "olmo2",
+    "olmo3-yarn",
+    "gemma2",
+    "gemma3_text",
+    "exaone4",
+    "cohere2",
+]  # of tests.hf_folders
 STEPS = 5
 OPTIM = OptimConfig(lr=1e-3, warmup_steps=2, eps=1e-5, weight_decay=0.1)
 

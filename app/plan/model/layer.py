@@ -16,8 +16,10 @@ from app.plan.model.mlp import MlpWeights
 from app.plan.model.norm import NormWeights
 from app.plan.model.weight import Part
 
-BEFORE = frozenset((BlockKind.norm_before,))  # blocks with a norm before each part
-BEHIND = frozenset((BlockKind.norm_after,))  # blocks with a norm behind each part
+# blocks with a norm before attention, before the feed-forward, behind each
+BEFORE_ATTENTION = frozenset(BlockKind) - {BlockKind.norm_after}
+BEFORE_BODY = BEFORE_ATTENTION - {BlockKind.parallel}
+BEHIND = frozenset((BlockKind.norm_after, BlockKind.norm_around))
 
 
 def _norm(model: ModelConfig, having: frozenset[BlockKind]) -> NormWeights | None:
@@ -37,7 +39,7 @@ class DenseBodyWeights(Part):
     def of(cls, model: ModelConfig) -> DenseBodyWeights:
         """Build the weights of one layer."""
         mlp = MlpWeights.of(model.hidden_size, model.ffn_hidden_size)
-        return cls(_norm(model, BEFORE), mlp, _norm(model, BEHIND))
+        return cls(_norm(model, BEFORE_BODY), mlp, _norm(model, BEHIND))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class LayerWeights(Part):
         """Build a decoder layer of the model (`ModelConfig.layer_specs`)."""
         moe = model.moe if spec.routed else None
         return cls(
-            _norm(model, BEFORE),
+            _norm(model, BEFORE_ATTENTION),
             attention_weights(spec.attention),
             _norm(model, BEHIND),
             DenseBodyWeights.of(model) if moe is None else MoEBodyWeights.of(model, moe),

@@ -135,7 +135,9 @@ def embedding(s: Sizes, weight: Weight) -> list[Operation]:
     whole = s.tokens * weight.shape[1] * s.size
     saves, kernels = (9 * s.tokens, 5) if cut else (0, 1)
     t.op(Work.other, 0, whole, saves, weight=s.weight(weight), stored=True, kernels=kernels)
-    scattered(t, whole)
+    local = scattered(t, whole)
+    if s.model.scale_embedding:
+        t.op(Work.other, local, local)
     return t.ops
 
 
