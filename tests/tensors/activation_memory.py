@@ -16,7 +16,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from app.choices import AttentionBackendKind, Dtype, Score
+from app.choices import (
+    ActivationKind,
+    AttentionBackendKind,
+    BlockKind,
+    Dtype,
+    NormKind,
+    Score,
+)
 from app.config import (
     DataConfig,
     MLAConfig,
@@ -46,10 +53,11 @@ from app.kernels.fp8 import swiglu as swiglu_fp8
 from app.kernels.fp8 import weights
 from app.kernels.routing import parts
 from app.model.attention import modules as attention
+from app.model.attention.softcap import SoftcapAttention
 from app.model.attention.transformer_engine import TransformerEngineAttention
 from app.model.block import Phase
 from app.model.chunk import Chunk
-from app.model.layers import layers, loss
+from app.model.layers import layers, loss, norms
 from app.model.layers.attend import BY_TORCH, Attend
 from app.model.layers.layer_groups import ALONE
 from app.model.layers.weight_grads import MainGradSink
@@ -107,6 +115,20 @@ MODELS = {
         DENSE, num_kv_heads=4, qk_norm=True, qk_norm_whole=True
     ),
     "grouped_tied": GROUPED,
+    "norm_after": dataclasses.replace(DENSE, block=BlockKind.norm_after),
+    "norm_around": dataclasses.replace(
+        DENSE,
+        block=BlockKind.norm_around,
+        norm=NormKind.rms_plus_one,
+        activation=ActivationKind.gelu_tanh,
+        scale_embedding=True,
+        qk_norm=True,
+        attention_softcap=50.0,
+        logit_softcap=30.0,
+    ),
+    "parallel": dataclasses.replace(
+        DENSE, block=BlockKind.parallel, norm=NormKind.layer, logit_scale=0.5
+    ),
     "one_kv_head": dataclasses.replace(DENSE, num_kv_heads=1, head_dim=32),
     "softmax": dataclasses.replace(DENSE, moe=SOFTMAX),
     "softmax_before": dataclasses.replace(GROUPED, moe=BEFORE),
@@ -132,6 +154,7 @@ CALLERS = (
     expert_rows,
     layers,
     loss,
+    norms,
     parts,
     permute,
     router,
@@ -222,6 +245,8 @@ def chunk_of(run: Run, embedding: bool = True, head: bool = True) -> Chunk:
         experts = 0 if model.moe is None else model.moe.num_experts
         layers[index] = build_layer(model, index, ALONE, dispatcher=LocalDispatcher(experts))
     attend: Attend = BY_TORCH
+    if model.attention_softcap is not None:
+        attend = SoftcapAttention(model.attention_softcap)
     if run.train.attention_backend is AttentionBackendKind.transformer_engine:
         attend = TransformerEngineAttention(run.train.deterministic)
     chunk = Chunk(model, layers, embedding, head=head, attend=attend)

@@ -30,6 +30,7 @@ from app.plan.stages import Stage
 
 # bytes that the loss saves per token: index of its label, log-sum-exp, validity
 PER_LABEL = 8 + 4 + 1
+SLOPE_TOKENS = 1024  # tokens whose logits' slopes exist at once
 LOSS_KERNELS = 9  # kernel launches after the logits
 
 T = TypeVar("T")
@@ -110,7 +111,9 @@ def layer(
             t.phase = PhaseName.mlp
             body = weights.body
             h = _input(t, x, body.norm)
-            saved = body.norm is None or not again
+            # in parallel to attention, which has saved the same input already
+            shared = body.norm is None and weights.attn_norm is not None
+            saved = not shared and (body.norm is None or not again)
             swiglu(t, h, body.mlp, saved=saved, part=Recompute.mlp_act)
             _added(t, x, body.out_norm)
     return t.ops
@@ -145,11 +148,16 @@ def head(s: Sizes, weight: Weight) -> list[Operation]:
     """Final norm and loss (`app.model.layers.loss`)."""
     t = Trace(s, phase="head")
     h = norm(t, s.stream)
+    # slopes of capped logits, fp32, of some tokens at a time (`app.model.layers.logits`)
+    slopes = 0
+    if s.model.logit_softcap is not None:
+        slopes = 2 * 4 * min(SLOPE_TOKENS, s.tokens) * s.shape(weight)[0]
     if s.run.loss.chunk_tokens is None:
         # backward overwrites the logits with their gradient
         logits = column_parallel(t, h, weight, stored=s.model.tie_embeddings)
         saves = logits + PER_LABEL * s.tokens
-        t.op(Work.loss, logits, 4, saves, passes=True, kernels=LOSS_KERNELS)
+        scratch = 0, slopes
+        t.op(Work.loss, logits, 4, saves, scratch=scratch, passes=True, kernels=LOSS_KERNELS)
         return t.ops
     # logits of a chunk of tokens at a time, recomputed in backward; the weight gradient is fp32
     chunk = min(s.run.loss.chunk_tokens, s.tokens)
@@ -169,7 +177,7 @@ def head(s: Sizes, weight: Weight) -> list[Operation]:
         weight=gemm.weight,
         stored=gemm.stored,
         waits=table_sum,
-        scratch=(whole - h + logits + following, 2 * whole - 2 * h + table_sum + least),
+        scratch=(whole - h + logits + following, 2 * whole - 2 * h + table_sum + least + slopes),
         kernels=LOSS_KERNELS + 2 * -(-s.tokens // chunk),
         flops=gemm.flops,
         flops_recomputed=gemm.flops,
