@@ -148,6 +148,8 @@ class AttentionSpec:
     qk_norm: bool  # RMSNorm on each query and key head
     qk_norm_whole: bool  # one RMSNorm over all query or key heads together instead
     qkv_bias: bool
+    softcap: float | None  # scores s become c · tanh(s / c); None: as they are
+    norm_plus_one: bool  # norms of heads are scaled by 1 + their weight
     eps: float  # of norms of heads, or of latents
     mla: MLAConfig | None = None  # None: grouped-query attention
 

@@ -49,8 +49,9 @@ THETA = 10000.0  # default base of rotary frequencies
 LATENT_EPS = 1e-6  # `transformers` uses it for norms of latents, whatever rms_norm_eps is
 
 
-# returns the fields of sliding windows, given the number of layers
+# returns the fields of sliding windows, given the number of layers; those of rotary positions
 Windows = Callable[[TheirConfig, int], dict[str, Any]]
+Positions = Callable[[TheirConfig], dict[str, Any]]
 
 
 def no_windows(config: TheirConfig, layers: int) -> dict[str, Any]:
@@ -77,6 +78,19 @@ def windows_from_layer(config: TheirConfig, layers: int) -> dict[str, Any]:
     window, first = _used_window(config), config.need("max_window_layers")
     usual = [FULL if layer < first else _type(window) for layer in range(layers)]
     return _windows(config, usual, window, per_layer=True)
+
+
+def windows_by_interval(interval: int) -> Windows:
+    """Return the reader of models whose layers have sliding_window, except every `interval`-th,
+    unless layer_types lists others.
+    """
+
+    def windows(config: TheirConfig, layers: int) -> dict[str, Any]:
+        window = config.value("sliding_window")
+        usual = [_type(window) if (layer + 1) % interval else FULL for layer in range(layers)]
+        return _windows(config, usual, window, per_layer=True)
+
+    return windows
 
 
 def windows_if_used(config: TheirConfig, layers: int) -> dict[str, Any]:
@@ -137,28 +151,50 @@ def _windows(
 
 
 def common(
-    config: TheirConfig, windows: Windows = no_windows, *, latent: bool = False
+    config: TheirConfig,
+    windows: Windows = no_windows,
+    positions: Positions | None = None,
+    *,
+    sizes: Mapping[str, str] = SIZES,
+    latent: bool = False,
 ) -> dict[str, Any]:
-    """Return the fields that all families have; `latent`: with multi-head latent attention."""
-    fields = config.renamed(SIZES)
+    """Return the fields that all families have; `latent`: with multi-head latent attention.
+
+    `positions` reads rotary positions that differ between layers.
+    """
+    fields = config.renamed(sizes)
     fields |= windows(config, fields["num_layers"])
     fields["num_kv_heads"] = config.get("num_key_value_heads", fields["num_heads"])
     fields["tie_embeddings"] = bool(config.get("tie_word_embeddings", False))
+    if positions is not None:
+        return fields | positions(config)
     return fields | rotary(config, latent=latent)
 
 
-def grouped(config: TheirConfig, windows: Windows = no_windows) -> dict[str, Any]:
+def grouped(
+    config: TheirConfig,
+    windows: Windows = no_windows,
+    positions: Positions | None = None,
+    *,
+    sizes: Mapping[str, str] = SIZES,
+) -> dict[str, Any]:
     """Return the fields of a model with grouped-query attention."""
-    fields = common(config, windows)
+    fields = common(config, windows, positions, sizes=sizes)
     usual, rest = divmod(fields["hidden_size"], fields["num_heads"] or 1)  # 0 is refused later
     width = config.get("head_dim", usual)
     fields["head_dim"] = None if width == usual and not rest else width
     return fields
 
 
-def dense(config: TheirConfig, windows: Windows = no_windows) -> dict[str, Any]:
+def dense(
+    config: TheirConfig,
+    windows: Windows = no_windows,
+    positions: Positions | None = None,
+    *,
+    sizes: Mapping[str, str] = SIZES,
+) -> dict[str, Any]:
     """Return the fields of a model without experts."""
-    fields = grouped(config, windows)
+    fields = grouped(config, windows, positions, sizes=sizes)
     return {**fields, "ffn_hidden_size": config.need("intermediate_size"), "moe": None}
 
 
@@ -258,18 +294,6 @@ def qwen3_moe(config: TheirConfig) -> dict[str, Any]:
     return {**fields, "qk_norm": True, "ffn_hidden_size": ffn, "moe": moe}
 
 
-def olmoe(config: TheirConfig) -> dict[str, Any]:
-    """OLMoE: norms over all query and all key heads."""
-    moe = {
-        "num_experts": config.either("num_experts", "num_local_experts"),
-        "top_k": config.need("num_experts_per_tok"),
-        "ffn_hidden_size": config.need("intermediate_size"),
-        "pre_softmax": not config.get("norm_topk_prob", False),
-        "aux_loss_coeff": config.get("router_aux_loss_coef", 0.0),
-    }
-    return {**grouped(config), "qk_norm": True, "qk_norm_whole": True, "moe": moe}
-
-
 def deepseek_v2(config: TheirConfig) -> dict[str, Any]:
     """DeepSeek-V2: probabilities are not normalised, groups are scored by their best expert."""
     config.only("scoring_func", "softmax")
@@ -330,7 +354,11 @@ def _deepseek(config: TheirConfig, moe: dict[str, Any]) -> dict[str, Any]:
 
 def rotary(config: TheirConfig, *, latent: bool) -> dict[str, Any]:
     """Return base and scaling of rotary frequencies; `latent`: of multi-head latent attention."""
-    said = _rotary_section(config)
+    return rotary_of(config, _rotary_section(config), latent=latent)
+
+
+def rotary_of(config: TheirConfig, said: TheirConfig, *, latent: bool = False) -> dict[str, Any]:
+    """Return base and scaling of the rotary frequencies that a section describes."""
     if sections := [name for name, value in said.values.items() if isinstance(value, dict)]:
         raise said.refusal(f"{said.name(sections[0])} is a section: other positions in some layers")
     said.only("partial_rotary_factor", 1)
@@ -407,7 +435,7 @@ def written(model: ModelConfig, family: str, architecture: str) -> dict[str, Any
         "num_key_value_heads": model.num_kv_heads,
         "tie_word_embeddings": model.tie_embeddings,
         "rope_theta": model.rope_theta,
-        "rope_scaling": _written_scaling(model),
+        "rope_scaling": written_scaling(model),
     }
     if model.mla is None:
         found["head_dim"] = model.head_width
@@ -428,7 +456,8 @@ def written_layers(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _written_scaling(model: ModelConfig) -> dict[str, Any] | None:
+def written_scaling(model: ModelConfig) -> dict[str, Any] | None:
+    """Return the section of scaled rotary frequencies; None if they are unscaled."""
     if model.llama3_rope is not None:
         values = {theirs: getattr(model.llama3_rope, ours) for ours, theirs in LLAMA3.items()}
         return {"rope_type": "llama3", **values}
@@ -451,18 +480,6 @@ def written_mixtral(moe: MoEConfig) -> dict[str, Any]:
         "num_local_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,
         "router_aux_loss_coef": moe.aux_loss_coeff,
-    }
-
-
-def written_olmoe(moe: MoEConfig) -> dict[str, Any]:
-    """Return the keys of experts in OLMoE's config.json."""
-    return {
-        "intermediate_size": moe.ffn_hidden_size,
-        "num_experts": moe.num_experts,
-        "num_experts_per_tok": moe.top_k,
-        "norm_topk_prob": not moe.pre_softmax,
-        "router_aux_loss_coef": moe.aux_loss_coeff,
-        "clip_qkv": None,
     }
 
 

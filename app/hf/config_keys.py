@@ -108,7 +108,8 @@ REASONS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 WITHOUT_EFFECT = {key: reason for reason, keys in REASONS.items() for key in keys}
 WITHOUT_EFFECT_IN: Mapping[str, Mapping[str, str]] = {
-    "qwen3_moe": {"max_window_layers": "use_sliding_window is for all layers or none"}
+    "qwen3_moe": {"max_window_layers": "use_sliding_window is for all layers or none"},
+    "gemma3_text": {"_sliding_window_pattern": "sliding_window_pattern has its number"},
 }
 # training noise of `transformers` that is not applied here; a message says so if it is not 0
 NOT_APPLIED = ("attention_dropout", "residual_dropout", "router_jitter_noise")

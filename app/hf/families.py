@@ -13,8 +13,17 @@ from typing import Any
 
 from app.config import ModelConfig, MoEConfig
 from app.errors import ConfigError, typed
+from app.hf import (
+    cohere2,
+    exaone4,
+    gemma,
+    glm4_moe_lite,
+    olmo,
+    qwen2_moe,
+    seed_oss,
+    tables,
+)
 from app.hf import config_json as config
-from app.hf import glm4_moe_lite, qwen2_moe, seed_oss, tables
 from app.hf.tables import NameLine
 from app.hf.their_config import NOWHERE, TheirConfig, shortened
 from app.plan.model.stage import NamedWeight, model_weights
@@ -138,10 +147,67 @@ FAMILIES = (
     Family(
         "olmoe",
         "OlmoeForCausalLM",
-        config.olmoe,
+        olmo.olmoe,
         (*_GROUPED, *tables.EXPERTS),
-        config.written_olmoe,
+        olmo.written_olmoe,
         defaults={"router_aux_loss_coef": 0.01},
+    ),
+    Family("olmo2", "Olmo2ForCausalLM", olmo.olmo2, olmo.LINES),
+    Family(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        olmo.olmo3,
+        olmo.LINES,
+        layers=("sliding_window", "layer_types"),
+        more=olmo.written_olmo3,
+        defaults={"sliding_window": 4096, "rope_theta": olmo.THETA},
+    ),
+    Family(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        gemma.gemma2,
+        gemma.LINES,
+        layers=("sliding_window", "layer_types"),
+        more=gemma.written,
+        defaults={
+            **gemma.DEFAULTS,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    Family(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        gemma.gemma3,
+        gemma.LINES,
+        layers=("sliding_window", "layer_types"),
+        more=gemma.written_gemma3,
+        defaults={**gemma.DEFAULTS, "rope_theta": gemma.THETA},
+    ),
+    Family(
+        "exaone4",
+        "Exaone4ForCausalLM",
+        exaone4.exaone4,
+        exaone4.LINES,
+        more=exaone4.written,
+        defaults={
+            "num_key_value_heads": 32,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
+    ),
+    Family(
+        "cohere2",
+        "Cohere2ForCausalLM",
+        cohere2.cohere2,
+        cohere2.LINES,
+        layers=("sliding_window", "layer_types"),
+        more=cohere2.written,
+        defaults={
+            "tie_word_embeddings": True,
+            "sliding_window": 4096,
+            "logit_scale": 0.0625,
+        },
     ),
     Family(
         "qwen3_moe",
@@ -283,6 +349,11 @@ def _essence(model: ModelConfig) -> dict[str, Any]:
     found["head_dim"] = None if model.mla else model.head_width
     found["layer_types"] = config.layer_types(model)
     found["no_rope_layers"] = config.rotated_layers(model)
+    found["query_pre_attn_scalar"] = float(model.query_pre_attn_scalar or model.head_width)
+    found["logit_scale"] = 1.0 if model.logit_scale is None else model.logit_scale
+    if model.local_rope_theta is not None:
+        ropes = {spec.attention.rope for spec in model.layer_specs}
+        found["local_rope_theta"] = model.local_rope_theta if len(ropes - {None}) > 1 else None
     if all(map(model.is_moe_layer, range(model.num_layers))):
         del found["ffn_hidden_size"]  # unused if every layer is MoE
     if model.mla is not None:

@@ -59,6 +59,26 @@ def _heads(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[
         first += heads
 
 
+def _heads_of_pairs(
+    model: ModelConfig, shape: Shape, theirs: Sequence[str]
+) -> Iterator[WeightPart]:
+    """Map queries, keys and values as `_heads`; values 2i and 2i + 1 of their query and key heads
+    are values i and i + width / 2 of ours.
+    """
+    groups, width, columns = model.num_kv_heads, model.head_width, shape[1]
+    queries = model.num_heads // groups
+    apart = (groups, queries + 2, 2, width // 2, columns)
+    first = 0
+    for name, heads in zip(theirs, (queries, 1, 1), strict=True):
+        ours = Block(apart, (0, first, 0, 0, 0), (groups, first + heads, 2, width // 2, columns))
+        same = name == theirs[-1]  # values are not rotated
+        pair = (2, width // 2) if same else (width // 2, 2)
+        order = (0, 1, 2, 3, 4) if same else (0, 1, 3, 2, 4)
+        whole = Block.whole(groups, heads, *pair, columns)
+        yield WeightPart(name, (groups * heads * width, columns), ours, whole, order)
+        first += heads
+
+
 def gate_up(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
     """Map gate and up projections, one after the other in ours."""
     _, ffn, hidden = shape
@@ -140,12 +160,29 @@ LATENT_ATTENTION = (
     NameLine("attn.kv_b", ("self_attn.kv_b_proj.weight",), whole),
 )
 QUERIES_OF_HIDDEN = NameLine("attn.q_b", ("self_attn.q_proj.weight",), whole)  # without a latent
-EVERY_LAYER = (
-    NameLine("attn_norm.weight", ("input_layernorm.weight",), whole),
+OUTPUTS = (  # of attention and dense feed-forwards, with the projections before them
     NameLine("attn.wo", ("self_attn.o_proj.weight",), whole),
-    NameLine("body.norm.weight", ("post_attention_layernorm.weight",), whole),
     NameLine("body.mlp.w_up", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), gate_up),
     NameLine("body.mlp.w_down", ("mlp.down_proj.weight",), whole),
+)
+EVERY_LAYER = (
+    *OUTPUTS,
+    NameLine("attn_norm.weight", ("input_layernorm.weight",), whole),
+    NameLine("body.norm.weight", ("post_attention_layernorm.weight",), whole),
+)
+NORM_BEFORE_ATTENTION = NameLine("attn_norm.weight", ("input_layernorm.weight",), whole)
+NORMS_AROUND = (
+    NORM_BEFORE_ATTENTION,
+    NameLine("attn_out_norm.weight", ("post_attention_layernorm.weight",), whole),
+    NameLine("body.norm.weight", ("pre_feedforward_layernorm.weight",), whole),
+    NameLine("body.out_norm.weight", ("post_feedforward_layernorm.weight",), whole),
+)
+NEIGHBOURING_PAIRS = NameLine(  # of rotary positions, in their queries and keys
+    "attn.wqkv", tuple(f"self_attn.{name}_proj.weight" for name in "qkv"), _heads_of_pairs
+)
+NORMS_BEHIND = (
+    NameLine("attn_out_norm.weight", ("post_attention_layernorm.weight",), whole),
+    NameLine("body.out_norm.weight", ("post_feedforward_layernorm.weight",), whole),
 )
 STACKED_EXPERTS = (
     NameLine("body.experts.w_up", ("mlp.experts.gate_up_proj",), _stacked_gate_up),

@@ -27,7 +27,8 @@ WHOLE = frozenset((
 NUMBER = frozenset((
     "rms_norm_eps", "rope_theta", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
     "low_freq_factor", "high_freq_factor", "router_aux_loss_coef", "routed_scaling_factor",
-    "aux_loss_alpha", "attention_factor",
+    "aux_loss_alpha", "attention_factor", "query_pre_attn_scalar", "attn_logit_softcapping",
+    "final_logit_softcapping", "rope_local_base_freq", "logit_scale", "layer_norm_eps",
 ))  # fmt: skip
 FLAG = frozenset(("tie_word_embeddings", "norm_topk_prob", "seq_aux", "use_sliding_window",
                   "truncate", "qkv_bias", "attention_bias", "attention_out_bias"))  # fmt: skip

@@ -93,7 +93,9 @@ def test_of_two_sections_of_positions_the_same_one_counts(tmp_path: Path):
 def test_defaults_are_those_of_the_class(family: Any):
     """The numbers one by one, too: above, several could stand for the same model."""
     theirs = config_class(family.model_type)()
-    values = {**theirs.to_dict(), "rope_theta": theirs.rope_parameters["rope_theta"]}
+    rotary = theirs.rope_parameters
+    rotary = rotary.get("full_attention", rotary)
+    values = {**theirs.to_dict(), "rope_theta": rotary["rope_theta"]}
     if "sliding_window" in family.defaults:
         values["sliding_window"] = type(theirs).sliding_window  # dropped where it is not used
     usual = {"rope_theta": 10000.0}

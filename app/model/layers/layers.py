@@ -18,11 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from app.choices import Recompute
+from app.choices import ActivationKind, Recompute
 from app.collectives import all_reduce
+from app.config import ModelConfig
 from app.config.attention import Llama3RopeConfig, Rope
 from app.kernels.common import usable
 from app.kernels.rms_norm import rms_norm, rms_norm_beside
+from app.kernels.swiglu import geglu as geglu_kernel
 from app.kernels.swiglu import swiglu as swiglu_kernel
 from app.model.layers.attend import BY_TORCH, Attend, DocumentOffsets
 from app.model.layers.layer_groups import ALONE, LayerGroups
@@ -285,13 +287,21 @@ def rotate(x_BSNH: Tensor, table: RotaryTable) -> Tensor:
 
 
 class Mlp(nn.Module):
-    """SwiGLU of a dense layer or shared expert: silu(x·gate) · (x·up) · down (Shazeer 2020).
+    """SwiGLU of a dense layer or shared expert: silu(x·gate) · (x·up) · down (Shazeer 2020), or
+    another activation.
 
     The first half of `w_up` is the gate; with tensor parallelism, this rank's part of it.
+    `activation` takes gate and up as two halves of the last dimension.
     """
 
-    def __init__(self, weights: MlpWeights, layer_groups: LayerGroups = ALONE) -> None:
+    def __init__(
+        self,
+        weights: MlpWeights,
+        layer_groups: LayerGroups = ALONE,
+        activation: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         super().__init__()
+        self.activation = activation or swiglu
         self.w_up = ColumnParallelLinear(weights.w_up, layer_groups)
         self.w_down = RowParallelLinear(weights.w_down, layer_groups)
 
@@ -306,11 +316,16 @@ class Mlp(nn.Module):
         """
         both = self.w_up.forward(x_BsD, sink)
         act = (
-            swiglu(both)
+            self.activation(both)
             if recompute is None
-            else recompute.checkpoint_and_discard(Recompute.mlp_act, swiglu, both)
+            else recompute.checkpoint_and_discard(Recompute.mlp_act, self.activation, both)
         )
         return self.w_down.forward(act, sink)
+
+
+def mlp(model: ModelConfig, weights: MlpWeights, layer_groups: LayerGroups) -> Mlp:
+    """Build the feed-forward of a dense layer, with the model's activation."""
+    return Mlp(weights, layer_groups, ACTIVATIONS[model.activation])
 
 
 def swiglu(both: Tensor) -> Tensor:
@@ -319,6 +334,17 @@ def swiglu(both: Tensor) -> Tensor:
         return swiglu_kernel(both, None)
     gate, up = both.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def geglu(both: Tensor) -> Tensor:
+    """Return gelu(gate) · up of the two halves of the last dimension, by the tanh approximation."""
+    if usable(both):
+        return geglu_kernel(both)
+    gate, up = both.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+ACTIVATIONS = {ActivationKind.silu: swiglu, ActivationKind.gelu_tanh: geglu}
 
 
 def expert_swiglu(both_R2F: Tensor, used: Tensor) -> Tensor:
