@@ -23,10 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.data.feed import Batch
-from app.engine.step.data_feed import StepInput
-from app.engine.step.executor import execute
-from app.engine.step.in_flight import RankStages
-from app.engine.step.transport import Transport
+from app.engine.step.executor import Executor, RankStages, Transport
+from app.engine.step.records import StepInput
 from app.engine.watchdog.watchdog import Watchdog
 from app.model.chunk import ChunkOutput
 from app.model.layers.layer_groups import LayerGroups
@@ -97,7 +95,8 @@ def main() -> None:
         device=torch.device("cpu"),
     )
     transport, watchdog = Transport(dist.group.WORLD, [0]), Watchdog(0, 60.0)
-    engine = partial(execute, actions, stages, NoParameters(), transport, watchdog, step)
+    executor = Executor(actions, stages, NoParameters(), transport=transport, watchdog=watchdog)
+    engine = partial(executor, step)
     plain = partial(by_hand, tiny, step)
     times = [(seconds(engine), seconds(plain)) for _ in range(rounds)]
     dist.destroy_process_group()
@@ -122,7 +121,6 @@ def step_input() -> StepInput:
         (batch,) * MICROBATCHES,
         torch.ones(MICROBATCHES),
         1.0,
-        scale=None,
         valid=torch.tensor(4 * MICROBATCHES),
     )
 

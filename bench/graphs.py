@@ -184,7 +184,7 @@ def measure(engine: Engine, steps: int, mutation: str | None) -> dict[str, Any]:
             batches_of(run, n, engine.groups.dp_rank), run.optim.lr, run.optim.weight_decay
         )
         times.append((time.perf_counter() - began) * 1e3)
-        seen.append((facts.loss, facts.norm_sq**0.5))
+        seen.append((facts.loss, facts.grad_norm))
         allocated.append(torch.cuda.memory_allocated())
     rank = engine.groups.pp_rank
     peak, planned = torch.cuda.max_memory_allocated(), engine.plan.memory[rank]

@@ -41,7 +41,8 @@ from app.engine.build import build_engine
 from app.engine.capture.facts import GraphFacts
 from app.engine.ranks.groups import create_groups, process_world
 from app.engine.step.engine import Engine
-from app.engine.step.step import StepFacts, TrainingStep
+from app.engine.step.records import StepReport
+from app.engine.step.step import TrainingStep
 from app.moe import phases
 from app.plan.cost.flops import flops_per_token
 from app.planner.plan import Plan
@@ -150,7 +151,7 @@ def routers_prefer(hot: str | None, run: Run, device: torch.device) -> Iterator[
         yield
 
 
-def rank_load(engine: Engine, facts: StepFacts, counts: Iterable[Tensor]) -> dict[str, float]:
+def rank_load(engine: Engine, report: StepReport, counts: Iterable[Tensor]) -> dict[str, float]:
     """Rows of the busiest expert-parallel rank over the mean: of a layer in a step; with clones of
     single microbatches, and what these computed.
     """
@@ -162,11 +163,11 @@ def rank_load(engine: Engine, facts: StepFacts, counts: Iterable[Tensor]) -> dic
         load_R = total_E.view(ranks, -1).sum(dim=1)
         loads.append(float(load_R.max() / load_R.double().mean()))
     found = {"rank_load": round(statistics.mean(loads), 3)} if loads else {}
-    if facts.routed_rows:
+    if report.moe_rank_load_before is not None and report.moe_rank_load_after is not None:
         found |= {
-            "rank_load_before": round(facts.busiest_before * ranks / facts.routed_rows, 3),
-            "rank_load_after": round(facts.busiest_after * ranks / facts.routed_rows, 3),
-            "clones": round(facts.clones / ranks),
+            "rank_load_before": round(report.moe_rank_load_before, 3),
+            "rank_load_after": round(report.moe_rank_load_after, 3),
+            "clones": report.moe_clones,
         }
     return found
 
@@ -177,7 +178,7 @@ def measure(engine: Engine, steps: int, top: int) -> dict[str, Any]:
     batches = [batches_of(run, kind, engine.groups.dp_rank) for kind in range(2)]
     for n in range(steps):
         began = time.perf_counter()
-        facts, totals = step(batches[n % 2], run.optim.lr, run.optim.weight_decay)
+        report, totals = step(batches[n % 2], run.optim.lr, run.optim.weight_decay)
         times.append((time.perf_counter() - began) * 1e3)
     peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     for _ in range(2):  # the first trace starts slowly
@@ -197,9 +198,9 @@ def measure(engine: Engine, steps: int, top: int) -> dict[str, Any]:
         "peak_gib": round(peak[0] / 2**30, 3),
         "planned_gib": round(planned.allocated / 2**30, 3),
         "reserved_gib": round(peak[1] / 2**30, 3),
-        **rank_load(engine, facts, totals.counts.values()),
+        **rank_load(engine, report, totals.counts.values()),
         "load_max_over_mean": round(statistics.mean(load), 2) if load else None,
-        "loss": facts.loss,
+        "loss": report.loss,
         **{name: round(value, 4) for name, value in graphs.items()},
         **kinds(profiler, top),
     }

@@ -115,7 +115,7 @@ def train_steps(run: Run, engine: Engine, steps: int, first: int = 0) -> list[tu
         facts, _ = training_step(
             batches_of(run, step, engine.groups.dp_rank), run.optim.lr, run.optim.weight_decay
         )
-        seen.append((facts.loss, facts.norm_sq**0.5))
+        seen.append((facts.loss, facts.grad_norm))
     return seen
 
 

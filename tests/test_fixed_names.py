@@ -12,7 +12,7 @@ import pytest
 
 from app.cli.options.compose import load_overrides
 from app.cli.options.keys import all_keys
-from app.engine.report.metrics import RollbackReport, StepReport, ValidationReport
+from app.engine.step.records import RollbackReport, StepReport, ValidationReport
 from app.planner.export import plan_json
 from app.planner.plan import Plan
 

@@ -42,7 +42,7 @@ class DataSplit:
 @dataclass(frozen=True)
 class Batch:
     """One microbatch, mostly int64. The feed gives whole sequences on the CPU; `Loader` in
-    `app.engine.step.data_feed` makes of them the tokens of this rank on its device.
+    `app.engine.step.step` makes of them the tokens of this rank on its device.
     """
 
     tokens_BS: torch.Tensor

@@ -24,7 +24,7 @@ from app.engine.ranks.agreement import all_succeed
 from app.engine.ranks.dtypes import DTYPES
 from app.engine.ranks.groups import Groups
 from app.engine.step.engine import Engine
-from app.engine.step.transport import Transport
+from app.engine.step.executor import Transport
 from app.engine.watchdog.watchdog import Watchdog
 from app.fp8.linear import Fp8Layers
 from app.fp8.ready import ReadyRows
@@ -32,12 +32,11 @@ from app.hf.chunks import fill_chunks, fill_main_params
 from app.hf.pretrained import Pretrained
 from app.model.attention.chosen import library_attention, torch_attention
 from app.model.attention.softcap import SoftcapAttention
-from app.model.block import BLOCKS, Body, Layer
+from app.model.block import BLOCKS, Body, Layer, StepState
 from app.model.chunk import Chunk
 from app.model.init import init_weights
 from app.model.layers.attend import Attend, TorchAttention
 from app.model.layers.layer_groups import LayerGroups
-from app.model.step_state import StepState
 from app.moe.dispatch.paged_buffer import build_paged_buffer
 from app.moe.phases import MoEBody, Router
 from app.moe.protocol import Dispatcher

@@ -138,7 +138,7 @@ def build_cloning(
         if peer
         else CollectiveClones(group, planned.own, echo.spares, shapes=shapes, device=device)
     )
-    return Cloning(echo, transport, rank=group.rank(), device=device)
+    return Cloning(echo, transport, rank=group.rank(), ranks=group.size(), device=device)
 
 
 def build_peer_transport(

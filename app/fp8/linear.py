@@ -29,18 +29,17 @@ from app.fp8.experts import Fp8GroupedLinear
 from app.fp8.quantised import Fp8Arithmetic, HeldWeight, Quantised
 from app.fp8.ready import ReadyRows
 from app.fp8.row_scaled import RowScaled
+from app.model.block import StepState
 from app.model.chunk import Chunk
-from app.model.layers.linear import ColumnParallelLinear, GroupedLinear, RowParallelLinear
-from app.model.layers.linear_backend import pushed
-from app.model.layers.tensor_parallel import (
+from app.model.layers.layer_groups import (
     OptionalGroup,
     gathered,
     scattered,
     start_gather,
     start_scatter,
 )
+from app.model.layers.linear import ColumnParallelLinear, GroupedLinear, RowParallelLinear, pushed
 from app.model.layers.weight_grads import FetchedGrad, WeightGrad, WeightGradSink
-from app.model.step_state import StepState
 from app.moe.experts import Experts
 
 
@@ -122,7 +121,7 @@ class Fp8Linear(HeldWeight):
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """x · weightᵀ for the tokens of all ranks of `group`, as `app.model.layers.linear_backend`."""
+    """x · weightᵀ for the tokens of all ranks of `group`, as `app.model.layers.linear`."""
 
     @staticmethod
     def forward(

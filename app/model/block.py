@@ -2,6 +2,7 @@
 
 The same list is run eagerly here, captured in part (`app.engine.capture.partial`) and recomputed
 in part (`run_layer`), because a phase touches nothing but its declared values and its parameters.
+What a feature keeps from step to step beside its parameters is a `StepState`.
 
 Shapes: B sequences, s tokens per sequence of this rank, D hidden, E experts of the layer.
 """
@@ -9,6 +10,7 @@ Shapes: B sequences, s tokens per sequence of this rank, D hidden, E experts of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -322,3 +324,37 @@ BLOCKS = {
     BlockKind.norm_around: BlockClasses(NormAroundLayer, NormAroundBody),
     BlockKind.parallel: BlockClasses(ParallelLayer, ParallelBody),
 }
+
+
+class StepState:
+    """State that must know where a step begins and ends; a run builds those of its features only.
+
+    Each method does nothing unless overridden. All but `stepped` only launch device work, and may
+    be captured.
+    """
+
+    @property
+    def capturable(self) -> bool:
+        """True if every later step launches the same kernels as this one."""
+        return True
+
+    def start_step(self) -> None:
+        """Prepare for the first forward of a step, or of its rerun."""
+
+    def sums(self) -> Mapping[str, Tensor]:
+        """Return scalars of this step by name, to be summed over all ranks."""
+        return {}
+
+    def finish_step(self, skipped: Tensor) -> None:
+        """Run the work that follows the update; `skipped` is 1 if it was skipped, else 0."""
+
+    def stepped(self, skipped: bool) -> None:
+        """Note on the host whether the update was skipped."""
+
+    def metrics(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+        """Return metrics of this step (fields of `StepReport`) from its `sums` over all ranks."""
+        return {}
+
+    def on_trial(self) -> AbstractContextManager[None]:
+        """Return a context for running layers outside of any step, to capture them."""
+        return nullcontext()

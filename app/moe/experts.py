@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from app.choices import Recompute
 from app.model.layers.layer_groups import ALONE, LayerGroups
 from app.model.layers.layers import expert_swiglu
-from app.model.layers.linear import GroupedLinear
-from app.model.layers.linear_backend import GroupedLinearBackend
+from app.model.layers.linear import GroupedLinear, GroupedLinearBackend
 from app.model.layers.recompute import Recomputation
 from app.model.layers.weight_grads import WeightGradSink
 from app.plan.model.experts import ExpertWeights

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from app.choices import Balance, Recompute
 from app.collectives import all_reduce
 from app.config import ModelConfig, MoEConfig
-from app.model.block import Body, Phase, RoutingReport
+from app.model.block import Body, Phase, RoutingReport, StepState
 from app.model.layers.layer_groups import LayerGroups, rank, size
 from app.model.layers.layers import Context, Mlp
 from app.model.layers.norms import norm_of_hidden
 from app.model.layers.weight_grads import WeightGradSink
-from app.model.step_state import StepState
 from app.moe.capacity import within_capacity
 from app.moe.experts import Dispatched, Experts
 from app.moe.protocol import Dispatcher, Origin, Prepared

@@ -9,7 +9,7 @@ An update has a root mean square of 0.2 before the learning rate, about that of 
 learning rates carry over (Liu et al. 2025, arXiv 2502.16982). Weight decay is decoupled. With
 `optim.muon.tp=blocks` the part of a matrix that a tensor-parallel rank holds counts as a matrix.
 
-Shapes: C matrices of M × N, M ≤ N.
+Shapes: C matrices of M × N.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from app.choices import MuonDtype, MuonTp, OptimizerKind
 from app.config import OptimConfig
 from app.kernels.common import usable
 from app.kernels.momentum import MovedSlices, apply_updates, push_momentum
+from app.kernels.polynomial import applied, gram, multiplies, squared
 from app.optim.shard import OptimizerGroups, Shard, Update
 from app.optim.whole_matrices import Peers, WholeMatrices
-from app.plan.sharding.optimizers import NEWTON_SCHULZ_STEPS, UPDATE_RMS, newton_schulz_flops
+from app.plan.sharding.optimizers import NEWTON_SCHULZ_STEPS, UPDATE_RMS, newton_schulz_cost
 
 # quintic polynomial a·X + b·(X·Xᵀ)·X + c·(X·Xᵀ)²·X, steep at 0 (Jordan et al. 2024)
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -35,16 +36,23 @@ LEAST_NORM = 1e-7
 
 
 def orthogonalise(matrices_CMN: Tensor) -> Tensor:
-    """Return matrices whose singular values are near 1 instead, M ≤ N, in the dtype of the
-    argument, which is overwritten.
+    """Return matrices whose singular values are near 1 instead, in the dtype of the argument, which
+    is overwritten.
     """
+    if matrices_CMN.shape[1] > matrices_CMN.shape[2]:  # X·Xᵀ of the shorter side is smaller
+        return orthogonalise(matrices_CMN.mT).mT
     a, b, c = COEFFICIENTS
     norm_C11 = torch.linalg.vector_norm(matrices_CMN, dim=(1, 2), keepdim=True)
     matrices_CMN.div_(norm_C11.clamp(min=LEAST_NORM))
+    kernels = multiplies(matrices_CMN)
     for _ in range(NEWTON_SCHULZ_STEPS):
-        gram_CMM = matrices_CMN @ matrices_CMN.mT
-        poly_CMM = torch.baddbmm(gram_CMM, gram_CMM, gram_CMM, beta=b, alpha=c)
-        matrices_CMN = torch.baddbmm(matrices_CMN, poly_CMM, matrices_CMN, beta=a)
+        if kernels:
+            poly_CMM = squared(gram(matrices_CMN), c, b)
+            matrices_CMN = applied(poly_CMM, matrices_CMN, a)
+        else:
+            gram_CMM = matrices_CMN @ matrices_CMN.mT
+            poly_CMM = torch.baddbmm(gram_CMM, gram_CMM, gram_CMM, beta=b, alpha=c)
+            matrices_CMN = torch.baddbmm(matrices_CMN, poly_CMM, matrices_CMN, beta=a)
     return matrices_CMN
 
 
@@ -83,7 +91,7 @@ class MuonUpdate:
         self.matrices = WholeMatrices(
             shards,
             inner,
-            cost=lambda stack: newton_schulz_flops(stack, inner.size),
+            cost=lambda stack: newton_schulz_cost(stack, inner.size),
             scale=update_scale,
         )
         main = shards[0].main

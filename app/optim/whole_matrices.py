@@ -8,7 +8,7 @@ another one over tensor-parallel ranks puts together matrices that these divide,
 the same way back. With n data-parallel ranks this sends 1/n as many elements as the reduce-scatter
 and all-gather do, and owners are balanced over all pieces of a rank, whatever bucket they are in.
 
-Shapes: C matrices of M × N, M ≤ N, in a batch.
+Shapes: C matrices of M × N in a batch.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class _Matrices(NamedTuple):
 
 @dataclass(slots=True)
 class _Batch:
-    """Matrices of equal shape, or its transpose, that are updated at once."""
+    """Matrices of equal shape that are updated at once."""
 
-    rows: int  # at most `columns`
+    rows: int
     columns: int
     count: int = 0
     parts: list[_Matrices] = field(default_factory=list)
@@ -133,9 +133,9 @@ class WholeMatrices:
         return sum(self._own)
 
     def update(self, own: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply `change` to batches of whole matrices, C × M × N, and return this rank's parts of
-        the results in the places of `own` (`slices`). `change` may overwrite its argument, and so
-        does this function.
+        """Apply `change` to batches of whole matrices, C × M × N whose rows are contiguous, and
+        return this rank's parts of the results in the places of `own` (`slices`). `change` may
+        overwrite its argument, and so does this function.
         """
         # 1. To the owners.
         held = self.outer.all_to_all(own, self._own, self._arriving)
@@ -147,10 +147,7 @@ class WholeMatrices:
         parts = self.inner.all_to_all(sent, self._sent, self._mine)
         # 2. Update, batch by batch.
         for batch in self._batches:
-            matrices_CMN = parts.new_empty(batch.count, batch.rows, batch.columns)
-            for inside, outside in self._views(matrices_CMN, parts, batch, whole=False):
-                inside.copy_(outside)
-            matrices_CMN = change(matrices_CMN)
+            matrices_CMN = change(self._whole(parts, batch))
             for inside, outside in self._views(matrices_CMN, parts, batch, whole=True):
                 outside.copy_(inside)
         # 3. And back.
@@ -223,13 +220,13 @@ class WholeMatrices:
         at = 0
         for each in mine:
             for stack in each.piece.stacks:
-                low, high = sorted(stack.shape(self.inner.size))
-                batch = open_batches.get((low, high))
-                if batch and (batch.count + stack.count) * low * high > LARGEST:
-                    yield open_batches.pop((low, high))
+                rows, columns = shape = stack.shape(self.inner.size)
+                batch = open_batches.get(shape)
+                if batch and (batch.count + stack.count) * rows * columns > LARGEST:
+                    yield open_batches.pop(shape)
                     batch = None
                 if batch is None:
-                    batch = open_batches[low, high] = _Batch(low, high)
+                    batch = open_batches[shape] = _Batch(rows, columns)
                 starts = (
                     at + stack.offset + rank * self._mine[0] for rank in range(self.inner.size)
                 )
@@ -237,6 +234,27 @@ class WholeMatrices:
                 batch.count += stack.count
             at += each.piece.numel
         yield from open_batches.values()
+
+    def _whole(self, parts: Tensor, batch: _Batch) -> Tensor:
+        """Return the matrices of a batch: a view if they are one stack of this rank that lies like
+        a batch, else copies.
+        """
+        (stack, _, starts), *others = batch.parts
+        experts, halves, groups, rows, _ = stack.sizes
+        by_expert, by_half, by_group, by_row, by_column = stack.strides
+        if (
+            not others
+            and self.inner.size == 1
+            and by_column == 1
+            and (experts == 1 or by_expert == halves * by_half)
+            and (groups == 1 or by_group == rows * by_row)
+        ):
+            shape = batch.count, batch.rows, batch.columns
+            return parts[starts[0] :].as_strided(shape, (by_half, by_row, 1))
+        matrices_CMN = parts.new_empty(batch.count, batch.rows, batch.columns)
+        for inside, outside in self._views(matrices_CMN, parts, batch, whole=False):
+            inside.copy_(outside)
+        return matrices_CMN
 
     def _views(
         self, matrices_CMN: Tensor, parts: Tensor, batch: _Batch, *, whole: bool
@@ -249,8 +267,6 @@ class WholeMatrices:
         for stack, first, starts in batch.parts:
             _, _, groups, rows, columns = stack.sizes
             matrices = matrices_CMN[first : first + stack.count]
-            if stack.shape(self.inner.size)[0] > batch.rows:
-                matrices = matrices.mT
             for rank, start in enumerate(starts):
                 inside = matrices
                 if stack.divided == 0:

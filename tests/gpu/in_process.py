@@ -71,7 +71,7 @@ def trained(
     for n in range(taken, steps):
         batches = easy_batches(run, n, groups.dp_rank)
         facts, _ = step(batches, run.optim.lr, run.optim.weight_decay)
-        found.append([facts.loss, facts.norm_sq])
+        found.append([facts.loss, facts.grad_norm])
         if validates and (n + 1) % validates == 0:
             found[-1].append(validation(easy_batches(run, HELD_OUT, groups.dp_rank))[0])
     if save_to is not None:

@@ -37,7 +37,7 @@ def losses(run: Run, device: str, steps: int = 5) -> list[float]:
         step = TrainingStep(engine)
         for n in range(steps):
             facts, _ = step(batches_of(run, n, 0), run.optim.lr, run.optim.weight_decay)
-            seen += [facts.loss, facts.norm_sq]
+            seen += [facts.loss, facts.grad_norm]
     return seen
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.model.layers.linear_backend import TorchLinear
+from app.model.layers.linear import TorchLinear
 from app.model.layers.loss import summed_loss
 from app.model.layers.weight_grads import GroupedLinearGrad
 from app.moe.permute import combine, permute, sort_by_expert

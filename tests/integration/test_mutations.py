@@ -88,7 +88,7 @@ BUGS = {
         "processes/test_tensor_parallel.py",
     ),
     "key gradients of one context-parallel rank": Bug(
-        "model/layers/context_parallel.py",
+        "model/layers/layer_groups.py",
         "reduce_scatter(own_BsF, parts_PBsF, ctx.group)",
         "own_BsF.copy_(parts_PBsF[ctx.group.rank()])",
         "processes/test_context_parallel.py",

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from app.engine.files.checkpoints import complete_checkpoints, newest_checkpoint
-from app.engine.report.metrics import RollbackReport, StepReport, ValidationReport
 from app.engine.report.trackers import NAMES
+from app.engine.step.records import RollbackReport, StepReport, ValidationReport
 from app.version import Version
 from tests.cases import chosen
 from tests.programs import Forked, run_forked

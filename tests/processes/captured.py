@@ -21,7 +21,7 @@ from app.config import (
     Run,
 )
 from app.engine.capture.facts import GraphFacts
-from app.engine.report.metrics import Meter, StepTimes
+from app.engine.report.metrics import Meter
 from app.engine.step.step import TrainingStep
 from app.plan.graphs import GraphPlan
 from tests.runs import TINY, batches_of, engine_of, make_run, whole_gradients
@@ -88,16 +88,15 @@ def trained(rank: int, run: Run, wrong: GraphPlan | None = None) -> dict[str, An
     meter = Meter(engine, first_step=1)
     if wrong is not None:
         # of the executor that is bound to the captured step
-        step.captured.args[0].args[1].args[1].graphs.plan = wrong
+        step.captured.args[0].args[1].stages.graphs.plan = wrong
     for n in range(STEPS):
         lr, decay = run.optim.lr / (1 + n), run.optim.weight_decay * (1 + n)
-        facts, totals = step(batches_of(run, n, engine.groups.dp_rank), lr, decay)
+        report, totals = step(batches_of(run, n, engine.groups.dp_rank), lr, decay)
         meter.count(totals)
         counts = {place: counts_E.tolist() for place, counts_E in totals.counts.items()}
-        seen.append((facts.loss, facts.norm_sq, facts.aux_loss, facts.z_loss, counts))
-    times = StepTimes(seconds=1.0, data_wait=0.0, blocked=None)
-    # All ranks measure together.
-    report = meter.report(run.train.steps, 0, facts, lr=0.0, weight_decay=0.0, times=times)
+        seen.append((report.loss, report.grad_norm, report.aux_loss, report.z_loss, counts))
+    report.step, report.step_ms = run.train.steps, 1e3
+    meter.complete(report)  # all ranks measure together
     finite = all(map(math.isfinite, seen[-1][:2]))
     biases = [router.bias_E.tolist() for _, router in engine.routers()]
     grads = {name: grad.numpy() for name, grad in whole_gradients(engine).items()} if finite else {}

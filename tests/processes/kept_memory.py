@@ -29,7 +29,7 @@ from app.engine.build import build_chunks
 from app.engine.dispatchers import build_dispatcher
 from app.engine.ranks.groups import create_groups
 from app.model.chunk import Chunk
-from app.model.layers.context_parallel import own_tokens
+from app.model.layers.layer_groups import own_tokens
 from app.model.layers.weight_grads import WeightGradQueue, WeightGradSink
 from app.moe.dispatch.paged_buffer import PagedBuffer
 from app.plan.actions import Backward, Forward

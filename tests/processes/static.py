@@ -121,7 +121,7 @@ def steps_of(rank: int, run: Run, in_a_row: int, favour: int = 0) -> dict[str, A
     for n in range(STEPS):
         facts, totals = step(batches_of(run, n, engine.groups.dp_rank), 1e-3, 0.1)
         counts = [counts_E.tolist() for counts_E in totals.counts.values()]
-        found["seen"].append((facts.loss, facts.norm_sq, facts.aux_loss, counts))
+        found["seen"].append((facts.loss, facts.grad_norm, facts.aux_loss, counts))
         found["again"].append(facts.reruns)
         found["needed"].append(needed[-1])
         held_out = batches_of(run, 100 + n, engine.groups.dp_rank)[:2]

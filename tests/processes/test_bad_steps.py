@@ -22,13 +22,12 @@ from app.engine.files.checkpoints import complete_checkpoints, newest_checkpoint
 from app.engine.files.run_folder import FolderLock, read_metrics
 from app.engine.ranks.agreement import rank_zero_says
 from app.engine.ranks.groups import create_groups
-from app.engine.report.metrics import StepReport
 from app.engine.run import trainer
 from app.engine.run.bad_steps import BadSteps, is_bad
 from app.engine.run.train import train
 from app.engine.start.start import find_start, load_all_data
 from app.engine.step.engine import Engine
-from app.engine.step.step import UpdateInput
+from app.engine.step.records import StepInput, StepReport
 from app.errors import DIVERGED, ConfigError, Diverged
 from app.optim.scale import LossScale
 from app.planner.plan import Plan
@@ -56,12 +55,11 @@ def bad_data(*numbers: int, rank: int | None = None) -> Poison:
     def poison(training: trainer.Trainer) -> None:
         step, count = training.training_step.eager, [0]
 
-        def poisoned(given: UpdateInput) -> Any:
+        def poisoned(given: StepInput) -> Any:
             count[0] += 1
             if count[0] in numbers and rank in (None, training.engine.groups.rank):
-                weights_M = given.step.loss_weights_M * math.nan
-                batches = dataclasses.replace(given.step, loss_weights_M=weights_M)
-                given = dataclasses.replace(given, step=batches)
+                weights_M = given.loss_weights_M * math.nan
+                given = dataclasses.replace(given, loss_weights_M=weights_M)
             return step(given)
 
         training.training_step.eager = training.training_step.captured = poisoned

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from app.engine.report.metrics import StepReport, ValidationReport
 from app.engine.report.sinks import Console
+from app.engine.step.records import StepReport, ValidationReport
 from tests.training import composed
 
 STEPS = 20

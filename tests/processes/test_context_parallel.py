@@ -23,7 +23,7 @@ from app.data.feed import Batch, make_batch
 from app.engine.decoding.generate import sample_tokens
 from app.engine.step.engine import Engine
 from app.engine.step.step import TrainingStep
-from app.model.layers.context_parallel import (
+from app.model.layers.layer_groups import (
     in_parts,
     in_sequence,
     own_tokens,

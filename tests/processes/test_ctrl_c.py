@@ -21,9 +21,9 @@ from app.engine.files import signals
 from app.engine.files.attempt import Attempt
 from app.engine.files.run_folder import newest_checkpoint
 from app.engine.files.signals import StopRequest, ctrl_c_held_back
-from app.engine.report.metrics import StepReport
 from app.engine.report.sinks import Console
 from app.engine.run.train import train
+from app.engine.step.records import StepReport
 from app.planner.plan import Plan
 from tests.forks import Process
 from tests.processes.stop import exit_code, launched

@@ -22,7 +22,7 @@ from app.config import (
 )
 from app.engine.decoding.generate import sample_tokens
 from app.engine.step.engine import Engine
-from app.engine.step.in_flight import InFlight
+from app.engine.step.executor import InFlight
 from app.engine.step.step import Validation
 from tests.cases import chosen
 from tests.distributed import run_distributed

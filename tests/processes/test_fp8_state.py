@@ -134,7 +134,7 @@ def taken_again(rank: int, run: Run) -> tuple[list[Any], list[int | None], Scale
     step, seen, again = TrainingStep(engine), [], []
     for number in range(STEPS):
         facts, _ = step(batches_of(run, number, engine.groups.dp_rank), 1e-3, 0.1)
-        seen.append((facts.loss, facts.norm_sq))
+        seen.append((facts.loss, facts.grad_norm))
         again.append(facts.reruns)
     scales = scales_of(engine)
     engine.release()

@@ -88,7 +88,7 @@ def taken(engine: Engine, first: int, saver: Saver | None, folder: Path) -> list
             batches = batches_of(run, n, engine.groups.dp_rank)
             facts, _ = step(batches, 1e-2 / (1 + n), 0.1 * (1 + n))
             updates += 1 - int(facts.skipped)
-            told.append((n, facts.loss, repr(facts.norm_sq), facts.skipped))  # nan is not nan
+            told.append((n, facts.loss, repr(facts.grad_norm), facts.skipped))  # nan is not nan
             for _ in range((0, 1, 0, 2)[n % 4]):  # one behind the other too
                 held_out = batches_of(run, 100 + n, engine.groups.dp_rank)[:2]
                 told.append((n, validation(held_out)))

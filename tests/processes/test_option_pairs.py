@@ -31,7 +31,7 @@ from app.cli.options.compose import all_keys
 from app.config import CudaGraphConfig, RecomputeConfig, Run
 from app.config.model import StaticConfig
 from app.data.feed import Batch, make_batch
-from app.engine.report.metrics import Meter, StepTimes
+from app.engine.report.metrics import Meter
 from app.engine.step.step import TrainingStep, Validation
 from app.errors import Diverged
 from app.optim.lr import lr_at
@@ -69,7 +69,7 @@ def trained(rank: int, run: Run, steps: int) -> dict[str, Any]:
     for number in range(1, steps + 1):
         rates = lr_at(number, run), run.optim.weight_decay
         try:
-            facts, totals = step(batches_of(run, number, dp_rank), *rates)
+            report, totals = step(batches_of(run, number, dp_rank), *rates)
         except Diverged:
             moe = run.model.moe
             assert moe is not None and moe.static.on_overflow is StaticOverflow.stop
@@ -77,10 +77,10 @@ def trained(rank: int, run: Run, steps: int) -> dict[str, Any]:
             return {"seen": seen}
         meter.count(totals)
         counts = {place: counts_E.tolist() for place, counts_E in totals.counts.items()}
-        seen.append((facts.loss, facts.norm_sq, facts.aux_loss, facts.z_loss, counts))
+        seen.append((report.loss, report.grad_norm, report.aux_loss, report.z_loss, counts))
         seen.append(validation(held_out))
-    times = StepTimes(seconds=1.0, data_wait=0.0, blocked=None)
-    meter.report(run.train.steps, 0, facts, lr=0.0, weight_decay=0.0, times=times)
+    report.step, report.step_ms = run.train.steps, 1e3
+    meter.complete(report)
     tensors = {f"gradient of {name}": value for name, value in whole_gradients(engine).items()}
     tensors |= whole_parameters(engine)
     tensors |= {f"bias of {key}": router.bias_E for key, router in engine.routers()}

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from app.config import Run
 from app.engine.ranks.groups import create_groups
-from app.engine.step.in_flight import InFlight
+from app.engine.step.executor import InFlight
 from app.engine.watchdog.watchdog import EXIT_STUCK, Watchdog
 from app.plan.layout import ParallelLayout
 from app.plan.schedule import peak_in_flight

@@ -43,9 +43,9 @@ from app.engine.files.run_folder import (
     describe_run,
     read_metrics,
 )
-from app.engine.report.metrics import ValidationReport
 from app.engine.report.sinks import Console, JsonLines
 from app.engine.start.start import Start, claim_start, find_start, preflight
+from app.engine.step.records import ValidationReport
 from app.errors import ConfigError
 from app.planner.plan import Plan
 from app.version import Version

@@ -18,11 +18,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from app.model.layers import linear_backend
+from app.model.layers import linear as linear_layers
 from app.model.layers.layer_groups import LayerGroups
 from app.model.layers.layers import Mlp
-from app.model.layers.linear import ColumnParallelLinear, VocabParallelEmbedding
-from app.model.layers.linear_backend import TorchLinear
+from app.model.layers.linear import ColumnParallelLinear, TorchLinear, VocabParallelEmbedding
 from app.model.layers.loss import summed_loss
 from app.model.layers.weight_grads import MainGradSink, WeightGrad, WeightGradQueue
 from app.plan.model.mlp import MlpWeights
@@ -187,8 +186,8 @@ def order_of_backward(rank: int, route: str) -> list[str]:
     out = module(torch.ones(1, 2, 4, requires_grad=True), sink)
     with Patches.context() as patch:
         for name, arrival in (("start_gather", "gathered"), ("start_scatter", "scattered")):
-            start = noted(getattr(linear_backend, name), name, arrival)
-            patch.setattr(linear_backend, name, start)
+            start = noted(getattr(linear_layers, name), name, arrival)
+            patch.setattr(linear_layers, name, start)
         out.sum().backward()
     seen.append("later")
     queue.run(add)

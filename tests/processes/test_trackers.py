@@ -21,8 +21,8 @@ from app.cli.sweeps import jobs
 from app.cli.sweeps.combinations import check_host
 from app.config import Run
 from app.engine.files.run_folder import read_metrics
-from app.engine.report.metrics import RollbackReport, StepReport, ValidationReport
 from app.engine.report.trackers import NAMES, PANELS, TENSORBOARD, TensorBoard, in_panels, tags
+from app.engine.step.records import RollbackReport, StepReport, ValidationReport
 from app.errors import ConfigError
 from app.planner.plan import Plan
 from tests.distributed import run_distributed

@@ -41,8 +41,8 @@ from app.engine.files.run_folder import read_metrics
 from app.engine.files.signals import StopRequest
 from app.engine.step import shortage
 from app.engine.step import step as stepping
-from app.engine.step.data_feed import StepInput
 from app.engine.step.engine import Engine
+from app.engine.step.records import StepInput
 from app.engine.step.shortage import RowShortage
 from app.engine.step.step import TrainingStep
 from app.errors import ConfigError
@@ -177,7 +177,7 @@ def history(rank: int, run: Run, bad: int | None) -> dict[str, Any]:
             before, state = state, state_of(engine)
             changed.append(not equal(before, state))
             skipped.append(bool(facts.skipped))
-            stops.append(bool(facts.stop))
+            stops.append(step.stops)
             # nan is not nan
             told.append((repr(facts), [value.numpy().tobytes() for value in state]))
     engine.release()
@@ -247,7 +247,7 @@ def rerun_states(rank: int, run: Run) -> dict[str, Any]:
         step = TrainingStep(engine)
         for n in range(STEPS):
             facts, _ = step(batches_of(run, n, engine.groups.dp_rank), 1e-3 / (1 + n), 0.1)
-            seen.append((facts.loss, facts.norm_sq, facts.skipped))
+            seen.append((facts.loss, facts.grad_norm, facts.skipped))
     found = {
         "seen": seen,
         "state": [value.numpy().tobytes() for value in state_of(engine)],

@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 import app.engine.step.step
-import app.model.layers.context_parallel
-import app.model.layers.tensor_parallel
+import app.model.layers.layer_groups
 import app.moe.row_collectives
 import app.optim.param_gather
 from app.config import Run
@@ -33,7 +32,7 @@ from app.engine.ranks.agreement import rank_zero_says
 from app.engine.ranks.groups import create_groups
 from app.engine.run.train import watch_over
 from app.engine.step.engine import Engine
-from app.engine.step.transport import Transport
+from app.engine.step.executor import Transport
 from app.engine.watchdog.activity import ThreadActivity
 from app.engine.watchdog.collectives import Collective, Recorded
 from app.engine.watchdog.heartbeats import Doing, Finding, Heartbeats, Record
@@ -194,10 +193,10 @@ def training(module: Any, name: str, group: str, says: str, **more: Any) -> Case
 
 CASES = {
     "tp": training(
-        app.model.layers.tensor_parallel, "all_gather", "tp", says="all_gather", parallel={"tp": 2}
+        app.model.layers.layer_groups, "all_gather", "tp", says="all_gather", parallel={"tp": 2}
     ),
     "cp": training(
-        app.model.layers.context_parallel, "all_gather", "cp", says="all_gather", parallel={"cp": 2}
+        app.model.layers.layer_groups, "all_gather", "cp", says="all_gather", parallel={"cp": 2}
     ),
     "dp": training(app.optim.param_gather, "all_gather", "dp_cp", says="all_gather"),
     "ep": training(
@@ -395,7 +394,7 @@ def exchange_under_capture(rank: int) -> tuple[list[tuple[str, int]], float]:
     mine = P2POp("F", 0, 0, peer=1 - rank, send=rank == 0)
     tensor = torch.tensor(float(5 - rank))
     with Patches.context() as patch:
-        patch.setattr("app.engine.step.transport._capturing", lambda: True)
+        patch.setattr("app.engine.step.executor._capturing", lambda: True)
         transport.post({mine: tensor})
     unfinished = transport.unfinished()
     transport.wait([mine])

@@ -21,10 +21,11 @@ from app.model.layers.linear import (
     GroupedLinear,
     LinearModule,
     RowParallelLinear,
+    TorchGroupedLinear,
+    TorchLinear,
     VocabParallelEmbedding,
     named_parameters,
 )
-from app.model.layers.linear_backend import TorchGroupedLinear, TorchLinear
 from app.model.layers.weight_grads import MainGradSink, WeightGrad, WeightGradQueue
 from app.plan.model.weight import Weight
 from tests.rounding import expect_alike, plain_and_exact
@@ -148,9 +149,7 @@ def test_one_back_end_computes_every_gemm(
     counts: Counter[tuple[str, str]] = Counter()
     for name, kind in (("linear", TorchLinear), ("grouped_linear", TorchGroupedLinear)):
         backend = counted(name, kind, counts)
-        monkeypatch.setattr(
-            app.model.layers.linear, f"{name}_backend", lambda backend=backend: backend
-        )
+        monkeypatch.setattr(app.model.layers.linear, kind.__name__, lambda backend=backend: backend)
     chunk = make_chunk(dataclasses.replace(TINY, moe=TINY_MOE))
     chunk.chunk_tokens = chunk_tokens
     inside = [module for module in chunk.layers.modules() if isinstance(module, LinearModule)]

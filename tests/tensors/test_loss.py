@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import app.model.layers.loss
-from app.model.layers.linear_backend import TorchLinear
+from app.model.layers.linear import TorchLinear
 from app.model.layers.loss import summed_loss
 from app.model.layers.weight_grads import WeightGradQueue
 from tests.rounding import expect_sums

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from app.engine.report.metrics import StepReport, rank_load
+from app.engine.report.metrics import rank_load
 from app.engine.report.pace import (
     SETTLING,
     SLOWER,
@@ -18,6 +18,7 @@ from app.engine.report.pace import (
     profile_fits,
     seconds_of_load,
 )
+from app.engine.step.records import StepReport
 from app.plan.cost.times import expected_load
 from app.planner.plan import Plan
 from tests.config import load

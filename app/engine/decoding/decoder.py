@@ -27,7 +27,7 @@ from app.engine.ranks.groups import Groups
 from app.model.chunk import Chunk
 from app.model.decoding.cached_chunk import CachedChunk
 from app.model.decoding.layer_caches import CacheSizes
-from app.model.layers.tensor_parallel import gather_tokens
+from app.model.layers.layer_groups import gather_tokens
 from app.planner.decoding import padded
 from app.planner.plan import Plan
 

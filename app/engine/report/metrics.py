@@ -1,4 +1,4 @@
-"""Reports of steps, and how their metrics are measured.
+"""Measure the metrics of a step's report that the step itself does not compute.
 
 One small tensor is copied to the host per step; memory and expert load are read at the log
 interval only.
@@ -8,10 +8,8 @@ Shapes: L MoE layers of this rank, E experts of each, R ranks that share them.
 
 from __future__ import annotations
 
-import dataclasses
 import resource
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,112 +22,15 @@ from app.engine.capture.facts import GraphFacts
 from app.engine.report.clones import clones_would_pay
 from app.engine.report.fp8 import Fp8Meter
 from app.engine.step.engine import Engine
-from app.engine.step.in_flight import StepTotals
-from app.engine.step.step import StepFacts
+from app.engine.step.records import StepReport, StepTotals
 from app.moe.clones.cloning import Cloning
 from app.plan.cost.flops import flops_per_token, peak_tflops
 
 GIB = 2**30
 
 
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """Metrics of one step; None for those that do not apply or were not measured."""
-
-    step: int  # optimizer steps so far
-    loss: float  # nats per token over the step
-    aux_loss: float  # weighted balancing loss, sum over MoE layers
-    z_loss: float  # weighted router z-loss, sum over MoE layers
-    lr: float  # learning rate of this update
-    weight_decay: float  # weight decay of this update
-    grad_norm: float  # global norm before clipping
-    skipped: int  # 1 when the update was skipped because the norm was not finite
-    tokens: int  # tokens trained on so far
-    time: float  # when this was reported, seconds since 1970
-    step_ms: float  # wall time of the step, ms; without validation and saving
-    data_wait_ms: float  # part of step_ms spent waiting for the step's batches, ms; rank 0
-    tokens_per_s: float  # all ranks together
-    tokens_per_s_per_gpu: float  # per rank
-    tflops_per_gpu: float  # model TFLOP/s per rank (docs/planning.md)
-    mfu: float | None = None  # tflops_per_gpu over the GPU's peak
-    # largest over ranks; GPU tensors, or resident memory of the process on CPU
-    memory_allocated_gib: float | None = None
-    memory_reserved_gib: float | None = None  # largest over ranks; held by the GPU allocator
-    memory_peak_gib: float | None = None  # largest over ranks; peak of memory_allocated_gib so far
-    graph_count: int | None = None  # captured CUDA graphs, largest over ranks
-    graph_capture_s: float | None = None  # seconds of capture, largest over ranks
-    graph_objects_gib: float | None = None  # largest over ranks; driver memory of the graphs
-    # largest over ranks; static buffers of inputs and gradients
-    graph_static_gib: float | None = None
-    graph_cut_gib: float | None = None  # largest over ranks; outputs of captured parts
-    # largest over ranks; the rest of the graphs' memory pools
-    graph_pool_gib: float | None = None
-    # max/mean tokens per expert since the last line, mean over MoE layers
-    moe_load_mean: float | None = None
-    moe_load_worst: float | None = None  # the same, worst MoE layer
-    # share of (token, expert) choices since the last line dropped for lack of capacity
-    moe_dropped: float | None = None
-    # 1 if the step was rerun because experts lacked memory for dispatched tokens
-    reruns: int | None = None
-    # dispatched tokens of the busiest expert-parallel rank over the mean, without clones
-    moe_rank_load_before: float | None = None
-    moe_rank_load_after: float | None = None  # the same with clones, as computed
-    # experts whose weights were sent to another rank, over all layers and microbatches
-    moe_clones: int | None = None
-    # share of the matrices in FP8 with entries beyond the largest number of their type, by
-    # layers and steps since the last line
-    fp8_overflow_inputs: float | None = None
-    fp8_overflow_weights: float | None = None
-    fp8_overflow_grads: float | None = None
-    fp8_overflow_worst: float | None = None  # the largest entry over the FP8 maximum
-    loss_scale: float | None = None  # factor on the loss in this step
-    # time that saving the step before blocked this one, ms
-    checkpoint_blocked_ms: float | None = None
-
-    def metrics(self) -> dict[str, Any]:
-        """Return the measured metrics by key."""
-        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
-
-
-@dataclass(frozen=True, slots=True)
-class ValidationReport:
-    """Mean loss over the held-out sequences after a step."""
-
-    step: int
-    val_loss: float  # nats per token
-    val_tokens: int  # tokens it was measured on
-    time: float = field(default_factory=time.time)  # when this was reported, seconds since 1970
-
-    def metrics(self) -> dict[str, Any]:
-        """Metric key -> value, for metrics.jsonl."""
-        return dataclasses.asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class RollbackReport:
-    """Rollback to a checkpoint after a non-finite step."""
-
-    step: int  # of the checkpoint; training continues after it
-    rollback_from: int  # the bad step
-    rollbacks: int  # so far in this process
-    time: float = field(default_factory=time.time)  # when this was reported, seconds since 1970
-
-    def metrics(self) -> dict[str, Any]:
-        """Metric key -> value, for metrics.jsonl."""
-        return dataclasses.asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """Wall times of a step on this rank's host."""
-
-    seconds: float  # of the step in all
-    data_wait: float  # seconds of waiting for its batches
-    blocked: float | None  # seconds blocked by a checkpoint before it; None if none was saved
-
-
 class Meter:
-    """Builder of step reports; accumulates expert counts between log intervals."""
+    """Completes step reports; accumulates expert counts between log intervals."""
 
     def __init__(self, engine: Engine, first_step: int) -> None:
         self.run = engine.plan.run
@@ -151,47 +52,21 @@ class Meter:
             self.counts[key] = counts_E + self.counts.get(key, 0)
         self.dropped = self.dropped + totals.dropped
 
-    def report(
-        self,
-        step: int,
-        tokens: int,
-        facts: StepFacts,
-        *,
-        lr: float,
-        weight_decay: float,
-        times: StepTimes,
-    ) -> StepReport:
-        """Build the report of a step; at the log interval all ranks measure memory and loads."""
+    def complete(self, report: StepReport) -> None:
+        """Add rates to a step's report; at the log interval all ranks measure memory and loads."""
         world = self.engine.groups.layout.world_size
-        seconds = times.seconds
-        tflops = self.flops_per_step / seconds / world / 1e12
-        at_interval = self._at_interval(step)
-        measured = self._memory() if at_interval or step == self.first_step else {}
+        seconds = report.step_ms / 1e3
+        report.time = time.time()
+        report.tokens_per_s = self.tokens_per_step / seconds
+        report.tokens_per_s_per_gpu = report.tokens_per_s / world
+        report.tflops_per_gpu = self.flops_per_step / seconds / world / 1e12
+        report.mfu = report.tflops_per_gpu / self.peak if self.peak else None
+        at_interval = self._at_interval(report.step)
+        measured = self._memory() if at_interval or report.step == self.first_step else {}
         if at_interval:
             measured |= self._expert_load() | self.fp8.metrics()
-        return StepReport(
-            step=step,
-            loss=facts.loss,
-            aux_loss=facts.aux_loss,
-            z_loss=facts.z_loss,
-            lr=lr,
-            weight_decay=weight_decay,
-            grad_norm=facts.norm_sq**0.5,
-            skipped=int(facts.skipped),
-            tokens=tokens,
-            time=time.time(),
-            step_ms=seconds * 1e3,
-            data_wait_ms=times.data_wait * 1e3,
-            tokens_per_s=self.tokens_per_step / seconds,
-            tokens_per_s_per_gpu=self.tokens_per_step / seconds / world,
-            tflops_per_gpu=tflops,
-            mfu=tflops / self.peak if self.peak else None,
-            reruns=facts.reruns,
-            loss_scale=facts.scale,
-            checkpoint_blocked_ms=None if times.blocked is None else times.blocked * 1e3,
-            **self._clones(facts),
-            **measured,
-        )
+        for key, value in measured.items():
+            setattr(report, key, value)
 
     def _at_interval(self, step: int) -> bool:
         return step % self.run.log.interval == 0 or step == self.run.train.steps
@@ -213,17 +88,6 @@ class Meter:
         if self.engine.state(Cloning) is not None:
             return None
         return rank_load(self.counts_LE, self.engine.groups.layout.ep)
-
-    def _clones(self, facts: StepFacts) -> dict[str, Any]:
-        """Return loads before and after cloning in this step; empty without clones."""
-        if self.engine.state(Cloning) is None:
-            return {}
-        ranks = self.engine.groups.layout.ep
-        return {
-            "moe_rank_load_before": facts.busiest_before * ranks / facts.routed_rows,
-            "moe_rank_load_after": facts.busiest_after * ranks / facts.routed_rows,
-            "moe_clones": round(facts.clones / ranks),
-        }
 
     def _memory(self) -> dict[str, Any]:
         found = memory_gib(self.engine.device)

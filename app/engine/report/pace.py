@@ -10,8 +10,8 @@ import torch
 
 from app.choices import GraphImpl
 from app.config import HardwareProfile
-from app.engine.report.metrics import StepReport
 from app.engine.step.engine import Engine
+from app.engine.step.records import StepReport
 from app.plan.cost.flops import peak_tflops
 from app.plan.cost.part_times import EXCHANGE, LAUNCHES
 from app.plan.cost.rates import measured

@@ -1,6 +1,6 @@
 """Loggers of reports ("sinks"): console and metrics.jsonl; experiment trackers are in `trackers`.
 
-Sinks receive frozen reports and never the trainer. The sinks of `app.model.layers.weight_grads` are
+Sinks receive reports and never the trainer. The sinks of `app.model.layers.weight_grads` are
 unrelated: they receive weight gradients.
 """
 
@@ -19,7 +19,7 @@ from app.config import Run
 from app.engine.files.metric_lines import line_of
 from app.engine.files.run_folder import METRICS, identity
 from app.engine.report.live_line import LiveLine
-from app.engine.report.metrics import RollbackReport, StepReport, ValidationReport
+from app.engine.step.records import RollbackReport, StepReport, ValidationReport
 from app.errors import ConfigError, warn, writing
 from app.plan.formatting import amount, count_of
 

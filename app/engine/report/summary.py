@@ -17,13 +17,13 @@ from app.engine.fast_paths import graphs_line, slow_paths
 from app.engine.files.checkpoints import fault_of_latest, newest_checkpoint
 from app.engine.fp8 import fp8_line
 from app.engine.ranks.dtypes import DTYPES
-from app.engine.report.metrics import ValidationReport
 from app.engine.report.pace import pace_line
 from app.engine.report.plot import LOSS, plot_run
 from app.engine.report.telling import telling
 from app.engine.report.trackers import TENSORBOARD
 from app.engine.start.start import Data, Start
 from app.engine.step.engine import Engine
+from app.engine.step.records import ValidationReport
 from app.errors import warn, writing
 from app.model.attention.chosen import attention_line
 from app.planner.summary import memory_line, summary_lines

@@ -14,8 +14,8 @@ from typing import Any
 
 from app.choices import WandbMode
 from app.engine.files.run_folder import PLAN, plain
-from app.engine.report.metrics import RollbackReport, StepReport, ValidationReport
 from app.engine.report.sinks import Sink
+from app.engine.step.records import RollbackReport, StepReport, ValidationReport
 from app.errors import warn
 from app.plan.formatting import drawable
 from app.planner.plan import Plan

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from app.choices import BadStep
 from app.config import TrainConfig
-from app.engine.report.metrics import StepReport
+from app.engine.step.records import StepReport
 from app.errors import Diverged
 from app.optim.scale import LossScale
 

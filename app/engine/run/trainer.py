@@ -37,14 +37,7 @@ from app.engine.files.run_folder import (
 )
 from app.engine.files.signals import StopRequest
 from app.engine.ranks.agreement import rank_zero_says
-from app.engine.report.metrics import (
-    Meter,
-    RollbackReport,
-    StepReport,
-    StepTimes,
-    Stopwatch,
-    ValidationReport,
-)
+from app.engine.report.metrics import Meter, Stopwatch
 from app.engine.report.pace import pace_of
 from app.engine.report.sinks import Console, JsonLines, Sink
 from app.engine.report.summary import print_opening, sum_up
@@ -55,6 +48,7 @@ from app.engine.run.ready import StartTimes
 from app.engine.start.kept_tokenizer import end_of, keep_tokenizer
 from app.engine.start.start import Data, Start
 from app.engine.step.engine import Engine
+from app.engine.step.records import RollbackReport, StepReport, ValidationReport
 from app.engine.step.step import TrainingStep, Validation
 from app.errors import Diverged, writing
 from app.optim.lr import lr_at
@@ -294,22 +288,24 @@ class Trainer:
     def step(self, stopwatch: Stopwatch) -> StepReport:
         """Train on the next global batch; `stopwatch` measures time from step to step."""
         run = self.run
-        updates = self.progress.updates + 1
-        lr = lr_at(updates, run)
-        decay = run.optim.weight_decay
+        lr = lr_at(self.progress.updates + 1, run)
         following = self.feed.look_ahead if self.progress.step + 1 < run.train.steps else None
         began = time.perf_counter()
         batches = self.feed.next_step()
         data_wait = time.perf_counter() - began
-        facts, totals = self.training_step(batches, lr, decay, following)
+        report, totals = self.training_step(batches, lr, run.optim.weight_decay, following)
         self.meter.count(totals)
+        report.step = self.progress.step + 1
+        report.tokens = self.progress.tokens + self.meter.tokens_per_step
+        updates = self.progress.updates + 1 - report.skipped
+        self.progress = Progress(report.step, updates, report.tokens)
         # a stop request during the last step changes nothing: the run ends anyway
-        self.stops = bool(facts.stop) and self.progress.step + 1 < run.train.steps
-        taken = self.progress.step + 1
-        tokens = self.progress.tokens + self.meter.tokens_per_step
-        self.progress = Progress(taken, self.progress.updates + 1 - int(facts.skipped), tokens)
-        times = StepTimes(stopwatch.lap(), data_wait, self.saver.blocked())
-        return self.meter.report(taken, tokens, facts, lr=lr, weight_decay=decay, times=times)
+        self.stops = self.training_step.stops and report.step < run.train.steps
+        report.step_ms, report.data_wait_ms = stopwatch.lap() * 1e3, data_wait * 1e3
+        blocked = self.saver.blocked()
+        report.checkpoint_blocked_ms = None if blocked is None else blocked * 1e3
+        self.meter.complete(report)
+        return report
 
     def _validates_now(self) -> bool:
         step = self.progress.step

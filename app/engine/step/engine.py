@@ -19,12 +19,10 @@ from app.engine.capture.recorder import Recorder
 from app.engine.capture.transformer_engine import GraphsByTransformerEngine, graphed_callables
 from app.engine.ranks.dtypes import DTYPES
 from app.engine.ranks.groups import Groups
-from app.engine.step.executor import ForwardBackward, execute
-from app.engine.step.in_flight import RankStages
-from app.engine.step.transport import Transport
+from app.engine.step.executor import Executor, ForwardBackward, RankStages, Transport
 from app.engine.watchdog.watchdog import Watchdog
+from app.model.block import StepState
 from app.model.chunk import Chunk
-from app.model.step_state import StepState
 from app.moe.dispatch.paged_buffer import PagingDispatcher
 from app.moe.dispatch.static import StaticDispatcher
 from app.moe.phases import MoEBody, Router
@@ -158,6 +156,6 @@ def select_forward_backward(
         sink=engine.optimizer.main_grad_sink(),
         graphs=graphs,
     )
-    return partial(
-        execute, lists[rank], stages, engine.optimizer, engine.transport, engine.watchdog
+    return Executor(
+        lists[rank], stages, engine.optimizer, transport=engine.transport, watchdog=engine.watchdog
     )

@@ -1,14 +1,13 @@
 """Run one optimizer step of a rank, or one validation: microbatches in, metrics out.
 
-Shapes: E experts of a layer, N numbers of a step.
+Shapes: B sequences, S tokens per sequence, M microbatches, E experts of a layer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -16,29 +15,122 @@ from torch import Tensor
 
 from app.choices import GraphImpl, Normalize
 from app.collectives import all_reduce
-from app.data.feed import Batch
+from app.data.feed import IGNORED, Batch
 from app.engine.capture.full_iteration import FullIteration
 from app.engine.capture.partial import PartialGraphs
 from app.engine.files.signals import StopRequest
-from app.engine.step.data_feed import Loader, StepInput, step_input
+from app.engine.ranks.groups import Groups
 from app.engine.step.engine import Engine, build_partial_graphs, select_forward_backward
 from app.engine.step.executor import ForwardBackward
-from app.engine.step.in_flight import StepTotals
+from app.engine.step.records import StepInput, StepReport, StepTotals
 from app.engine.step.shortage import RowShortage
 from app.kernels.adamw import update_rates
+from app.model.layers.layer_groups import own_tokens
 from app.moe.router import update_bias
 from app.plan.recompute import recompute_policy, with_full_recompute
 
-
-@dataclass(frozen=True, slots=True)
-class Passes:
-    """Results of a step's forwards and backwards on this rank, on the device."""
-
-    totals: StepTotals
-    norm_sq: Tensor  # fp32 scalar; squared norm of this rank's gradients
+LoadedBatches = tuple[tuple[Batch, ...], Tensor]  # microbatches; tokens with a label, int64 [M]
 
 
-def run_passes(engine: Engine, forward_backward: ForwardBackward, step: StepInput) -> Passes:
+class Loader:
+    """Loader of this rank's part of microbatches; copies overlap with the GPU's computation."""
+
+    def __init__(self, groups: Groups, device: torch.device) -> None:
+        self.groups = groups
+        self.device = device
+        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.ahead: tuple[Sequence[Batch], LoadedBatches, torch.cuda.Event | None] | None = None
+
+    def start(self, batches: Sequence[Batch]) -> None:
+        """Start to load the batches that `take` will get next."""
+        if self.side is None:
+            self.ahead = batches, self._load(batches), None
+            return
+        with torch.cuda.stream(self.side):
+            loaded = self._load(batches)
+            there = torch.cuda.Event()
+            there.record()
+        self.ahead = batches, loaded, there
+
+    def take(self, batches: Sequence[Batch]) -> LoadedBatches:
+        """Return the microbatches on the device, and how many tokens of each have a label."""
+        if self.ahead is None or self.ahead[0] is not batches:
+            self.start(batches)
+        assert self.ahead is not None
+        (_, loaded, there), self.ahead = self.ahead, None
+        if there is not None:
+            here = torch.cuda.current_stream()
+            here.wait_event(there)
+            # The tensors come from the side stream: the allocator must not reuse their memory
+            # there while this stream still reads them.
+            for tensor in (tensor for batch in loaded[0] for tensor in _tensors(batch)):
+                tensor.record_stream(here)
+            loaded[1].record_stream(here)
+        return loaded
+
+    def _load(self, batches: Sequence[Batch]) -> LoadedBatches:
+        seq_len = batches[0].tokens_BS.shape[1]
+        own_S = own_tokens(seq_len, self.groups.layout.cp, self.groups.cp_rank)
+        # counted on the CPU over whole sequences, hence the same on all context-parallel ranks
+        counts_M = torch.stack([(batch.labels_BS != IGNORED).sum() for batch in batches])
+        return tuple(self._part(batch, own_S) for batch in batches), self._move(counts_M)
+
+    def _part(self, batch: Batch, own_S: Tensor) -> Batch:
+        ends = batch.ends_BD
+        return Batch(
+            tokens_BS=self._move(batch.tokens_BS[:, own_S]),
+            labels_BS=self._move(batch.labels_BS[:, own_S]),
+            positions_BS=self._move(batch.positions_BS[:, own_S]),
+            ends_BD=None if ends is None else self._move(ends),
+        )
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        if self.side is None:
+            return tensor
+        # only copies from pinned memory are asynchronous to the host
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    ends = [] if batch.ends_BD is None else [batch.ends_BD]
+    return [batch.tokens_BS, batch.labels_BS, batch.positions_BS, *ends]
+
+
+def step_input(
+    loaded: LoadedBatches,
+    normalize: Normalize,
+    dp: int,
+    groups: Groups,
+    *,
+    scale: Tensor | None = None,
+    rates_2: Tensor | None = None,
+    stop: Tensor | None = None,
+) -> StepInput:
+    """Return the input of a step: microbatches with the weights of their losses; the rest as given.
+
+    `token` divides every microbatch's loss by the valid tokens of the global batch, so that all
+    tokens weigh the same. `microbatch` divides it by its own valid tokens and by the number of
+    microbatches. The divisor stays on the device.
+    """
+    batches, counts_M = loaded
+    valid = counts_M.sum()
+    all_reduce(valid, groups.dp_control)
+    if normalize is Normalize.token:
+        weights_M = valid.clamp(min=1).float().reciprocal().expand(len(batches))
+    else:
+        weights_M = (counts_M.clamp(min=1) * (len(batches) * dp)).float().reciprocal()
+    return StepInput(
+        batches,
+        weights_M,
+        1.0 / (len(batches) * dp),
+        valid=valid,
+        scale=scale,
+        rates_2=rates_2,
+        stop=stop,
+    )
+
+
+def run_passes(engine: Engine, forward_backward: ForwardBackward, step: StepInput) -> StepTotals:
     """Clear main gradients, run all passes, and compute the norm; one graph can hold all of it."""
     optimizer = engine.optimizer
     optimizer.begin()
@@ -47,79 +139,14 @@ def run_passes(engine: Engine, forward_backward: ForwardBackward, step: StepInpu
         state.start_step()
     totals = forward_backward(step)
     optimizer.finish_grads()
-    return Passes(totals, optimizer.local_norm_sq())
+    totals.norm_sq = optimizer.local_norm_sq()
+    return totals
 
 
 def run_forwards(engine: Engine, forwards: ForwardBackward, step: StepInput) -> StepTotals:
     """Run the forwards of a validation."""
     engine.optimizer.begin()
     return forwards(step)
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateInput:
-    """Microbatches of a step and host values of its update, on the device."""
-
-    step: StepInput
-    rates_2: Tensor  # learning rate and weight decay (`update_rates`)
-    # fp32 scalar: 1 if this process was asked to stop, else 0. None if the host checks only at the
-    # update, later and therefore with the latest state
-    stop: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class StepFacts:
-    """Numbers of a step that the host reads in its one wait per step."""
-
-    norm_sq: float
-    loss: float
-    aux_loss: float
-    z_loss: float
-    missing: float  # ranks whose experts lacked memory for dispatched tokens
-    stop: float  # ranks that were told to stop
-    skipped: float
-    scale: float | None = None  # factor on the loss
-    # 1 if the step was rerun with memory for all tokens; None if memory cannot lack
-    reruns: int | None = None
-    # sums over all ranks of their groups' clone counters (`app.moe.clones.cloning`)
-    busiest_before: float = 0.0
-    busiest_after: float = 0.0
-    routed_rows: float = 0.0
-    clones: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class StepSums:
-    """Numbers of a step in one device tensor, so that one all-reduce sums them over all ranks."""
-
-    names: tuple[str, ...]  # fields of `StepFacts`
-    values_N: Tensor  # fp32
-
-    @classmethod
-    def of(cls, parts: Mapping[str, Tensor | float], like: Tensor) -> StepSums:
-        """Stack this rank's numbers; `like` is any tensor on the device."""
-
-        def scalar(part: Tensor | float) -> Tensor:
-            # new_full only launches a kernel; copying a host number would wait for the device
-            return part.float() if isinstance(part, Tensor) else like.new_full((), part)
-
-        return cls(tuple(parts), torch.stack([scalar(part) for part in parts.values()]))
-
-    def __getitem__(self, name: str) -> Tensor:
-        """Return one of the numbers, a scalar."""
-        return self.values_N[self.names.index(name)]
-
-    def with_value(self, name: str, value: Tensor) -> StepSums:
-        """Append a number that is equal on all ranks."""
-        return StepSums((*self.names, name), torch.cat((self.values_N, value[None])))
-
-    def read(self) -> StepFacts:
-        """Copy the numbers to the host, which waits for the device."""
-        return StepFacts(**dict(zip(self.names, self.values_N.tolist(), strict=True)))
-
-
-StepOutcome = tuple[StepTotals, StepSums]
-TakeStep = Callable[[UpdateInput], StepOutcome]
 
 
 class TrainingStep:
@@ -134,12 +161,13 @@ class TrainingStep:
         self.run = engine.plan.run
         self.engine = engine
         self.request = request or StopRequest()
+        self.stops = False  # True once a rank was asked to stop
         self.taken = 0  # steps of this process
         self.loader = Loader(engine.groups, engine.device)
         forward_backward = select_forward_backward(engine, engine.plan.actions)
         self.shortage = RowShortage.of(engine)
         self.passes = partial(run_passes, engine, forward_backward)
-        self.eager: TakeStep = partial(self._take, self.passes)
+        self.eager: ForwardBackward = partial(self._take, self.passes)
         self.graphs: PartialGraphs | None = None
         self.captured = self._captured()
         self.with_all_rows = self.eager
@@ -149,7 +177,7 @@ class TrainingStep:
             again = select_forward_backward(engine, engine.plan.actions, policy=whole_layers)
             self.with_all_rows = partial(self._take, partial(run_passes, engine, again))
 
-    def _captured(self) -> TakeStep:
+    def _captured(self) -> ForwardBackward:
         engine = self.engine
         recorder = self.engine.recorder
         if recorder is None:
@@ -176,91 +204,108 @@ class TrainingStep:
         lr: float,
         weight_decay: float,
         following: Callable[[], Sequence[Batch]] | None = None,
-    ) -> tuple[StepFacts, StepTotals]:
-        """Train on a step's microbatches; while the device computes, load the `following` ones."""
-        # 1. Inputs: microbatches, loss weights, learning rate; all on the device.
-        loss_scale = self.engine.loss_scale
-        scale = None if loss_scale is None else loss_scale.value
+    ) -> tuple[StepReport, StepTotals]:
+        """Train on a step's microbatches; while the device computes, load the `following` ones.
+
+        The report has what the step has computed; times and rates are missing.
+        """
+        # 1. Input: microbatches, loss weights, learning rate; all on the device.
+        engine = self.engine
+        captures = self.taken >= self.run.cuda_graph.warmup_steps and engine.capturable
+        loss_scale = engine.loss_scale
         step = step_input(
             self.loader.take(batches),
             self.run.loss.normalize,
             self.run.dp,
-            groups=self.engine.groups,
-            scale=scale,
+            groups=engine.groups,
+            scale=None if loss_scale is None else loss_scale.value,
+            rates_2=update_rates(lr, weight_decay, engine.device),
+            stop=self._wanted() if captures and self.run.cuda_graph.optimizer else None,
         )
         # noted for the watchdog here, since a replayed graph notes no actions
-        self.engine.watchdog.step("forwards and backwards of a step")
-        captures = self.taken >= self.run.cuda_graph.warmup_steps and self.engine.capturable
+        engine.watchdog.step("forwards and backwards of a step")
         if captures and self.graphs is not None:
             self.graphs.before_step(step.batches[0])
-        given = UpdateInput(
-            step,
-            update_rates(lr, weight_decay, self.engine.device),
-            self._wanted() if captures and self.run.cuda_graph.optimizer else None,
-        )
         # 2. Passes and update. On a GPU this only launches work.
         if self.shortage is not None:
             self.shortage.begin()
-        totals, sums = (self.captured if captures else self.eager)(given)
+        totals = (self.captured if captures else self.eager)(step)
         self.taken += 1
         # 3. Load the next batches while the device works.
         if following is not None:
-            self.engine.watchdog.rest("reading the next batches")
+            engine.watchdog.rest("reading the next batches")
             # Suppress read errors here. `next_step` raises them after report and save.
             with suppress(Exception):
                 self.loader.start(following())
-            self.engine.watchdog.note("the end of the step")
+            engine.watchdog.note("the end of the step")
         # 4. The one wait of the host.
-        facts = sums.read()
+        numbers = totals.read()
         # 5. Rerun the step if experts lacked memory; its update was skipped on the device.
+        lacked = numbers["missing"] > 0
         if self.shortage is not None:
-            lacked = facts.missing > 0
             if lacked:
                 with self.shortage.again():
-                    totals, sums = self.with_all_rows(given)
-                facts = sums.read()
-            facts = replace(facts, reruns=int(lacked))
+                    totals = self.with_all_rows(step)
+                numbers = totals.read()
             if self.shortage.grows(lacked):
                 self._capture_anew()
-        self.engine.watchdog.rest("between steps")
-        for state in self.engine.states:
-            state.stepped(bool(facts.skipped))
-        if loss_scale is None:
-            return facts, totals
-        used = loss_scale.scale  # the gradients of this step were computed with it
-        loss_scale.update(bool(facts.skipped))
-        return replace(facts, norm_sq=facts.norm_sq / used**2, scale=used), totals
+        engine.watchdog.rest("between steps")
+        # 6. The report.
+        self.stops = bool(numbers["stop"])
+        skipped = bool(numbers["skipped"])
+        norm_sq, used = numbers["norm_sq"], None
+        if loss_scale is not None:
+            used = loss_scale.scale  # the gradients of this step were computed with it
+            norm_sq /= used**2
+            loss_scale.update(skipped)
+        report = StepReport(
+            loss=numbers["loss"],
+            aux_loss=numbers["aux_loss"],
+            z_loss=numbers["z_loss"],
+            lr=lr,
+            weight_decay=weight_decay,
+            grad_norm=norm_sq**0.5,
+            skipped=int(skipped),
+            reruns=None if self.shortage is None else int(lacked),
+            loss_scale=used,
+        )
+        for state in engine.states:
+            state.stepped(skipped)
+            for key, value in state.metrics(numbers).items():
+                setattr(report, key, value)
+        return report, totals
 
-    def _take(self, run_all: Callable[[StepInput], Passes], given: UpdateInput) -> StepOutcome:
-        """Run all passes and the update; return totals, and the numbers for the host.
+    def _take(self, run_all: ForwardBackward, step: StepInput) -> StepTotals:
+        """Run all passes and the update; return this step's numbers, also those of all ranks.
 
         All values that differ between steps are read on the device, so that a graph can hold this.
         The update is skipped on the device if the norm is not finite.
         """
-        passes = run_all(given.step)
-        totals = passes.totals
+        totals = run_all(step)
         states = self.engine.states
-        sums = StepSums.of(
+        totals.sum_over(
+            self.engine.groups.world,
             {
-                "norm_sq": passes.norm_sq,
+                "norm_sq": totals.norm_sq,
                 "loss": totals.loss,
                 "aux_loss": totals.aux_loss,
                 "z_loss": totals.z_loss,
                 "missing": 0.0 if self.shortage is None else self.shortage.lacks(),
-                "stop": self._wanted() if given.stop is None else given.stop,
+                "stop": self._wanted() if step.stop is None else step.stop,
                 **{name: each for state in states for name, each in state.sums().items()},
             },
-            passes.norm_sq,
+            like=step.loss_weights_M,
         )
-        all_reduce(sums.values_N, self.engine.groups.world)
-        norm = sums["norm_sq"].sqrt()  # global, over all ranks; the optimizer clips by it
+        norm = totals.over_ranks("norm_sq").sqrt()  # the optimizer clips by it
         if self.shortage is not None:  # an infinite norm skips the update: some rows were missing
-            norm = norm.masked_fill(sums["missing"] > 0, math.inf)
-        skipped = self.engine.optimizer.step(given.rates_2, norm, given.step.scale)
+            norm = norm.masked_fill(totals.over_ranks("missing") > 0, math.inf)
+        assert step.rates_2 is not None, "a training step has them"
+        skipped = self.engine.optimizer.step(step.rates_2, norm, step.scale)
         self._balance(totals, skipped)
         for state in states:
             state.finish_step(skipped)
-        return totals, sums.with_value("skipped", skipped)
+        totals.append("skipped", skipped)
+        return totals
 
     def _wanted(self) -> Tensor:
         """Return 1.0 on the device if this process has been asked to stop, else 0.0."""
@@ -322,13 +367,7 @@ class Validation:
         """Return, over all ranks, the loss and the number of ranks that lacked expert rows."""
         totals = run(step)
         missing = 0.0 if self.shortage is None else self.shortage.lacks()
-        # ranks without the last stage have a float 0.0, which must be a tensor to be reduced
-        sums_2 = torch.stack(
-            [
-                torch.as_tensor(each, dtype=torch.float32, device=self.engine.device)
-                for each in (totals.loss, missing)
-            ]
-        )
-        all_reduce(sums_2, self.engine.groups.world)
-        loss, lacking = sums_2.tolist()
+        numbers = {"loss": totals.loss, "missing": missing}
+        totals.sum_over(self.engine.groups.world, numbers, like=step.loss_weights_M)
+        loss, lacking = totals.read().values()
         return loss, lacking

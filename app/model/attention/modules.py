@@ -18,7 +18,7 @@ from app.config import AttentionSpec, MLAConfig
 from app.kernels.attention.heads import HeadNorms, split_and_rotate
 from app.kernels.common import usable
 from app.model.attention.over_ranks import attend_all
-from app.model.layers.layer_groups import ALONE, LayerGroups, size
+from app.model.layers.layer_groups import ALONE, LayerGroups, gather_tokens, size
 from app.model.layers.layers import (
     Context,
     RMSNorm,
@@ -29,7 +29,6 @@ from app.model.layers.layers import (
 )
 from app.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 from app.model.layers.norms import PlusOneNorm
-from app.model.layers.tensor_parallel import gather_tokens
 from app.plan.model.attention import AttentionWeights, LatentAttentionWeights
 from app.plan.model.norm import NormWeights
 

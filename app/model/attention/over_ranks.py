@@ -1,7 +1,7 @@
 """Attention to sequences sharded over context-parallel ranks.
 
 Shapes: as in `app.model.attention.modules`; C tokens of one of a rank's two chunks of a sequence
-(`app.model.layers.context_parallel`), F values per token; D documents per sequence at most.
+(`app.model.layers.layer_groups`), F values per token; D documents per sequence at most.
 """
 
 from __future__ import annotations
@@ -14,8 +14,14 @@ from torch import Tensor
 
 from app.choices import CpComm
 from app.model.layers.attend import DocumentOffsets
-from app.model.layers.context_parallel import gather_sequence, ulysses_to_heads, ulysses_to_tokens
-from app.model.layers.layer_groups import LayerGroups, rank, size
+from app.model.layers.layer_groups import (
+    LayerGroups,
+    gather_sequence,
+    rank,
+    size,
+    ulysses_to_heads,
+    ulysses_to_tokens,
+)
 from app.model.layers.layers import Context
 
 

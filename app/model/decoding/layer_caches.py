@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from app.model.attention.modules import Attention, LatentAttention
 from app.model.attention.softcap import capped
+from app.model.layers.layer_groups import gather_tokens
 from app.model.layers.layers import Context
-from app.model.layers.tensor_parallel import gather_tokens
 
 
 @dataclass(frozen=True, slots=True)

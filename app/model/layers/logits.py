@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from app.config import ModelConfig
-from app.model.layers.linear_backend import LinearBackend
+from app.model.layers.layer_groups import OptionalGroup
+from app.model.layers.linear import LinearBackend
 from app.model.layers.loss import ROWS, into_gradient
-from app.model.layers.tensor_parallel import OptionalGroup
 from app.model.layers.weight_grads import WeightGrad, WeightGradSink
 
 

@@ -3,7 +3,7 @@ ranks.
 
 No rank ever holds all logits of a token, and with `chunk_tokens` none holds those of all its
 tokens: it computes one block of logits at a time, and backward recomputes each block (after arXiv
-2411.09009). The head's back end (`app.model.layers.linear_backend`) computes the GEMMs, as in every
+2411.09009). The head's back end (`app.model.layers.linear`) computes the GEMMs, as in every
 linear layer; this module decides when they run, and reduces the logits. Statistics are fp32. Ranks
 all-reduce three numbers per token: the largest logit, the sum of exponentials and the logit of the
 label.
@@ -25,9 +25,8 @@ from torch.autograd.function import once_differentiable
 from app.collectives import all_reduce
 from app.kernels import cross_entropy
 from app.kernels.common import usable
-from app.model.layers.layer_groups import rank, size
-from app.model.layers.linear_backend import LinearBackend
-from app.model.layers.tensor_parallel import OptionalGroup, gathered, scattered
+from app.model.layers.layer_groups import OptionalGroup, gathered, rank, scattered, size
+from app.model.layers.linear import LinearBackend
 from app.model.layers.weight_grads import ComputedGrad, WeightGrad, WeightGradSink
 
 # replaces outputs of the head by their gradient, given labels, log-sum-exp and weights of tokens

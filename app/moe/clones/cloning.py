@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from app.config.model import EchoConfig
-from app.model.layers.linear_backend import GroupedLinearBackend
-from app.model.step_state import StepState
+from app.model.block import StepState
+from app.model.layers.linear import GroupedLinearBackend
 from app.moe.clones.record import Clones
 from app.moe.clones.replicas import GemmsWithReplicas
 from app.moe.clones.transport import CloneTransport
@@ -81,12 +81,19 @@ class Cloning(StepState):
     """
 
     def __init__(
-        self, echo: EchoConfig, transport: CloneTransport, *, rank: int, device: torch.device
+        self,
+        echo: EchoConfig,
+        transport: CloneTransport,
+        *,
+        rank: int,
+        ranks: int,
+        device: torch.device,
     ) -> None:
-        """`rank`: this rank's index among R."""
+        """`rank`: this rank's index among the `ranks` R."""
         self.echo = echo
         self.transport = transport
         self.rank = rank
+        self.ranks = ranks
         # CLONE_SUMS since `start_step`, over layers and microbatches
         self.sums_4 = torch.zeros(4, dtype=torch.int64, device=device)
 
@@ -97,6 +104,16 @@ class Cloning(StepState):
     def sums(self) -> Mapping[str, Tensor]:
         """Return the counts of this rank's group since `start_step`, by name."""
         return dict(zip(CLONE_SUMS, self.sums_4.unbind(), strict=True))
+
+    def metrics(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the load of the busiest rank over the mean, without and with clones, and how many
+        clones there were. Every rank of a group has counted the same.
+        """
+        return {
+            "moe_rank_load_before": sums["busiest_before"] * self.ranks / sums["routed_rows"],
+            "moe_rank_load_after": sums["busiest_after"] * self.ranks / sums["routed_rows"],
+            "moe_clones": round(sums["clones"] / self.ranks),
+        }
 
     def plan(self, experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Clones]:
         """Return the destinations of choices, T × K ids as in `app.moe.echo.reroute`, and their

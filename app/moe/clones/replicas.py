@@ -17,7 +17,7 @@ from torch import Tensor
 from app.kernels.common import usable
 from app.kernels.grouped_gemm import grouped_gemm
 from app.kernels.grouped_gradient import add_grouped_gradient
-from app.model.layers.linear_backend import GroupedLinearBackend
+from app.model.layers.linear import GroupedLinearBackend
 from app.model.layers.weight_grads import WeightGrad
 
 

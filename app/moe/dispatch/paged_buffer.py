@@ -23,7 +23,7 @@ from app.config import Run
 from app.kernels import pages as kernels
 from app.kernels.common import usable
 from app.kernels.tiling import cdiv
-from app.model.layers.linear_backend import GroupedLinearBackend
+from app.model.layers.linear import GroupedLinearBackend
 from app.model.layers.recompute import BackwardSource, Recomputation
 from app.model.layers.weight_grads import FetchedGrad, WeightGrad
 from app.moe.dispatch.static import StaticDispatcher

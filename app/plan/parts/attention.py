@@ -1,6 +1,6 @@
 """Attention: projections, heads, rotary positions, context-parallel communication, kernels.
 
-The operations of `app.model.attention` and `app.model.layers.context_parallel`. All sizes are
+The operations of `app.model.attention` and `app.model.layers.layer_groups`. All sizes are
 bytes.
 
 Shapes: T tokens of a microbatch on a context-parallel rank, D hidden, N query and G key/value

@@ -54,14 +54,19 @@ NEWTON_SCHULZ_STEPS = 5
 UPDATE_RMS = 0.2  # of Muon's updates before the learning rate
 # time of an fp32 GEMM over that of a 16-bit one, by the data sheet of an H100
 FP32_GEMM = 15
+# rows of matrices whose steps take twice the time of a large GEMM with as many FLOPs: by bf16 steps
+# on an H100 (bench/muon.py), 512 rows 1.88 times, 1,024 rows 1.2, 4,096 rows 0.95
+HALF_SPEED = 450
 
 
-def newton_schulz_flops(stack: Stack, ranks: int) -> float:
-    """Return the FLOPs of orthogonalising a stack of M × N matrices, M ≤ N, whose parts are on
-    `ranks` ranks: X·Xᵀ, its square, and their polynomial times X in each step.
+def newton_schulz_cost(stack: Stack, ranks: int) -> float:
+    """Return the FLOPs that a large GEMM has in the time of orthogonalising a stack of M × N
+    matrices, M ≤ N, whose parts are on `ranks` ranks: X·Xᵀ, its square, and their polynomial times
+    X in each step.
     """
     m, n = sorted(stack.shape(ranks))
-    return stack.count * NEWTON_SCHULZ_STEPS * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)
+    flops = stack.count * NEWTON_SCHULZ_STEPS * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)
+    return flops * (1 + HALF_SPEED / m)
 
 
 def muon_work(run: Run, layout: ParallelLayout, weights: Sequence[Weight]) -> MatrixWork:
@@ -77,7 +82,7 @@ def muon_work(run: Run, layout: ParallelLayout, weights: Sequence[Weight]) -> Ma
         coords = ShardCoords.of(layout, 0)
         ranks = outer.size(layout)
         own = [(each, coords.block(each).sizes) for each in weights if each.expert == expert]
-        cost = partial(newton_schulz_flops, ranks=parts)
+        cost = partial(newton_schulz_cost, ranks=parts)
         pieces, loads = placed(own, ranks * parts, cost)
         flops += max(loads)
         held, mine = Counter[int](), Counter[int]()  # elements by owner
