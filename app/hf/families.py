@@ -14,7 +14,7 @@ from typing import Any
 from app.config import ModelConfig, MoEConfig
 from app.errors import ConfigError, typed
 from app.hf import config_json as config
-from app.hf import glm4_moe_lite, qwen2_moe, seed_oss, tables
+from app.hf import glm4_moe_lite, qwen_moe, seed_oss, tables
 from app.hf.tables import NameLine
 from app.hf.their_config import NOWHERE, TheirConfig, shortened
 from app.plan.model.stage import NamedWeight, model_weights
@@ -146,11 +146,11 @@ FAMILIES = (
     Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        config.qwen3_moe,
+        qwen_moe.qwen3_moe,
         (*_GROUPED, *tables.EXPERTS),
-        config.written_qwen3_moe,
+        qwen_moe.written_qwen3_moe,
         layers=("use_sliding_window", "sliding_window"),
-        more=config.written_sparse_layers,
+        more=qwen_moe.written_sparse_layers,
         defaults={
             "num_key_value_heads": 4,
             "router_aux_loss_coef": 0.001,
@@ -160,12 +160,12 @@ FAMILIES = (
     Family(
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
-        qwen2_moe.read,
-        (*_GROUPED, *tables.EXPERTS, *qwen2_moe.SHARED_EXPERT),
-        qwen2_moe.written_moe,
+        qwen_moe.qwen2_moe,
+        (*_GROUPED, *tables.EXPERTS, *qwen_moe.SHARED_EXPERT),
+        qwen_moe.written_qwen2_moe,
         layers=_QWEN_LAYERS,
-        more=qwen2_moe.written,
-        defaults=qwen2_moe.DEFAULTS,
+        more=qwen_moe.written_qwen2,
+        defaults=qwen_moe.DEFAULTS,
     ),
     Family(
         "seed_oss",
