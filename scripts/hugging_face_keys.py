@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from app.config import ModelConfig
 from app.hf import config_keys
 from app.hf.families import FAMILIES
 from app.hf.file_names import CONFIG_JSON
@@ -43,6 +44,56 @@ together with `auto_map`: the code that this names could use it, and is not run.
 
 `python scripts/hugging_face_keys.py` writes this page; tests compare it with the installed version.
 
+{families}## All keys
+
+"""
+MODELS = {
+    "llama": "Llama 2, 3, 3.1, 3.2",
+    "mistral": "Mistral",
+    "ministral": "Ministral",
+    "smollm3": "SmolLM3",
+    "qwen2": "Qwen2, Qwen2.5",
+    "qwen3": "Qwen3",
+    "mixtral": "Mixtral",
+    "olmoe": "OLMoE",
+    "qwen3_moe": "Qwen3 with experts",
+    "qwen2_moe": "Qwen1.5-MoE, Qwen2 with experts",
+    "seed_oss": "Seed-OSS",
+    "glm4_moe_lite": "GLM-4.7-Flash",
+    "kimi_k2": "Kimi-K2",
+    "deepseek_v2": "DeepSeek-V2, V2-Lite",
+    "deepseek_v3": "DeepSeek-V3, R1",
+}
+BY_LAYER = "windows by layer"
+# column of the table of families: keys of config.json, or of our configuration, that say so
+COLUMNS: Mapping[str, tuple[frozenset[str], tuple[str, ...]]] = {
+    "experts": (frozenset(("num_experts_per_tok",)), ()),
+    "shared expert": (frozenset(("n_shared_experts", "shared_expert_intermediate_size")), ()),
+    "dense layers anywhere": (frozenset(("mlp_only_layers", "mlp_layer_types")), ()),
+    "latent attention": (frozenset(("kv_lora_rank",)), ()),
+    "windows": (frozenset(("sliding_window",)), ()),
+    BY_LAYER: (frozenset(), ()),
+    "biases of queries, keys, values": (frozenset(("qkv_bias",)), ("qkv_bias",)),
+    "norms of queries and keys": (frozenset(), ("qk_norm",)),
+    "layers without positions": (frozenset(("no_rope_layers",)), ()),
+}
+# of the keys that have to be neutral, those of variants that published models have
+SPOKEN = frozenset((
+    "hidden_act", "attention_bias", "attention_out_bias", "mlp_bias", "clip_qkv",
+    "sliding_window", "use_sliding_window",
+))  # fmt: skip
+FAMILIES_HEAD = """\
+## Families
+
+A model is exported as the first of these types that computes the same, in most cases its own.
+
+"""
+REFUSED_HEAD = """
+
+Scaled rotary positions (`llama3`, `yarn`, `linear`) are read in all families; `dynamic` and
+`longrope` depend on the length of a sequence and are refused. Weights quantised by AWQ, GPTQ or
+bitsandbytes are refused, too.
+
 """
 ROTARY = """\
 ## Rotary positions
@@ -54,7 +105,8 @@ type is `rope_type` or `type`. A key that the type does not take is refused.
 |---|---|
 | `default` | `rope_theta`, `partial_rotary_factor` (has to be 1) |
 | `llama3` | the same, {llama3} |
-| `yarn` | the same, {yarn}; `attention_factor` has to be missing or null, `truncate` `true` |
+| `yarn` | the same, {yarn}, `attention_factor`, `truncate` (not null) |
+| `linear` | the same as `default`, `factor` |
 
 `original_max_position_embeddings` outside of the section counts before the one inside; without
 both, `max_position_embeddings` takes its place. Other types are refused.
@@ -71,6 +123,19 @@ def keys_read(model_type: str) -> frozenset[str]:
     """Keys that a family's reader asks for, whatever their values; not those that only have to be
     neutral.
     """
+    model = _with_defaults(model_type)
+    again = dataclasses.replace(model.config, asked=set())
+    model.family.read(again)
+    return frozenset(again.asked | (model.config.asked - config_keys.NEUTRAL.keys()))
+
+
+def _usual(model_type: str) -> ModelConfig:
+    """The model that the class of `transformers` describes without arguments."""
+    return _with_defaults(model_type).model
+
+
+@cache
+def _with_defaults(model_type: str) -> TheirModel:
     values = config_class(model_type)().to_dict()
     sizes = {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
     known = {name: value for name, value in sizes.items() if name in values}
@@ -78,12 +143,10 @@ def keys_read(model_type: str) -> frozenset[str]:
     if "sliding_attention" in values["rope_parameters"]:
         rotary = {"full_attention": rotary, "sliding_attention": rotary}
     with tempfile.TemporaryDirectory() as folder:
+        values["model_type"] = model_type
         written = json.dumps({**values, **known, "rope_parameters": rotary}, default=str)
         (Path(folder) / CONFIG_JSON).write_text(written)
-        model = TheirModel.read(Path(folder), "model.init_from")
-    again = dataclasses.replace(model.config, asked=set())
-    model.family.read(again)
-    return frozenset(again.asked | (model.config.asked - config_keys.NEUTRAL.keys()))
+        return TheirModel.read(Path(folder), "model.init_from")
 
 
 def config_class(model_type: str) -> Any:
@@ -143,8 +206,42 @@ def page() -> str:
             if said := rule(model_type, key):
                 table.setdefault(key, {}).setdefault(said, []).append(model_type)
     rows = [f"| `{key}` | {_cell(rules)} |" for key, rules in sorted(table.items())]
-    begin = BEGIN.format(version=__version__)
+    begin = BEGIN.format(version=__version__, families=families())
     return begin + "\n".join(("| key | import |", "|---|---|", *rows)) + "\n\n" + _rotary()
+
+
+def _has(model_type: str, column: str) -> bool:
+    """True if models of a type may have what a column of the table of families names."""
+    read = keys_read(model_type)
+    keys, ours = COLUMNS[column]
+    if column == BY_LAYER:  # others read layer_types to refuse what they lack
+        (family,) = (each for each in FAMILIES if each.model_type == model_type)
+        return "layer_types" in family.layers
+    return bool(read & keys) or any(getattr(_usual(model_type), name) for name in ours)
+
+
+def families() -> str:
+    """The table of families: what their models may have, and the type that they are exported as."""
+    head = ("type", "models", *COLUMNS, "exported as")
+    rows = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for family in FAMILIES:
+        kind = family.model_type
+        ticks = ("✓" if _has(kind, column) else "" for column in COLUMNS)
+        cells = (f"`{kind}`", MODELS.get(kind, kind), *ticks, f"`{family.written_as or kind}`")
+        rows.append("| " + " | ".join(cells) + " |")
+    refused = {
+        kind: sorted(
+            key
+            for key in keys_known(kind) & config_keys.NEUTRAL.keys() & SPOKEN
+            if rule(kind, key) != READ
+        )
+        for kind in TYPES
+    }
+    lines = [
+        f"| `{kind}` | {', '.join(f'`{key}`' for key in keys)} |" for kind, keys in refused.items()
+    ]
+    variants = ["| type | refused unless neutral |", "|---|---|", *lines]
+    return FAMILIES_HEAD + "\n".join(rows) + REFUSED_HEAD + "\n".join(variants) + "\n\n"
 
 
 def _cell(rules: Mapping[str, list[str]]) -> str:

@@ -140,7 +140,7 @@ LEFT_OUT = {
     "model.name": HOST,
     "model.init_from": "pretrained weights, see test_hub_models.py and test_init_from.py",
     "model.rope_theta": SIZE,
-    "model.rope_factor": SIZE,
+    "model.linear_rope_factor": SIZE,
     "model.norm_eps": SIZE,
     "model.mla.norm_eps": SIZE,
     "model.init_std": SIZE,

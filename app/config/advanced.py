@@ -7,7 +7,7 @@ ADVANCED = (
     # architectures: presets and config.json of published models set these
     "model.yarn",
     "model.llama3_rope",
-    "model.rope_factor",
+    "model.linear_rope_factor",
     "model.qk_norm_whole",
     "model.mla.norm_eps",
     "model.moe.dense_layers",

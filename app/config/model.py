@@ -271,7 +271,7 @@ class ModelConfig:
     head_dim: int | None = None  # width of a head; null: hidden_size / num_heads
     vocab_size: int = 264  # rows of the embedding; at least the tokenizer's
     rope_theta: float = 10000.0  # base of the rotary frequencies
-    rope_factor: float = 1.0  # divisor of all rotary frequencies (linear scaling)
+    linear_rope_factor: float = 1.0  # divisor of all rotary frequencies (linear scaling)
     # base of the rotary frequencies, unscaled, of layers of type sliding_attention among others;
     # null: the same frequencies in all layers
     local_rope_theta: float | None = None
@@ -334,11 +334,11 @@ class ModelConfig:
                 "model.moe.first_k_dense", self.moe.first_k_dense, rule, nearest=self.num_layers - 1
             )
         self._check_dense_layers()
+        self._check_scaling()
         if self.qk_norm_whole and not self.qk_norm:
             rule = "needs norms of queries and keys, and model.qk_norm=false has none"
             near = (False, Instead("model.qk_norm=true"))
             raise ConfigError("model.qk_norm_whole", True, rule, nearest=near)
-        self._check_rope()
         self._check_layer_types()
         self._check_no_rope_layers()
         if self.mla is not None:
@@ -369,6 +369,21 @@ class ModelConfig:
                 nearest=self.head_width + 1,
             )
 
+    def _check_scaling(self) -> None:
+        if self.yarn is not None and self.rope_theta <= 1:
+            rule = "YaRN needs frequencies that fall from pair to pair, so a base above 1"
+            raise ConfigError("model.rope_theta", self.rope_theta, rule, nearest=10000.0)
+        if self.yarn is not None and self.llama3_rope is not None:
+            rule = "cannot be combined with model.yarn: both scale the rotary frequencies"
+            raise ConfigError("model.llama3_rope", "{…}", rule, nearest=("null",))
+        at_least("model", self, 1, "linear_rope_factor")
+        if self.linear_rope_factor != 1 and (self.yarn is not None or self.llama3_rope is not None):
+            other = "llama3_rope" if self.yarn is None else "yarn"
+            rule = f"cannot be combined with model.{other}: both scale the rotary frequencies"
+            raise ConfigError(
+                "model.linear_rope_factor", self.linear_rope_factor, rule, nearest=1.0
+            )
+
     def _check_dense_layers(self) -> None:
         if self.moe is None or not self.moe.dense_layers:
             return
@@ -380,19 +395,6 @@ class ModelConfig:
         if not any(map(self.is_moe_layer, range(self.num_layers))):
             rule = f"leaves none of the {self.num_layers} layers for experts"
             raise ConfigError(key, listed, rule, nearest=("[]",))
-
-    def _check_rope(self) -> None:
-        if self.yarn is not None and self.rope_theta <= 1:
-            rule = "YaRN needs frequencies that fall from pair to pair, so a base above 1"
-            raise ConfigError("model.rope_theta", self.rope_theta, rule, nearest=10000.0)
-        if self.yarn is not None and self.llama3_rope is not None:
-            rule = "cannot be combined with model.yarn: both scale the rotary frequencies"
-            raise ConfigError("model.llama3_rope", "{…}", rule, nearest=("null",))
-        at_least("model", self, 1, "rope_factor")
-        if self.rope_factor != 1 and (self.yarn is not None or self.llama3_rope is not None):
-            other = "llama3_rope" if self.yarn is None else "yarn"
-            rule = f"cannot be combined with model.{other}: both scale the rotary frequencies"
-            raise ConfigError("model.rope_factor", self.rope_factor, rule, nearest=1.0)
 
     def _check_layer_types(self) -> None:
         types, window = self.layer_types, self.sliding_window
@@ -497,7 +499,9 @@ class ModelConfig:
     def rope(self) -> Rope:
         """Rotary positions of its attention; of layers without a window if they have their own."""
         width = self.head_width if self.mla is None else self.mla.qk_rope_head_dim
-        return Rope(width, self.rope_theta, self.yarn, self.llama3_rope, factor=self.rope_factor)
+        return Rope(
+            width, self.rope_theta, self.yarn, self.llama3_rope, factor=self.linear_rope_factor
+        )
 
     @property
     def softmax_scale(self) -> float | None:

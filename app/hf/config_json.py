@@ -254,46 +254,6 @@ def mixtral(config: TheirConfig) -> dict[str, Any]:
     return {**grouped(config, windows_everywhere), "moe": moe}
 
 
-def sparse_layers(config: TheirConfig) -> dict[str, Any]:
-    """Return which layers of a Qwen model have experts: every decoder_sparse_step-th that is not
-    among mlp_only_layers.
-    """
-    step = config.get("decoder_sparse_step", 1)
-    without = set(config.get("mlp_only_layers", ()))
-    layers = range(config.need("num_hidden_layers"))
-    dense = [layer for layer in layers if layer in without and (layer + 1) % max(step, 1) == 0]
-    if step == 1 and dense == list(range(len(dense))):
-        return {"every_n": 1, "first_k_dense": len(dense)}
-    return {"every_n": step, "first_k_dense": step - 1, "dense_layers": tuple(dense)}
-
-
-def written_sparse_layers(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys that `sparse_layers` reads."""
-    moe = model.moe
-    assert moe is not None
-    step = moe.every_n if moe.first_k_dense == moe.every_n - 1 else 1
-    dense = [layer for layer in range(model.num_layers) if not model.is_moe_layer(layer)]
-    return {
-        "decoder_sparse_step": step,
-        "mlp_only_layers": [layer for layer in dense if (layer + 1) % step == 0],
-    }
-
-
-def qwen3_moe(config: TheirConfig) -> dict[str, Any]:
-    """Qwen3 with experts."""
-    moe = {
-        "num_experts": config.either("num_experts", "num_local_experts"),
-        "top_k": config.need("num_experts_per_tok"),
-        "ffn_hidden_size": config.need("moe_intermediate_size"),
-        **sparse_layers(config),
-        "pre_softmax": not config.get("norm_topk_prob", False),
-        "aux_loss_coeff": config.get("router_aux_loss_coef", 0.0),
-    }
-    ffn = config.need("intermediate_size")
-    fields = grouped(config, windows_if_used)
-    return {**fields, "qk_norm": True, "ffn_hidden_size": ffn, "moe": moe}
-
-
 def deepseek_v2(config: TheirConfig) -> dict[str, Any]:
     """DeepSeek-V2: probabilities are not normalised, groups are scored by their best expert."""
     config.only("scoring_func", "softmax")
@@ -372,7 +332,7 @@ def rotary_of(config: TheirConfig, said: TheirConfig, *, latent: bool = False) -
     original = next((length for length in lengths if length is not None), None)
     scaling = replace(said, values={**said.values, "original_max_position_embeddings": original})
     found: dict[str, Any] = {"rope_theta": theta, "yarn": None, "llama3_rope": None}
-    found["rope_factor"] = 1.0
+    found["linear_rope_factor"] = 1.0
     match kind:
         case "default":
             pass
@@ -381,7 +341,7 @@ def rotary_of(config: TheirConfig, said: TheirConfig, *, latent: bool = False) -
         case "yarn":
             found["yarn"] = _yarn(scaling, latent=latent)
         case "linear":
-            found["rope_factor"] = float(scaling.need("factor"))
+            found["linear_rope_factor"] = float(scaling.need("factor"))
         case _:
             told = shortened(str(kind))
             raise config.refusal(f"rotary positions of type {told} are not supported")
@@ -461,8 +421,8 @@ def written_scaling(model: ModelConfig) -> dict[str, Any] | None:
     if model.llama3_rope is not None:
         values = {theirs: getattr(model.llama3_rope, ours) for ours, theirs in LLAMA3.items()}
         return {"rope_type": "llama3", **values}
-    if model.rope_factor != 1:
-        return {"rope_type": "linear", "factor": model.rope_factor}
+    if model.linear_rope_factor != 1:
+        return {"rope_type": "linear", "factor": model.linear_rope_factor}
     if model.yarn is None:
         return None
     values = {theirs: getattr(model.yarn, ours) for ours, theirs in YARN.items()}
@@ -479,17 +439,6 @@ def written_mixtral(moe: MoEConfig) -> dict[str, Any]:
         "intermediate_size": moe.ffn_hidden_size,
         "num_local_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,
-        "router_aux_loss_coef": moe.aux_loss_coeff,
-    }
-
-
-def written_qwen3_moe(moe: MoEConfig) -> dict[str, Any]:
-    """Return the keys of experts in the config.json of Qwen3-MoE."""
-    return {
-        "num_experts": moe.num_experts,
-        "num_experts_per_tok": moe.top_k,
-        "moe_intermediate_size": moe.ffn_hidden_size,
-        "norm_topk_prob": not moe.pre_softmax,
         "router_aux_loss_coef": moe.aux_loss_coeff,
     }
 

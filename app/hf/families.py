@@ -19,7 +19,7 @@ from app.hf import (
     gemma,
     glm4_moe_lite,
     olmo,
-    qwen2_moe,
+    qwen_moe,
     seed_oss,
     tables,
 )
@@ -212,11 +212,11 @@ FAMILIES = (
     Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        config.qwen3_moe,
+        qwen_moe.qwen3_moe,
         (*_GROUPED, *tables.EXPERTS),
-        config.written_qwen3_moe,
+        qwen_moe.written_qwen3_moe,
         layers=("use_sliding_window", "sliding_window"),
-        more=config.written_sparse_layers,
+        more=qwen_moe.written_sparse_layers,
         defaults={
             "num_key_value_heads": 4,
             "router_aux_loss_coef": 0.001,
@@ -226,12 +226,12 @@ FAMILIES = (
     Family(
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
-        qwen2_moe.read,
-        (*_GROUPED, *tables.EXPERTS, *qwen2_moe.SHARED_EXPERT),
-        qwen2_moe.written_moe,
+        qwen_moe.qwen2_moe,
+        (*_GROUPED, *tables.EXPERTS, *qwen_moe.SHARED_EXPERT),
+        qwen_moe.written_qwen2_moe,
         layers=_QWEN_LAYERS,
-        more=qwen2_moe.written,
-        defaults=qwen2_moe.DEFAULTS,
+        more=qwen_moe.written_qwen2,
+        defaults=qwen_moe.DEFAULTS,
     ),
     Family(
         "seed_oss",
@@ -283,8 +283,10 @@ def family_named(found: TheirConfig) -> Family:
     for family in FAMILIES:
         if family.model_type == kind:
             return family
-    known = [family.model_type for family in FAMILIES]
-    raise found.refusal(f"models of type {kind} are not supported; {', '.join(known)} are")
+    raise found.refusal(
+        f"models of type {kind} are not supported; docs/hugging-face-keys.md has a table of those "
+        "that are"
+    )
 
 
 def family_of(model: ModelConfig, key: str, value: object) -> Family:

@@ -90,7 +90,7 @@ def dense(
         qk_norm=kind in ("Qwen3", "Olmo2", "Olmo3", "Exaone4"),
         qk_norm_whole=kind in ("Olmo2", "Olmo3"),
         qkv_bias=kind in ("Qwen2", "SeedOss"),
-        rope_factor=1.0 if linear is None else linear,
+        linear_rope_factor=1.0 if linear is None else linear,
         yarn=None if yarn is None else YarnConfig(original_length=32, mscale_all_dim=0, **yarn),
         llama3_rope=None if llama3 is None else Llama3RopeConfig(original_length=32, **llama3),
         **windows[1],
