@@ -12,6 +12,31 @@ class LayerType(Enum):
     sliding_attention = "sliding_attention"  # the last `model.sliding_window` of them
 
 
+class BlockKind(Enum):
+    """Place of norms and residual connections in a decoder layer."""
+
+    norm_before = "norm_before"  # x + attention(norm(x)), then the same with the feed-forward
+    norm_after = "norm_after"  # x + norm(attention(x)) (OLMo-2, EXAONE-4)
+    norm_around = "norm_around"  # x + norm(attention(norm(x))) (Gemma 2 and 3)
+    # x + attention(norm(x)) + feed-forward(norm(x)), with one norm (Cohere2)
+    parallel = "parallel"
+
+
+class NormKind(Enum):
+    """Norms over hidden states."""
+
+    rms = "rms"  # RMSNorm
+    rms_plus_one = "rms_plus_one"  # RMSNorm scaled by 1 + its weight (Gemma), also of heads
+    layer = "layer"  # LayerNorm without a bias (Cohere2)
+
+
+class ActivationKind(Enum):
+    """Function of the gate of dense feed-forwards."""
+
+    silu = "silu"  # SwiGLU
+    gelu_tanh = "gelu_tanh"  # GeGLU with the tanh approximation of GELU
+
+
 class Score(Enum):
     """Function that turns router logits into scores."""
 

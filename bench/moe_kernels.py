@@ -257,7 +257,7 @@ def cross_entropy(table: Table, tokens: int, vocabulary: int) -> None:
         return loss._statistics(logits_CV, row_C)
 
     def backward() -> None:
-        loss._into_gradient(logits_CV, row_C, lse_C, weight_C)
+        loss.into_gradient(logits_CV, row_C, lse_C, weight_C)
 
     def both() -> None:
         forward()

@@ -74,7 +74,9 @@ def keys_read(model_type: str) -> frozenset[str]:
     values = config_class(model_type)().to_dict()
     sizes = {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
     known = {name: value for name, value in sizes.items() if name in values}
-    rotary = {"rope_theta": 1e4, "rope_type": "default"}
+    rotary: dict[str, Any] = {"rope_theta": 1e4, "rope_type": "default"}
+    if "sliding_attention" in values["rope_parameters"]:
+        rotary = {"full_attention": rotary, "sliding_attention": rotary}
     with tempfile.TemporaryDirectory() as folder:
         written = json.dumps({**values, **known, "rope_parameters": rotary}, default=str)
         (Path(folder) / CONFIG_JSON).write_text(written)
@@ -88,7 +90,10 @@ def config_class(model_type: str) -> Any:
     """The class of `transformers`."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[model_type]
+    if model_type in CONFIG_MAPPING:
+        return CONFIG_MAPPING[model_type]
+    (same,) = (family.written_as for family in FAMILIES if family.model_type == model_type)
+    return CONFIG_MAPPING[same]
 
 
 def keys_known(model_type: str) -> set[str]:

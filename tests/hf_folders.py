@@ -39,8 +39,26 @@ FAMILIES = {
     "qwen3": "qwen3-gqa",
     "qwen3-windows": "qwen3-windows",
     "mixtral": "mixtral-gqa",
+    "gemma2": "gemma2",
+    "gemma2-no-caps": "gemma2-no-caps",
+    "gemma3_text": "gemma3",
+    "gemma3_text-cap": "gemma3-cap",
+    "exaone4": "exaone4",
+    "exaone4-no-windows": "exaone4-no-windows",
+    "cohere2": "cohere2",
+    "olmo2": "olmo2-gqa",
+    "olmo3": "olmo3",
+    "olmo3-yarn": "olmo3-yarn",
     "olmoe": "olmoe-gqa",
     "qwen3_moe": "qwen3-moe-every-second-layer",
+    "llama-linear": "llama-linear",
+    "llama-yarn": "llama-yarn-not-truncated",
+    "seed_oss": "seed-oss",
+    "seed_oss-tied": "seed-oss-tied",
+    "qwen2_moe": "qwen2-moe",
+    "qwen2_moe-top-1": "qwen2-moe-top-1",
+    "glm4_moe_lite": "glm4-moe-lite",
+    "kimi_k2": "kimi-k2",
     "deepseek_v2": "deepseek-v2",
     "deepseek_v2-lite": "deepseek-v2-lite",
     "deepseek_v3": "deepseek-v3",
@@ -48,6 +66,8 @@ FAMILIES = {
     "deepseek_v3-top-1": "deepseek-v3-top-1",
     "deepseek_v3-top-1-not-normalised": "deepseek-v3-top-1-not-normalised",
 }
+
+NO_CLASS = ("kimi_k2",)  # types without a class of their own
 
 
 def save_random(
@@ -67,6 +87,8 @@ def save_random(
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     model.save_pretrained(folder, save_original_format=per_expert)
+    if name in NO_CLASS:
+        edit_config(folder, model_type=name)
     return model, ours
 
 

@@ -7,8 +7,10 @@ ADVANCED = (
     # architectures: presets and config.json of published models set these
     "model.yarn",
     "model.llama3_rope",
+    "model.rope_factor",
     "model.qk_norm_whole",
     "model.mla.norm_eps",
+    "model.moe.dense_layers",
     "model.moe.group_best",
     "model.moe.norm_topk_prob",
     "model.moe.jitter_eps",

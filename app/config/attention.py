@@ -24,14 +24,17 @@ class YarnConfig:
     mscale: float = 1.0  # growth of queries and keys with the factor's logarithm
     # growth of the softmax scale, which also covers values that are not rotated
     mscale_all_dim: float = 1.0
+    # factor on cosines and sines; null: growth(mscale) / growth(mscale_all_dim)
+    attention_factor: float | None = None
+    truncate: bool = True  # round the pairs between which frequencies are interpolated
 
     def __post_init__(self) -> None:
         section = "model.yarn"
         at_least(section, self, 1, "factor", "original_length")
-        above_zero(section, self, "beta_fast", "beta_slow")
+        above_zero(section, self, "beta_fast", "beta_slow", "attention_factor")
         at_least(section, self, 0, "mscale", "mscale_all_dim")
-        if self.beta_fast <= self.beta_slow:
-            rule = f"must be above beta_slow={self.beta_slow}"
+        if self.beta_fast < self.beta_slow:
+            rule = f"must be at least beta_slow={self.beta_slow}"
             raise ConfigError(
                 f"{section}.beta_fast", self.beta_fast, rule, nearest=2 * self.beta_slow
             )
@@ -39,6 +42,13 @@ class YarnConfig:
     def growth(self, mscale: float) -> float:
         """Return 0.1 · mscale · ln(factor) + 1."""
         return 0.1 * mscale * math.log(self.factor) + 1
+
+    @property
+    def growth_of_heads(self) -> float:
+        """Factor on rotated queries and keys."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return self.growth(self.mscale) / self.growth(self.mscale_all_dim)
 
 
 @dataclass(frozen=True)
@@ -117,6 +127,7 @@ class Rope:
     theta: float  # base of the frequencies
     yarn: YarnConfig | None = None  # null: frequencies unscaled, or scaled by llama3
     llama3: Llama3RopeConfig | None = None  # null: unscaled, or scaled by yarn
+    factor: float = 1.0  # divisor of all frequencies
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +148,8 @@ class AttentionSpec:
     qk_norm: bool  # RMSNorm on each query and key head
     qk_norm_whole: bool  # one RMSNorm over all query or key heads together instead
     qkv_bias: bool
+    softcap: float | None  # scores s become c · tanh(s / c); None: as they are
+    norm_plus_one: bool  # norms of heads are scaled by 1 + their weight
     eps: float  # of norms of heads, or of latents
     mla: MLAConfig | None = None  # None: grouped-query attention
 

@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from app.choices import (
+    ActivationKind,
     Balance,
+    BlockKind,
     CloneAlgorithm,
     DispatcherKind,
     DropPolicy,
     LayerType,
+    NormKind,
     Score,
     StaticCapacity,
     StaticOverflow,
@@ -23,6 +26,9 @@ from app.errors import ConfigError, FirstOf, Instead, nearest_divisors
 
 # a capacity of StaticConfig is a multiple of this: whole tiles of the grouped GEMM
 ROUNDED_ROWS = 128
+# numbers of a model that are above 0
+ABOVE_ZERO = ("rope_theta", "local_rope_theta", "norm_eps", "init_std", "query_pre_attn_scalar",
+              "attention_softcap", "logit_scale", "logit_softcap")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,7 @@ class MoEConfig:
     ffn_hidden_size: int = 256  # hidden width of one expert
     every_n: int = 1  # every n-th layer is MoE, counted after the first dense ones
     first_k_dense: int = 0  # leading layers that stay dense
+    dense_layers: tuple[int, ...] = ()  # more layers that stay dense, by number from 0
     shared_ffn_hidden_size: int = 0  # hidden width of the shared expert; 0: none
     shared_gate: bool = False  # scale the shared expert by a learned sigmoid gate per token
     score: Score = Score.softmax  # scores from logits
@@ -105,6 +112,7 @@ class MoEConfig:
     planned_imbalance: float = 1.5
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         at_least(
             "model.moe",
             self,
@@ -144,8 +152,12 @@ class MoEConfig:
                     "needs a shared expert, shared_ffn_hidden_size > 0",
                     nearest=False,
                 )
-        if self.top_k == 1 and self.score is Score.softmax and not self.pre_softmax:
-            rule = "softmax over the one chosen expert is always 1, so the router would not learn"
+        one = self.top_k == 1 and self.score is Score.softmax and not self.pre_softmax
+        if one and not self.aux_loss_coeff:
+            rule = (
+                "softmax over the one chosen expert is always 1, so without a load-balancing loss "
+                "the router would not learn"
+            )
             raise ConfigError(
                 "model.moe.top_k", 1, rule, nearest=(2, Instead("model.moe.pre_softmax=true"))
             )
@@ -259,12 +271,24 @@ class ModelConfig:
     head_dim: int | None = None  # width of a head; null: hidden_size / num_heads
     vocab_size: int = 264  # rows of the embedding; at least the tokenizer's
     rope_theta: float = 10000.0  # base of the rotary frequencies
+    rope_factor: float = 1.0  # divisor of all rotary frequencies (linear scaling)
+    # base of the rotary frequencies, unscaled, of layers of type sliding_attention among others;
+    # null: the same frequencies in all layers
+    local_rope_theta: float | None = None
     yarn: YarnConfig | None = None  # null: rotary frequencies unscaled, or scaled by llama3_rope
     llama3_rope: Llama3RopeConfig | None = None  # null: unscaled, or scaled by yarn
     norm_eps: float = 1e-5  # added to the mean square in RMSNorm
+    # place of norms and residual connections in a layer
+    block: BlockKind = BlockKind.norm_before
+    norm: NormKind = NormKind.rms  # of norms over hidden states
+    activation: ActivationKind = ActivationKind.silu  # of the gate of dense feed-forwards
     qk_norm: bool = False  # RMSNorm on each query and key head before the rotation
     # one RMSNorm over all query or key heads together (OLMoE), not one per head
     qk_norm_whole: bool = False
+    # attention scores are divided by its root; null: width of a head
+    query_pre_attn_scalar: float | None = None
+    # attention scores s become c · tanh(s / c) with this c (Gemma 2); null: as they are
+    attention_softcap: float | None = None
     qkv_bias: bool = False  # a bias on queries, keys and values (Qwen2)
     # tokens that a query sees in layers of type sliding_attention, itself included; null: no such
     # layer
@@ -275,6 +299,10 @@ class ModelConfig:
     # of each layer, or a shorter pattern that repeats: 1 with rotary positions, 0 without
     # (SmolLM3); empty: all layers have them
     no_rope_layers: tuple[int, ...] = ()
+    scale_embedding: bool = False  # multiply embeddings by √hidden_size
+    logit_scale: float | None = None  # factor on the logits; null: 1
+    # logits l become c · tanh(l / c) with this c, after logit_scale; null: as they are
+    logit_softcap: float | None = None
     tie_embeddings: bool = False  # share one matrix between embedding and head
     init_std: float = 0.02  # standard deviation of the initial weights
     # Hugging Face model whose weights a new run starts from, a folder or a name on the hub; null:
@@ -299,22 +327,18 @@ class ModelConfig:
             "vocab_size",
             "sliding_window",
         )
-        above_zero("model", self, "rope_theta", "norm_eps", "init_std")
+        above_zero("model", self, *ABOVE_ZERO)
         if self.moe and self.moe.first_k_dense >= self.num_layers:
             rule = f"leaves none of the {self.num_layers} layers for experts"
             raise ConfigError(
                 "model.moe.first_k_dense", self.moe.first_k_dense, rule, nearest=self.num_layers - 1
             )
-        if self.yarn is not None and self.rope_theta <= 1:
-            rule = "YaRN needs frequencies that fall from pair to pair, so a base above 1"
-            raise ConfigError("model.rope_theta", self.rope_theta, rule, nearest=10000.0)
-        if self.yarn is not None and self.llama3_rope is not None:
-            rule = "cannot be combined with model.yarn: both scale the rotary frequencies"
-            raise ConfigError("model.llama3_rope", "{…}", rule, nearest=("null",))
+        self._check_dense_layers()
         if self.qk_norm_whole and not self.qk_norm:
             rule = "needs norms of queries and keys, and model.qk_norm=false has none"
             near = (False, Instead("model.qk_norm=true"))
             raise ConfigError("model.qk_norm_whole", True, rule, nearest=near)
+        self._check_rope()
         self._check_layer_types()
         self._check_no_rope_layers()
         if self.mla is not None:
@@ -344,6 +368,31 @@ class ModelConfig:
                 "rotary positions need an even head width",
                 nearest=self.head_width + 1,
             )
+
+    def _check_dense_layers(self) -> None:
+        if self.moe is None or not self.moe.dense_layers:
+            return
+        key, listed = "model.moe.dense_layers", self.moe.dense_layers
+        if not all(0 <= layer < self.num_layers for layer in listed):
+            rule = f"has others than the layers 0 to {self.num_layers - 1}"
+            fits = tuple(layer for layer in listed if 0 <= layer < self.num_layers)
+            raise ConfigError(key, listed, rule, nearest=(fits or "[]",))
+        if not any(map(self.is_moe_layer, range(self.num_layers))):
+            rule = f"leaves none of the {self.num_layers} layers for experts"
+            raise ConfigError(key, listed, rule, nearest=("[]",))
+
+    def _check_rope(self) -> None:
+        if self.yarn is not None and self.rope_theta <= 1:
+            rule = "YaRN needs frequencies that fall from pair to pair, so a base above 1"
+            raise ConfigError("model.rope_theta", self.rope_theta, rule, nearest=10000.0)
+        if self.yarn is not None and self.llama3_rope is not None:
+            rule = "cannot be combined with model.yarn: both scale the rotary frequencies"
+            raise ConfigError("model.llama3_rope", "{…}", rule, nearest=("null",))
+        at_least("model", self, 1, "rope_factor")
+        if self.rope_factor != 1 and (self.yarn is not None or self.llama3_rope is not None):
+            other = "llama3_rope" if self.yarn is None else "yarn"
+            rule = f"cannot be combined with model.{other}: both scale the rotary frequencies"
+            raise ConfigError("model.rope_factor", self.rope_factor, rule, nearest=1.0)
 
     def _check_layer_types(self) -> None:
         types, window = self.layer_types, self.sliding_window
@@ -424,33 +473,38 @@ class ModelConfig:
         types = self.layer_types
         slides = not types or types[layer % len(types)] is LayerType.sliding_attention
         rotates = self.no_rope_layers or (1,)
+        rope = self.rope
+        if slides and self.local_rope_theta is not None:
+            rope = Rope(rope.width, self.local_rope_theta)
         return AttentionSpec(
             hidden=self.hidden_size,
             heads=self.num_heads,
             kv_heads=self.num_kv_heads,
             width=self.head_width,
-            rope=self.rope if rotates[layer % len(rotates)] else None,
+            rope=rope if rotates[layer % len(rotates)] else None,
             window=self.sliding_window if slides else None,
             scale=self.softmax_scale,
             qk_norm=self.qk_norm,
             qk_norm_whole=self.qk_norm_whole,
             qkv_bias=self.qkv_bias,
+            softcap=self.attention_softcap,
+            norm_plus_one=self.norm is NormKind.rms_plus_one,
             eps=self.norm_eps if self.mla is None else self.latent_eps,
             mla=self.mla,
         )
 
     @property
     def rope(self) -> Rope:
-        """Rotary positions of its attention."""
+        """Rotary positions of its attention; of layers without a window if they have their own."""
         width = self.head_width if self.mla is None else self.mla.qk_rope_head_dim
-        return Rope(width, self.rope_theta, self.yarn, self.llama3_rope)
+        return Rope(width, self.rope_theta, self.yarn, self.llama3_rope, factor=self.rope_factor)
 
     @property
     def softmax_scale(self) -> float | None:
         """Factor on attention scores; None means 1 / √(width of a key head)."""
-        if self.yarn is None:
-            return None
-        return self.yarn.growth(self.yarn.mscale_all_dim) ** 2 / math.sqrt(self.head_width)
+        growth = 1.0 if self.yarn is None else self.yarn.growth(self.yarn.mscale_all_dim) ** 2
+        scalar = self.query_pre_attn_scalar or self.head_width
+        return None if growth == 1 and scalar == self.head_width else growth / math.sqrt(scalar)
 
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether decoder layer `layer` (from 0) has routed experts."""
@@ -459,4 +513,5 @@ class ModelConfig:
             moe is not None
             and layer >= moe.first_k_dense
             and (layer - moe.first_k_dense) % moe.every_n == 0
+            and layer not in moe.dense_layers
         )

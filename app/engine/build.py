@@ -31,7 +31,8 @@ from app.fp8.ready import ReadyRows
 from app.hf.chunks import fill_chunks, fill_main_params
 from app.hf.pretrained import Pretrained
 from app.model.attention.chosen import library_attention, torch_attention
-from app.model.block import Body, DenseBody, Layer, StepState
+from app.model.attention.softcap import SoftcapAttention
+from app.model.block import BLOCKS, Body, Layer, StepState
 from app.model.chunk import Chunk
 from app.model.init import init_weights
 from app.model.layers.attend import Attend, TorchAttention
@@ -169,9 +170,18 @@ def _build_optimizer(
 def _attention(run: Run, groups: Groups, device: torch.device) -> Attend:
     """Choose the attention backend. Raises ConfigError, the same on every rank, if missing."""
     dtype = DTYPES[run.precision.params]
+    if run.model.attention_softcap is not None:
+        return SoftcapAttention(run.model.attention_softcap)
     if run.train.attention_backend is AttentionBackendKind.torch:
         return all_succeed(groups, lambda: torch_attention(run, dtype, device))
     return all_succeed(groups, lambda: library_attention(run, dtype, device))
+
+
+def _attention_alone(run: Run) -> Attend:
+    """Return attention that needs nothing of a host."""
+    if run.model.attention_softcap is not None:
+        return SoftcapAttention(run.model.attention_softcap)
+    return TorchAttention(run.train.deterministic)
 
 
 def _waits_unseen(run: Run, built: BuiltDispatcher, device: torch.device) -> bool:
@@ -257,7 +267,7 @@ def build_chunks(
                 layers,
                 stage.embedding,
                 head=stage.head,
-                attend=attend or TorchAttention(run.train.deterministic),
+                attend=attend or _attention_alone(run),
                 layer_groups=layer_groups,
                 chunk_tokens=run.loss.chunk_tokens,
             )
@@ -279,13 +289,14 @@ def build_layer(
     `side` is the CUDA stream of its shared expert.
     """
     spec = model.layer_specs[index]
+    block = BLOCKS[model.block]
     body: Body
     if spec.routed:
         assert model.moe is not None and dispatcher is not None
         body = MoEBody(model, model.moe, dispatcher, layer_groups=layer_groups, side=side)
     else:
-        body = DenseBody(model, layer_groups)
-    return Layer(model, spec.attention, body, layer_groups)
+        body = block.dense(model, layer_groups)
+    return block.layer(model, spec.attention, body, layer_groups)
 
 
 def _materialise(chunk: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

@@ -49,8 +49,9 @@ THETA = 10000.0  # default base of rotary frequencies
 LATENT_EPS = 1e-6  # `transformers` uses it for norms of latents, whatever rms_norm_eps is
 
 
-# returns the fields of sliding windows, given the number of layers
+# returns the fields of sliding windows, given the number of layers; those of rotary positions
 Windows = Callable[[TheirConfig, int], dict[str, Any]]
+Positions = Callable[[TheirConfig], dict[str, Any]]
 
 
 def no_windows(config: TheirConfig, layers: int) -> dict[str, Any]:
@@ -79,10 +80,33 @@ def windows_from_layer(config: TheirConfig, layers: int) -> dict[str, Any]:
     return _windows(config, usual, window, per_layer=True)
 
 
+def windows_by_interval(interval: int) -> Windows:
+    """Return the reader of models whose layers have sliding_window, except every `interval`-th,
+    unless layer_types lists others.
+    """
+
+    def windows(config: TheirConfig, layers: int) -> dict[str, Any]:
+        window = config.value("sliding_window")
+        usual = [_type(window) if (layer + 1) % interval else FULL for layer in range(layers)]
+        return _windows(config, usual, window, per_layer=True)
+
+    return windows
+
+
 def windows_if_used(config: TheirConfig, layers: int) -> dict[str, Any]:
     """Return the fields of models with use_sliding_window, which then holds for all layers."""
     window = _used_window(config)
     return _windows(config, [_type(window)] * layers, window, per_layer=False)
+
+
+def windows_of_odd_layers(config: TheirConfig, layers: int) -> dict[str, Any]:
+    """Return the fields of models with use_sliding_window, in every other layer below
+    max_window_layers unless layer_types lists others.
+    """
+    window, below = _used_window(config), config.need("max_window_layers")
+    slides = [layer % 2 == 0 and layer < below for layer in range(layers)]
+    usual = [_type(window) if each else FULL for each in slides]
+    return _windows(config, usual, window, per_layer=True)
 
 
 def _used_window(config: TheirConfig) -> int | None:
@@ -127,28 +151,50 @@ def _windows(
 
 
 def common(
-    config: TheirConfig, windows: Windows = no_windows, *, latent: bool = False
+    config: TheirConfig,
+    windows: Windows = no_windows,
+    positions: Positions | None = None,
+    *,
+    sizes: Mapping[str, str] = SIZES,
+    latent: bool = False,
 ) -> dict[str, Any]:
-    """Return the fields that all families have; `latent`: with multi-head latent attention."""
-    fields = config.renamed(SIZES)
+    """Return the fields that all families have; `latent`: with multi-head latent attention.
+
+    `positions` reads rotary positions that differ between layers.
+    """
+    fields = config.renamed(sizes)
     fields |= windows(config, fields["num_layers"])
     fields["num_kv_heads"] = config.get("num_key_value_heads", fields["num_heads"])
     fields["tie_embeddings"] = bool(config.get("tie_word_embeddings", False))
+    if positions is not None:
+        return fields | positions(config)
     return fields | rotary(config, latent=latent)
 
 
-def grouped(config: TheirConfig, windows: Windows = no_windows) -> dict[str, Any]:
+def grouped(
+    config: TheirConfig,
+    windows: Windows = no_windows,
+    positions: Positions | None = None,
+    *,
+    sizes: Mapping[str, str] = SIZES,
+) -> dict[str, Any]:
     """Return the fields of a model with grouped-query attention."""
-    fields = common(config, windows)
+    fields = common(config, windows, positions, sizes=sizes)
     usual, rest = divmod(fields["hidden_size"], fields["num_heads"] or 1)  # 0 is refused later
     width = config.get("head_dim", usual)
     fields["head_dim"] = None if width == usual and not rest else width
     return fields
 
 
-def dense(config: TheirConfig, windows: Windows = no_windows) -> dict[str, Any]:
+def dense(
+    config: TheirConfig,
+    windows: Windows = no_windows,
+    positions: Positions | None = None,
+    *,
+    sizes: Mapping[str, str] = SIZES,
+) -> dict[str, Any]:
     """Return the fields of a model without experts."""
-    fields = grouped(config, windows)
+    fields = grouped(config, windows, positions, sizes=sizes)
     return {**fields, "ffn_hidden_size": config.need("intermediate_size"), "moe": None}
 
 
@@ -208,36 +254,44 @@ def mixtral(config: TheirConfig) -> dict[str, Any]:
     return {**grouped(config, windows_everywhere), "moe": moe}
 
 
+def sparse_layers(config: TheirConfig) -> dict[str, Any]:
+    """Return which layers of a Qwen model have experts: every decoder_sparse_step-th that is not
+    among mlp_only_layers.
+    """
+    step = config.get("decoder_sparse_step", 1)
+    without = set(config.get("mlp_only_layers", ()))
+    layers = range(config.need("num_hidden_layers"))
+    dense = [layer for layer in layers if layer in without and (layer + 1) % max(step, 1) == 0]
+    if step == 1 and dense == list(range(len(dense))):
+        return {"every_n": 1, "first_k_dense": len(dense)}
+    return {"every_n": step, "first_k_dense": step - 1, "dense_layers": tuple(dense)}
+
+
+def written_sparse_layers(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys that `sparse_layers` reads."""
+    moe = model.moe
+    assert moe is not None
+    step = moe.every_n if moe.first_k_dense == moe.every_n - 1 else 1
+    dense = [layer for layer in range(model.num_layers) if not model.is_moe_layer(layer)]
+    return {
+        "decoder_sparse_step": step,
+        "mlp_only_layers": [layer for layer in dense if (layer + 1) % step == 0],
+    }
+
+
 def qwen3_moe(config: TheirConfig) -> dict[str, Any]:
     """Qwen3 with experts."""
-    step = config.get("decoder_sparse_step", 1)
-    without = sorted(config.get("mlp_only_layers", ()))
-    if without and (step != 1 or without != list(range(len(without)))):
-        raise config.refusal("mlp_only_layers are not the first layers")
     moe = {
         "num_experts": config.either("num_experts", "num_local_experts"),
         "top_k": config.need("num_experts_per_tok"),
         "ffn_hidden_size": config.need("moe_intermediate_size"),
-        "every_n": step,
-        "first_k_dense": len(without) or step - 1,
+        **sparse_layers(config),
         "pre_softmax": not config.get("norm_topk_prob", False),
         "aux_loss_coeff": config.get("router_aux_loss_coef", 0.0),
     }
     ffn = config.need("intermediate_size")
     fields = grouped(config, windows_if_used)
     return {**fields, "qk_norm": True, "ffn_hidden_size": ffn, "moe": moe}
-
-
-def olmoe(config: TheirConfig) -> dict[str, Any]:
-    """OLMoE: norms over all query and all key heads."""
-    moe = {
-        "num_experts": config.either("num_experts", "num_local_experts"),
-        "top_k": config.need("num_experts_per_tok"),
-        "ffn_hidden_size": config.need("intermediate_size"),
-        "pre_softmax": not config.get("norm_topk_prob", False),
-        "aux_loss_coeff": config.get("router_aux_loss_coef", 0.0),
-    }
-    return {**grouped(config), "qk_norm": True, "qk_norm_whole": True, "moe": moe}
 
 
 def deepseek_v2(config: TheirConfig) -> dict[str, Any]:
@@ -300,7 +354,11 @@ def _deepseek(config: TheirConfig, moe: dict[str, Any]) -> dict[str, Any]:
 
 def rotary(config: TheirConfig, *, latent: bool) -> dict[str, Any]:
     """Return base and scaling of rotary frequencies; `latent`: of multi-head latent attention."""
-    said = _rotary_section(config)
+    return rotary_of(config, _rotary_section(config), latent=latent)
+
+
+def rotary_of(config: TheirConfig, said: TheirConfig, *, latent: bool = False) -> dict[str, Any]:
+    """Return base and scaling of the rotary frequencies that a section describes."""
     if sections := [name for name, value in said.values.items() if isinstance(value, dict)]:
         raise said.refusal(f"{said.name(sections[0])} is a section: other positions in some layers")
     said.only("partial_rotary_factor", 1)
@@ -314,6 +372,7 @@ def rotary(config: TheirConfig, *, latent: bool) -> dict[str, Any]:
     original = next((length for length in lengths if length is not None), None)
     scaling = replace(said, values={**said.values, "original_max_position_embeddings": original})
     found: dict[str, Any] = {"rope_theta": theta, "yarn": None, "llama3_rope": None}
+    found["rope_factor"] = 1.0
     match kind:
         case "default":
             pass
@@ -321,6 +380,8 @@ def rotary(config: TheirConfig, *, latent: bool) -> dict[str, Any]:
             found["llama3_rope"] = scaling.renamed(LLAMA3)
         case "yarn":
             found["yarn"] = _yarn(scaling, latent=latent)
+        case "linear":
+            found["rope_factor"] = float(scaling.need("factor"))
         case _:
             told = shortened(str(kind))
             raise config.refusal(f"rotary positions of type {told} are not supported")
@@ -342,8 +403,10 @@ def _yarn(scaling: TheirConfig, *, latent: bool) -> dict[str, Any]:
         ours: scaling.get(theirs, usual[ours]) if ours in usual else scaling.need(theirs)
         for ours, theirs in YARN.items()
     }
-    scaling.only("attention_factor")
-    scaling.only("truncate", True)
+    found["attention_factor"] = scaling.value("attention_factor")
+    found["truncate"] = scaling.get("truncate", True)
+    if "truncate" in scaling.values:
+        scaling.only("truncate", True, False)
     both = scaling.get("mscale", None) and scaling.get("mscale_all_dim", None)
     if not both and (found["mscale"], found["mscale_all_dim"]) != (1.0, 0.0):
         raise scaling.refusal(
@@ -372,7 +435,7 @@ def written(model: ModelConfig, family: str, architecture: str) -> dict[str, Any
         "num_key_value_heads": model.num_kv_heads,
         "tie_word_embeddings": model.tie_embeddings,
         "rope_theta": model.rope_theta,
-        "rope_scaling": _written_scaling(model),
+        "rope_scaling": written_scaling(model),
     }
     if model.mla is None:
         found["head_dim"] = model.head_width
@@ -393,16 +456,21 @@ def written_layers(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _written_scaling(model: ModelConfig) -> dict[str, Any] | None:
+def written_scaling(model: ModelConfig) -> dict[str, Any] | None:
+    """Return the section of scaled rotary frequencies; None if they are unscaled."""
     if model.llama3_rope is not None:
         values = {theirs: getattr(model.llama3_rope, ours) for ours, theirs in LLAMA3.items()}
         return {"rope_type": "llama3", **values}
+    if model.rope_factor != 1:
+        return {"rope_type": "linear", "factor": model.rope_factor}
     if model.yarn is None:
         return None
-    return {
-        "rope_type": "yarn",
-        **{theirs: getattr(model.yarn, ours) for ours, theirs in YARN.items()},
-    }
+    values = {theirs: getattr(model.yarn, ours) for ours, theirs in YARN.items()}
+    if model.yarn.attention_factor is not None:
+        values["attention_factor"] = model.yarn.attention_factor
+    if not model.yarn.truncate:
+        values["truncate"] = False
+    return {"rope_type": "yarn", **values}
 
 
 def written_mixtral(moe: MoEConfig) -> dict[str, Any]:
@@ -415,28 +483,13 @@ def written_mixtral(moe: MoEConfig) -> dict[str, Any]:
     }
 
 
-def written_olmoe(moe: MoEConfig) -> dict[str, Any]:
-    """Return the keys of experts in OLMoE's config.json."""
-    return {
-        "intermediate_size": moe.ffn_hidden_size,
-        "num_experts": moe.num_experts,
-        "num_experts_per_tok": moe.top_k,
-        "norm_topk_prob": not moe.pre_softmax,
-        "router_aux_loss_coef": moe.aux_loss_coeff,
-        "clip_qkv": None,
-    }
-
-
 def written_qwen3_moe(moe: MoEConfig) -> dict[str, Any]:
     """Return the keys of experts in the config.json of Qwen3-MoE."""
-    every = moe.every_n == 1
     return {
         "num_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,
         "moe_intermediate_size": moe.ffn_hidden_size,
         "norm_topk_prob": not moe.pre_softmax,
-        "decoder_sparse_step": moe.every_n,
-        "mlp_only_layers": list(range(moe.first_k_dense)) if every else [],
         "router_aux_loss_coef": moe.aux_loss_coeff,
     }
 

@@ -21,6 +21,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     # biases and clipping that our layers lack
     "attention_bias": (False,),
     "mlp_bias": (False,),
+    "attention_out_bias": (False,),
+    "qkv_bias": (False,),
     "clip_qkv": (),
     "swiglu_alpha": (),
     "swiglu_limit": (),
@@ -106,10 +108,11 @@ REASONS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 WITHOUT_EFFECT = {key: reason for reason, keys in REASONS.items() for key in keys}
 WITHOUT_EFFECT_IN: Mapping[str, Mapping[str, str]] = {
-    "qwen3_moe": {"max_window_layers": "use_sliding_window is for all layers or none"}
+    "qwen3_moe": {"max_window_layers": "use_sliding_window is for all layers or none"},
+    "gemma3_text": {"_sliding_window_pattern": "sliding_window_pattern has its number"},
 }
 # training noise of `transformers` that is not applied here; a message says so if it is not 0
-NOT_APPLIED = ("attention_dropout", "router_jitter_noise")
+NOT_APPLIED = ("attention_dropout", "residual_dropout", "router_jitter_noise")
 # keys of rotary positions of all types; a key that the given type does not use is refused
 ROTARY = frozenset((
     "rope_theta", "rope_type", "type", "partial_rotary_factor", "factor",

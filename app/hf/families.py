@@ -13,8 +13,17 @@ from typing import Any
 
 from app.config import ModelConfig, MoEConfig
 from app.errors import ConfigError, typed
+from app.hf import (
+    cohere2,
+    exaone4,
+    gemma,
+    glm4_moe_lite,
+    olmo,
+    qwen2_moe,
+    seed_oss,
+    tables,
+)
 from app.hf import config_json as config
-from app.hf import tables
 from app.hf.tables import NameLine
 from app.hf.their_config import NOWHERE, TheirConfig, shortened
 from app.plan.model.stage import NamedWeight, model_weights
@@ -30,6 +39,10 @@ class Family:
     lines: tuple[NameLine, ...]  # weights
     written_moe: Callable[[MoEConfig], dict[str, Any]] | None = None  # None for dense families
     layers: tuple[str, ...] = ()  # keys of what layers differ in, of `config_json.written_layers`
+    # returns keys of config.json that other families lack, or spell otherwise
+    more: Callable[[ModelConfig], Mapping[str, Any]] | None = None
+    # type that models are exported as, where another family computes all that this one can
+    written_as: str | None = None
     # values of keys that config.json lacks: the defaults of the class in `transformers`
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -50,7 +63,8 @@ class Family:
         if self.written_moe is not None and model.moe is not None:
             found |= self.written_moe(model.moe)
         layers = config.written_layers(model)
-        return found | {key: layers[key] for key in self.layers}
+        found |= {key: layers[key] for key in self.layers}
+        return found if self.more is None else {**found, **self.more(model)}
 
 
 _GROUPED = (*tables.WHOLE_MODEL, *tables.EVERY_LAYER, *tables.GROUPED_ATTENTION)
@@ -63,6 +77,17 @@ _DEEPSEEK = (
 )
 _QWEN_LAYERS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 _QWEN_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
+_DEEPSEEK_V3_DEFAULTS = {
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+    "norm_topk_prob": True,
+}
 FAMILIES = (
     Family("llama", "LlamaForCausalLM", config.llama, _GROUPED),
     Family(
@@ -122,10 +147,67 @@ FAMILIES = (
     Family(
         "olmoe",
         "OlmoeForCausalLM",
-        config.olmoe,
+        olmo.olmoe,
         (*_GROUPED, *tables.EXPERTS),
-        config.written_olmoe,
+        olmo.written_olmoe,
         defaults={"router_aux_loss_coef": 0.01},
+    ),
+    Family("olmo2", "Olmo2ForCausalLM", olmo.olmo2, olmo.LINES),
+    Family(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        olmo.olmo3,
+        olmo.LINES,
+        layers=("sliding_window", "layer_types"),
+        more=olmo.written_olmo3,
+        defaults={"sliding_window": 4096, "rope_theta": olmo.THETA},
+    ),
+    Family(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        gemma.gemma2,
+        gemma.LINES,
+        layers=("sliding_window", "layer_types"),
+        more=gemma.written,
+        defaults={
+            **gemma.DEFAULTS,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    Family(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        gemma.gemma3,
+        gemma.LINES,
+        layers=("sliding_window", "layer_types"),
+        more=gemma.written_gemma3,
+        defaults={**gemma.DEFAULTS, "rope_theta": gemma.THETA},
+    ),
+    Family(
+        "exaone4",
+        "Exaone4ForCausalLM",
+        exaone4.exaone4,
+        exaone4.LINES,
+        more=exaone4.written,
+        defaults={
+            "num_key_value_heads": 32,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
+    ),
+    Family(
+        "cohere2",
+        "Cohere2ForCausalLM",
+        cohere2.cohere2,
+        cohere2.LINES,
+        layers=("sliding_window", "layer_types"),
+        more=cohere2.written,
+        defaults={
+            "tie_word_embeddings": True,
+            "sliding_window": 4096,
+            "logit_scale": 0.0625,
+        },
     ),
     Family(
         "qwen3_moe",
@@ -134,11 +216,30 @@ FAMILIES = (
         (*_GROUPED, *tables.EXPERTS),
         config.written_qwen3_moe,
         layers=("use_sliding_window", "sliding_window"),
+        more=config.written_sparse_layers,
         defaults={
             "num_key_value_heads": 4,
             "router_aux_loss_coef": 0.001,
             "sliding_window": 4096,
         },
+    ),
+    Family(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        qwen2_moe.read,
+        (*_GROUPED, *tables.EXPERTS, *qwen2_moe.SHARED_EXPERT),
+        qwen2_moe.written_moe,
+        layers=_QWEN_LAYERS,
+        more=qwen2_moe.written,
+        defaults=qwen2_moe.DEFAULTS,
+    ),
+    Family(
+        "seed_oss",
+        "SeedOssForCausalLM",
+        seed_oss.read,
+        _GROUPED,
+        written_as="qwen2",
+        defaults=seed_oss.DEFAULTS,
     ),
     Family(
         "deepseek_v2",
@@ -154,17 +255,24 @@ FAMILIES = (
         config.deepseek_v3,
         _DEEPSEEK,
         config.written_deepseek,
-        defaults={
-            "num_key_value_heads": 128,
-            "q_lora_rank": 1536,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 3,
-            "n_group": 8,
-            "topk_group": 4,
-            "routed_scaling_factor": 2.5,
-            "num_nextn_predict_layers": 1,
-            "norm_topk_prob": True,
-        },
+        defaults=_DEEPSEEK_V3_DEFAULTS,
+    ),
+    Family(
+        "glm4_moe_lite",
+        "Glm4MoeLiteForCausalLM",
+        glm4_moe_lite.read,
+        _DEEPSEEK,
+        config.written_deepseek,
+        more=glm4_moe_lite.written,
+        defaults=glm4_moe_lite.DEFAULTS,
+    ),
+    Family(
+        "kimi_k2",  # of which `transformers` has no class
+        "DeepseekV3ForCausalLM",
+        config.deepseek_v3,
+        _DEEPSEEK,
+        written_as="deepseek_v3",
+        defaults=_DEEPSEEK_V3_DEFAULTS,
     ),
 )
 
@@ -185,7 +293,7 @@ def family_of(model: ModelConfig, key: str, value: object) -> Family:
     """
     closest: tuple[int, str] | None = None
     for family in FAMILIES:
-        if (family.written_moe is None) != (model.moe is None):
+        if family.written_as or (family.written_moe is None) != (model.moe is None):
             continue
         try:
             fields = family.read(TheirConfig(family.written(model), NOWHERE, key))
@@ -210,6 +318,7 @@ ARCHITECTURE = tuple(
     if each.name not in ("name", "init_std", "init_from", "moe")
 )
 OF_EXPERTS = ("num_experts", "top_k", "ffn_hidden_size", "every_n", "first_k_dense",
+              "dense_layers",
               "shared_ffn_hidden_size", "shared_gate", "score", "pre_softmax", "groups",
               "topk_groups", "group_best", "routed_scale", "norm_topk_prob")  # fmt: skip
 Difference = tuple[str, Any, Any]  # dotted field, of one, of the other
@@ -240,6 +349,11 @@ def _essence(model: ModelConfig) -> dict[str, Any]:
     found["head_dim"] = None if model.mla else model.head_width
     found["layer_types"] = config.layer_types(model)
     found["no_rope_layers"] = config.rotated_layers(model)
+    found["query_pre_attn_scalar"] = float(model.query_pre_attn_scalar or model.head_width)
+    found["logit_scale"] = 1.0 if model.logit_scale is None else model.logit_scale
+    if model.local_rope_theta is not None:
+        ropes = {spec.attention.rope for spec in model.layer_specs}
+        found["local_rope_theta"] = model.local_rope_theta if len(ropes - {None}) > 1 else None
     if all(map(model.is_moe_layer, range(model.num_layers))):
         del found["ffn_hidden_size"]  # unused if every layer is MoE
     if model.mla is not None:
@@ -249,6 +363,12 @@ def _essence(model: ModelConfig) -> dict[str, Any]:
     moe = {name: _plain(getattr(model.moe, name)) for name in OF_EXPERTS}
     moe["routed_scale"] = 1.0 if model.moe.routed_scale is None else model.moe.routed_scale
     moe["norm_topk_prob"] = model.moe.normalizes_sigmoids
+    if model.moe.dense_layers:  # first_k_dense alone might say the same
+        layers = range(model.num_layers)
+        dense = [layer for layer in layers if not model.is_moe_layer(layer)]
+        leading = dense == list(range(len(dense)))
+        moe |= {"every_n": 1, "first_k_dense": len(dense) if leading else 0}
+        moe["dense_layers"] = () if leading else tuple(dense)
     if model.moe.groups and model.moe.topk_groups:
         moe["group_best"] = model.moe.group_best or model.moe.top_k // model.moe.topk_groups
     return found | {"moe": moe}

@@ -37,7 +37,8 @@ class NameLine:
     fit: Fit
 
 
-def _whole(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
+def whole(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
+    """Map a tensor that is the same in both."""
     (name,) = theirs
     yield WeightPart.same(name, shape)
 
@@ -58,7 +59,28 @@ def _heads(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[
         first += heads
 
 
-def _gate_up(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
+def _heads_of_pairs(
+    model: ModelConfig, shape: Shape, theirs: Sequence[str]
+) -> Iterator[WeightPart]:
+    """Map queries, keys and values as `_heads`; values 2i and 2i + 1 of their query and key heads
+    are values i and i + width / 2 of ours.
+    """
+    groups, width, columns = model.num_kv_heads, model.head_width, shape[1]
+    queries = model.num_heads // groups
+    apart = (groups, queries + 2, 2, width // 2, columns)
+    first = 0
+    for name, heads in zip(theirs, (queries, 1, 1), strict=True):
+        ours = Block(apart, (0, first, 0, 0, 0), (groups, first + heads, 2, width // 2, columns))
+        same = name == theirs[-1]  # values are not rotated
+        pair = (2, width // 2) if same else (width // 2, 2)
+        order = (0, 1, 2, 3, 4) if same else (0, 1, 3, 2, 4)
+        whole = Block.whole(groups, heads, *pair, columns)
+        yield WeightPart(name, (groups * heads * width, columns), ours, whole, order)
+        first += heads
+
+
+def gate_up(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
+    """Map gate and up projections, one after the other in ours."""
     _, ffn, hidden = shape
     for number, name in enumerate(theirs):
         ours = Block(shape, (number, 0, 0), (number + 1, ffn, hidden))
@@ -119,38 +141,55 @@ def _stacked_down(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> It
 
 
 WHOLE_MODEL = (
-    NameLine("embedding", (EMBEDDING,), _whole),
-    NameLine("norm.weight", ("model.norm.weight",), _whole),
-    NameLine("head", (HEAD,), _whole),
+    NameLine("embedding", (EMBEDDING,), whole),
+    NameLine("norm.weight", ("model.norm.weight",), whole),
+    NameLine("head", (HEAD,), whole),
 )
 GROUPED_ATTENTION = (
     NameLine("attn.bqkv", tuple(f"self_attn.{name}_proj.bias" for name in "qkv"), _heads),
     NameLine("attn.wqkv", tuple(f"self_attn.{name}_proj.weight" for name in "qkv"), _heads),
-    NameLine("attn.q_norm.weight", ("self_attn.q_norm.weight",), _whole),
-    NameLine("attn.k_norm.weight", ("self_attn.k_norm.weight",), _whole),
+    NameLine("attn.q_norm.weight", ("self_attn.q_norm.weight",), whole),
+    NameLine("attn.k_norm.weight", ("self_attn.k_norm.weight",), whole),
 )
 LATENT_ATTENTION = (
-    NameLine("attn.q_a", ("self_attn.q_a_proj.weight",), _whole),
-    NameLine("attn.q_a_norm.weight", ("self_attn.q_a_layernorm.weight",), _whole),
-    NameLine("attn.q_b", ("self_attn.q_b_proj.weight",), _whole),
-    NameLine("attn.kv_a", ("self_attn.kv_a_proj_with_mqa.weight",), _whole),
-    NameLine("attn.kv_a_norm.weight", ("self_attn.kv_a_layernorm.weight",), _whole),
-    NameLine("attn.kv_b", ("self_attn.kv_b_proj.weight",), _whole),
+    NameLine("attn.q_a", ("self_attn.q_a_proj.weight",), whole),
+    NameLine("attn.q_a_norm.weight", ("self_attn.q_a_layernorm.weight",), whole),
+    NameLine("attn.q_b", ("self_attn.q_b_proj.weight",), whole),
+    NameLine("attn.kv_a", ("self_attn.kv_a_proj_with_mqa.weight",), whole),
+    NameLine("attn.kv_a_norm.weight", ("self_attn.kv_a_layernorm.weight",), whole),
+    NameLine("attn.kv_b", ("self_attn.kv_b_proj.weight",), whole),
 )
-QUERIES_OF_HIDDEN = NameLine("attn.q_b", ("self_attn.q_proj.weight",), _whole)  # without a latent
+QUERIES_OF_HIDDEN = NameLine("attn.q_b", ("self_attn.q_proj.weight",), whole)  # without a latent
+OUTPUTS = (  # of attention and dense feed-forwards, with the projections before them
+    NameLine("attn.wo", ("self_attn.o_proj.weight",), whole),
+    NameLine("body.mlp.w_up", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), gate_up),
+    NameLine("body.mlp.w_down", ("mlp.down_proj.weight",), whole),
+)
 EVERY_LAYER = (
-    NameLine("attn_norm.weight", ("input_layernorm.weight",), _whole),
-    NameLine("attn.wo", ("self_attn.o_proj.weight",), _whole),
-    NameLine("body.norm.weight", ("post_attention_layernorm.weight",), _whole),
-    NameLine("body.mlp.w_up", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), _gate_up),
-    NameLine("body.mlp.w_down", ("mlp.down_proj.weight",), _whole),
+    *OUTPUTS,
+    NameLine("attn_norm.weight", ("input_layernorm.weight",), whole),
+    NameLine("body.norm.weight", ("post_attention_layernorm.weight",), whole),
+)
+NORM_BEFORE_ATTENTION = NameLine("attn_norm.weight", ("input_layernorm.weight",), whole)
+NORMS_AROUND = (
+    NORM_BEFORE_ATTENTION,
+    NameLine("attn_out_norm.weight", ("post_attention_layernorm.weight",), whole),
+    NameLine("body.norm.weight", ("pre_feedforward_layernorm.weight",), whole),
+    NameLine("body.out_norm.weight", ("post_feedforward_layernorm.weight",), whole),
+)
+NEIGHBOURING_PAIRS = NameLine(  # of rotary positions, in their queries and keys
+    "attn.wqkv", tuple(f"self_attn.{name}_proj.weight" for name in "qkv"), _heads_of_pairs
+)
+NORMS_BEHIND = (
+    NameLine("attn_out_norm.weight", ("post_attention_layernorm.weight",), whole),
+    NameLine("body.out_norm.weight", ("post_feedforward_layernorm.weight",), whole),
 )
 STACKED_EXPERTS = (
     NameLine("body.experts.w_up", ("mlp.experts.gate_up_proj",), _stacked_gate_up),
     NameLine("body.experts.w_down", ("mlp.experts.down_proj",), _stacked_down),
 )
 EXPERTS = (
-    NameLine("body.router.weight", ("mlp.gate.weight",), _whole),
+    NameLine("body.router.weight", ("mlp.gate.weight",), whole),
     NameLine(
         "body.experts.w_up",
         ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
@@ -163,14 +202,14 @@ SHARED_EXPERTS = (
     NameLine(
         "body.shared.w_up",
         ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
-        _gate_up,
+        gate_up,
     ),
-    NameLine("body.shared.w_down", ("mlp.shared_experts.down_proj.weight",), _whole),
-    NameLine(BIAS, ("mlp.gate.e_score_correction_bias",), _whole),
+    NameLine("body.shared.w_down", ("mlp.shared_experts.down_proj.weight",), whole),
+    NameLine(BIAS, ("mlp.gate.e_score_correction_bias",), whole),
 )
 MIXTRAL_EXPERTS = (
-    NameLine("body.router.weight", ("block_sparse_moe.gate.weight",), _whole),
-    NameLine("body.router.weight", ("mlp.gate.weight",), _whole),
+    NameLine("body.router.weight", ("block_sparse_moe.gate.weight",), whole),
+    NameLine("body.router.weight", ("mlp.gate.weight",), whole),
     NameLine(
         "body.experts.w_up",
         (

@@ -22,15 +22,18 @@ WHOLE = frozenset((
     "n_group", "topk_group", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
     "v_head_dim", "num_nextn_predict_layers", "num_mtp_layers", "sliding_window",
     "max_window_layers", "no_rope_layer_interval",
+    "shared_expert_intermediate_size",
 ))  # fmt: skip
 NUMBER = frozenset((
     "rms_norm_eps", "rope_theta", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
     "low_freq_factor", "high_freq_factor", "router_aux_loss_coef", "routed_scaling_factor",
-    "aux_loss_alpha",
+    "aux_loss_alpha", "attention_factor", "query_pre_attn_scalar", "attn_logit_softcapping",
+    "final_logit_softcapping", "rope_local_base_freq", "logit_scale", "layer_norm_eps",
 ))  # fmt: skip
-FLAG = frozenset(("tie_word_embeddings", "norm_topk_prob", "seq_aux", "use_sliding_window"))
+FLAG = frozenset(("tie_word_embeddings", "norm_topk_prob", "seq_aux", "use_sliding_window",
+                  "truncate", "qkv_bias", "attention_bias", "attention_out_bias"))  # fmt: skip
 SECTION = frozenset(("rope_parameters", "rope_scaling", "quantization_config"))
-TEXTS = frozenset(("layer_types",))
+TEXTS = frozenset(("layer_types", "mlp_layer_types"))
 WHOLES = frozenset(("mlp_only_layers", "weight_block_size", "no_rope_layers"))
 
 

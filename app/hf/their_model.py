@@ -50,9 +50,7 @@ def _predicted(said: TheirConfig, family: Family, layers: int) -> range:
     """Return the multi-token prediction layers. `said` is config.json without defaults, because
     the number may be given under either name.
     """
-    usual = family.defaults.get(PREDICT_LAYERS[0])
-    if usual is None:
-        return range(layers, layers)
+    usual = family.defaults.get(PREDICT_LAYERS[0], 0)
     there = any(said.values.get(name) is not None for name in PREDICT_LAYERS)
     more = said.either(*PREDICT_LAYERS) if there else usual
     return range(layers, layers + int(more))

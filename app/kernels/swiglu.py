@@ -29,6 +29,12 @@ def swiglu(both: Tensor, used: Tensor | None = None) -> Tensor:
     return act
 
 
+def geglu(both: Tensor) -> Tensor:
+    """Map [..., 2F] -> [..., F] by gelu(gate) · up with the tanh approximation, as `swiglu`."""
+    act: Tensor = _Geglu.apply(both.contiguous())
+    return act
+
+
 class _Swiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, both: Tensor, used: Tensor | None) -> Tensor:
@@ -46,7 +52,26 @@ class _Swiglu(torch.autograd.Function):
         return grad_both, None
 
 
-def _launch(kernel: Any, act: Tensor, used: Tensor | None, *tensors: Tensor) -> None:
+class _Geglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        ctx.save_for_backward(both)
+        act = both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
+        _launch(_forward, act, None, both, act, gelu=True)
+        return act
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (both,) = ctx.saved_tensors
+        grad_both = torch.empty_like(both)
+        _launch(_backward, grad, None, grad.contiguous(), both, grad_both, gelu=True)
+        return grad_both
+
+
+def _launch(
+    kernel: Any, act: Tensor, used: Tensor | None, *tensors: Tensor, gelu: bool = False
+) -> None:
     """Launch over tiles of the result's shape; if only the device knows their number, a resident
     set of programs loops over them.
     """
@@ -57,7 +82,7 @@ def _launch(kernel: Any, act: Tensor, used: Tensor | None, *tensors: Tensor) -> 
     down, across = cdiv(rows, height), cdiv(width, columns)
     if used is not None:
         down = min(down, cdiv(MULTIPROCESSORS * PROGRAMS, across))
-    kernel[(down, across)](*tensors, used, rows, width, HEIGHT=height, COLUMNS=columns)
+    kernel[(down, across)](*tensors, used, rows, width, GELU=gelu, HEIGHT=height, COLUMNS=columns)
 
 
 @jit
@@ -80,12 +105,24 @@ def _tile(
 
 
 @jit
+def _inner(gate: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return i(gate) and its derivative, with GELU by tanh as gate · sigmoid(i(gate)).
+
+    As (1 + tanh(u)) / 2 = sigmoid(2u), i is 2 · √(2 / π) · (gate + 0.044715 · gate³).
+    """
+    square = gate * gate
+    inner = 1.5957691216057308 * gate * (1.0 + 0.044715 * square)
+    return inner, 1.5957691216057308 * (1.0 + 3 * 0.044715 * square)
+
+
+@jit
 def _forward(
     both_R2F: tl.tensor,
     act_RF: tl.tensor,
     used: tl.tensor,
     rows: int,
     width: int,
+    GELU: tl.constexpr,
     HEIGHT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
@@ -94,7 +131,11 @@ def _forward(
         single, double, exists = _tile(tile, rows, width, HEIGHT=HEIGHT, COLUMNS=COLUMNS)
         gate = tl.load(both_R2F + double, mask=exists, other=0.0).to(tl.float32)
         up = tl.load(both_R2F + double + width, mask=exists, other=0.0).to(tl.float32)
-        tl.store(act_RF + single, gate * tl.sigmoid(gate) * up, mask=exists)
+        if GELU:
+            inner, _ = _inner(gate)
+            tl.store(act_RF + single, gate * tl.sigmoid(inner) * up, mask=exists)
+        else:
+            tl.store(act_RF + single, gate * tl.sigmoid(gate) * up, mask=exists)
 
 
 @jit
@@ -105,6 +146,7 @@ def _backward(
     used: tl.tensor,
     rows: int,
     width: int,
+    GELU: tl.constexpr,
     HEIGHT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
@@ -114,7 +156,12 @@ def _backward(
         grad = tl.load(grad_RF + single, mask=exists, other=0.0).to(tl.float32)
         gate = tl.load(both_R2F + double, mask=exists, other=0.0).to(tl.float32)
         up = tl.load(both_R2F + double + width, mask=exists, other=0.0).to(tl.float32)
-        passed = tl.sigmoid(gate)
-        slope = passed * (1.0 + gate * (1.0 - passed))
+        if GELU:
+            inner, growth = _inner(gate)
+            passed = tl.sigmoid(inner)
+            slope = passed * (1.0 + gate * (1.0 - passed) * growth)
+        else:
+            passed = tl.sigmoid(gate)
+            slope = passed * (1.0 + gate * (1.0 - passed))
         tl.store(grad_both_R2F + double, grad * up * slope, mask=exists)
         tl.store(grad_both_R2F + double + width, grad * gate * passed, mask=exists)

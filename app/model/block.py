@@ -16,17 +16,20 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from app.choices import Recompute
+from app.choices import BlockKind, Recompute
 from app.config import AttentionSpec, ModelConfig
 from app.model.attention.modules import attention
 from app.model.layers.layer_groups import ALONE, LayerGroups
-from app.model.layers.layers import Context, Mlp, RMSNorm
+from app.model.layers.layers import Context, mlp
+from app.model.layers.norms import norm_of_hidden
 from app.plan.model.layer import DenseBodyWeights
-from app.plan.model.norm import NormWeights
 from app.plan.phases import PhaseName
 
 T = TypeVar("T")
 LAYER_OUTPUTS = ("x", "routing")  # hidden states; the router's report or None
+Outputs = tuple[Tensor, ...]  # of a phase
+# hidden states that attention takes -> its output, which the layer adds to the residual
+AttendHidden = Callable[[Tensor, Context], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,28 +123,19 @@ class Body(nn.Module):
 
 
 class Layer(nn.Module):
-    """Residual decoder layer: an attention phase, then the phases of its dense or MoE `body`.
+    """Decoder layer: an attention phase, then the phases of its dense or MoE `body`.
 
     `phases` read and write the values x (B × s × D), context (Context) and those they declare.
+    Subclasses differ in their norms and residual connections (`BlockKind`).
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        spec: AttentionSpec,
-        body: Body,
-        layer_groups: LayerGroups = ALONE,
-    ) -> None:
-        super().__init__()
-        self.attn_norm = RMSNorm(NormWeights.of_hidden(model), model.norm_eps)
-        self.attn = attention(spec, layer_groups)
-        self.body = body
-        attn = Phase(PhaseName.attn, self._attend, ("x", "context"), outputs=("x",))
-        self.phases: tuple[Phase, ...] = (attn, *body.phases)
+    attn: nn.Module
+    body: Body
+    phases: tuple[Phase, ...]
 
-    def _attend(self, x_BsD: Tensor, context: Context) -> tuple[Tensor]:
-        x_BsD, h_BsD = self.attn_norm.beside(x_BsD, context.recompute, context.sink)
-        return (x_BsD + self.attn(h_BsD, context),)
+    def attend_with(self, attend: AttendHidden, x_BsD: Tensor, context: Context) -> Outputs:
+        """Return what the attention phase returns, with `attend` in place of the layer's own."""
+        raise NotImplementedError
 
     def forward(
         self, x_BsD: Tensor, context: Context, run: RunPhases = run_layer
@@ -152,19 +146,184 @@ class Layer(nn.Module):
         return value_of(out, "x", Tensor), report
 
 
+class NormBeforeLayer(Layer):
+    """x + attention(norm(x)), then the body."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        spec: AttentionSpec,
+        body: Body,
+        layer_groups: LayerGroups = ALONE,
+    ) -> None:
+        super().__init__()
+        self.attn_norm = norm_of_hidden(model)
+        self.attn = attention(spec, layer_groups)
+        self.body = body
+        attn = Phase(PhaseName.attn, self._attend, ("x", "context"), outputs=("x",))
+        self.phases = (attn, *body.phases)
+
+    def attend_with(self, attend: AttendHidden, x_BsD: Tensor, context: Context) -> Outputs:
+        """See `Layer`."""
+        return (x_BsD + attend(self.attn_norm(x_BsD), context),)
+
+    def _attend(self, x_BsD: Tensor, context: Context) -> tuple[Tensor]:
+        x_BsD, h_BsD = self.attn_norm.beside(x_BsD, context.recompute, context.sink)
+        return (x_BsD + self.attn(h_BsD, context),)
+
+
+class NormAfterLayer(Layer):
+    """x + norm(attention(x)), then the body (OLMo 2, arXiv 2501.00656)."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        spec: AttentionSpec,
+        body: Body,
+        layer_groups: LayerGroups = ALONE,
+    ) -> None:
+        super().__init__()
+        self.attn = attention(spec, layer_groups)
+        self.attn_out_norm = norm_of_hidden(model)
+        self.body = body
+        attn = Phase(PhaseName.attn, self._attend, ("x", "context"), outputs=("x",))
+        self.phases = (attn, *body.phases)
+
+    def attend_with(self, attend: AttendHidden, x_BsD: Tensor, context: Context) -> Outputs:
+        """See `Layer`."""
+        return (x_BsD + self.attn_out_norm(attend(x_BsD, context), context.sink),)
+
+    def _attend(self, x_BsD: Tensor, context: Context) -> Outputs:
+        return self.attend_with(self.attn, x_BsD, context)
+
+
+class NormAroundLayer(Layer):
+    """x + norm(attention(norm(x))), then the body (Gemma 2, arXiv 2408.00118)."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        spec: AttentionSpec,
+        body: Body,
+        layer_groups: LayerGroups = ALONE,
+    ) -> None:
+        super().__init__()
+        self.attn_norm = norm_of_hidden(model)
+        self.attn = attention(spec, layer_groups)
+        self.attn_out_norm = norm_of_hidden(model)
+        self.body = body
+        attn = Phase(PhaseName.attn, self._attend, ("x", "context"), outputs=("x",))
+        self.phases = (attn, *body.phases)
+
+    def attend_with(self, attend: AttendHidden, x_BsD: Tensor, context: Context) -> Outputs:
+        """See `Layer`."""
+        x_BsD, h_BsD = self.attn_norm.beside(x_BsD, context.recompute, context.sink)
+        return (x_BsD + self.attn_out_norm(attend(h_BsD, context), context.sink),)
+
+    def _attend(self, x_BsD: Tensor, context: Context) -> Outputs:
+        return self.attend_with(self.attn, x_BsD, context)
+
+
+class ParallelLayer(Layer):
+    """x + attention(h), then the body, which adds feed-forward(h), with h = norm(x) for both."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        spec: AttentionSpec,
+        body: Body,
+        layer_groups: LayerGroups = ALONE,
+    ) -> None:
+        super().__init__()
+        self.attn_norm = norm_of_hidden(model)
+        self.attn = attention(spec, layer_groups)
+        self.body = body
+        attn = Phase(PhaseName.attn, self._attend, ("x", "context"), outputs=("x", "h"))
+        self.phases = (attn, *body.phases)
+
+    def attend_with(self, attend: AttendHidden, x_BsD: Tensor, context: Context) -> Outputs:
+        """See `Layer`."""
+        x_BsD, h_BsD = self.attn_norm.beside(x_BsD, context.recompute, context.sink)
+        return x_BsD + attend(h_BsD, context), h_BsD
+
+    def _attend(self, x_BsD: Tensor, context: Context) -> Outputs:
+        return self.attend_with(self.attn, x_BsD, context)
+
+
 class DenseBody(Body):
-    """Feed-forward part of a dense layer: one phase."""
+    """Feed-forward part of a dense layer, one phase: x + mlp(norm(x))."""
 
     def __init__(self, model: ModelConfig, layer_groups: LayerGroups = ALONE) -> None:
         super().__init__()
         weights = DenseBodyWeights.of(model)
-        self.norm = RMSNorm(weights.norm, model.norm_eps)
-        self.mlp = Mlp(weights.mlp, layer_groups)
+        self.norm = norm_of_hidden(model)
+        self.mlp = mlp(model, weights.mlp, layer_groups)
         self.phases = (Phase(PhaseName.mlp, self._feed_forward, ("x", "context"), outputs=("x",)),)
 
     def _feed_forward(self, x_BsD: Tensor, context: Context) -> tuple[Tensor]:
         x_BsD, h_BsD = self.norm.beside(x_BsD, context.recompute, context.sink)
         return (x_BsD + self.mlp(h_BsD, context.sink, context.recompute),)
+
+
+class NormAfterBody(Body):
+    """Feed-forward part of a dense layer, one phase: x + norm(mlp(x))."""
+
+    def __init__(self, model: ModelConfig, layer_groups: LayerGroups = ALONE) -> None:
+        super().__init__()
+        weights = DenseBodyWeights.of(model)
+        self.mlp = mlp(model, weights.mlp, layer_groups)
+        self.out_norm = norm_of_hidden(model)
+        self.phases = (Phase(PhaseName.mlp, self._feed_forward, ("x", "context"), outputs=("x",)),)
+
+    def _feed_forward(self, x_BsD: Tensor, context: Context) -> tuple[Tensor]:
+        out_BsD = self.mlp(x_BsD, context.sink, context.recompute)
+        return (x_BsD + self.out_norm(out_BsD, context.sink),)
+
+
+class NormAroundBody(Body):
+    """Feed-forward part of a dense layer, one phase: x + norm(mlp(norm(x)))."""
+
+    def __init__(self, model: ModelConfig, layer_groups: LayerGroups = ALONE) -> None:
+        super().__init__()
+        weights = DenseBodyWeights.of(model)
+        self.norm = norm_of_hidden(model)
+        self.mlp = mlp(model, weights.mlp, layer_groups)
+        self.out_norm = norm_of_hidden(model)
+        self.phases = (Phase(PhaseName.mlp, self._feed_forward, ("x", "context"), outputs=("x",)),)
+
+    def _feed_forward(self, x_BsD: Tensor, context: Context) -> tuple[Tensor]:
+        x_BsD, h_BsD = self.norm.beside(x_BsD, context.recompute, context.sink)
+        out_BsD = self.mlp(h_BsD, context.sink, context.recompute)
+        return (x_BsD + self.out_norm(out_BsD, context.sink),)
+
+
+class ParallelBody(Body):
+    """Feed-forward part of a `ParallelLayer`, one phase: x + mlp(h)."""
+
+    def __init__(self, model: ModelConfig, layer_groups: LayerGroups = ALONE) -> None:
+        super().__init__()
+        self.mlp = mlp(model, DenseBodyWeights.of(model).mlp, layer_groups)
+        read = ("x", "h", "context")
+        self.phases = (Phase(PhaseName.mlp, self._feed_forward, read, outputs=("x",)),)
+
+    def _feed_forward(self, x_BsD: Tensor, h_BsD: Tensor, context: Context) -> tuple[Tensor]:
+        return (x_BsD + self.mlp(h_BsD, context.sink, context.recompute),)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockClasses:
+    """Classes of a layer and of its dense body."""
+
+    layer: Callable[[ModelConfig, AttentionSpec, Body, LayerGroups], Layer]
+    dense: Callable[[ModelConfig, LayerGroups], Body]
+
+
+BLOCKS = {
+    BlockKind.norm_before: BlockClasses(NormBeforeLayer, DenseBody),
+    BlockKind.norm_after: BlockClasses(NormAfterLayer, NormAfterBody),
+    BlockKind.norm_around: BlockClasses(NormAroundLayer, NormAroundBody),
+    BlockKind.parallel: BlockClasses(ParallelLayer, ParallelBody),
+}
 
 
 class StepState:

@@ -16,12 +16,18 @@ from app.model.attention.over_ranks import documents_of_calls
 from app.model.block import Layer, RoutingReport, RunPhases, run_layer
 from app.model.layers.attend import BY_TORCH, Attend
 from app.model.layers.layer_groups import ALONE, LayerGroups, size
-from app.model.layers.layers import Context, RMSNorm, layer_context
-from app.model.layers.linear import ColumnParallelLinear, VocabParallelEmbedding, named_parameters
+from app.model.layers.layers import Context, layer_context
+from app.model.layers.linear import (
+    ColumnParallelLinear,
+    ScaledEmbedding,
+    VocabParallelEmbedding,
+    named_parameters,
+)
+from app.model.layers.logits import logits_of
 from app.model.layers.loss import summed_loss, token_losses
+from app.model.layers.norms import norm_of_hidden
 from app.model.layers.recompute import Recomputation
 from app.model.layers.weight_grads import WeightGradSink
-from app.plan.model.norm import NormWeights
 from app.plan.model.stage import NamedWeight, stage_weights
 from app.plan.model.vocabulary import table
 from app.plan.recompute import NOTHING, RecomputeChoice
@@ -63,19 +69,21 @@ class Chunk(nn.Module):
         self.first = embedding
         self.last = head
         rows = table(model)
+        embed = ScaledEmbedding if model.scale_embedding else VocabParallelEmbedding
         # registered in the order of use, which is that of the optimizer's buffers
-        self.embedding = VocabParallelEmbedding(rows, layer_groups) if embedding else None
+        self.embedding = embed(rows, layer_groups) if embedding else None
         self.layers = nn.ModuleDict({str(index): layer for index, layer in layers.items()})
         self.in_order = tuple(layers.values())
         # kinds of positions of its layers
         specs = (model.layer_specs[index].attention for index in layers)
         self.ropes = tuple(dict.fromkeys(spec.rope for spec in specs if spec.rope is not None))
-        self.norm = RMSNorm(NormWeights.of_hidden(model), model.norm_eps) if head else None
+        self.norm = norm_of_hidden(model) if head else None
         if head and not embedding and model.tie_embeddings:
             # a last stage of its own has a copy of the tied table
-            self.embedding = VocabParallelEmbedding(rows, layer_groups)
+            self.embedding = embed(rows, layer_groups)
         untied = head and not model.tie_embeddings
         self.head = ColumnParallelLinear(rows, layer_groups) if untied else None
+        self.logit_map = logits_of(model)
         # replaced with optim.overlap_params, where the head's table may still be gathered
         self.wait_for_head: Callable[[], None] = nothing
 
@@ -153,24 +161,24 @@ class Chunk(nn.Module):
             x_BsD,
             self.table.weight,
             labels_BS,
-            backend=self.table.backend,
+            backend=self.logit_map.backend(self.table.backend),
             group=self.layer_groups.tp,
             chunk_tokens=self.chunk_tokens,
             sink=sink,
+            into_gradient=self.logit_map.into_gradient,
         )
 
     def logits(self, x_BsD: Tensor) -> Tensor:
         """Return this rank's columns of the logits of the last stage's output: B × S × V / tp."""
         self.wait_for_head()
-        return self.table.forward(x_BsD)
+        return self.logit_map.of(self.table.forward(x_BsD))
 
     def losses(self, x_BsD: Tensor, labels_BS: Tensor) -> Tensor:
         """Return the cross-entropy of every label, nats, without gradients: fp32 B × S."""
         self.wait_for_head()
         table = self.table
-        return token_losses(
-            x_BsD, table.weight, labels_BS, table.backend, group=self.layer_groups.tp
-        )
+        backend = self.logit_map.backend(table.backend)
+        return token_losses(x_BsD, table.weight, labels_BS, backend, group=self.layer_groups.tp)
 
     @property
     def table(self) -> ColumnParallelLinear:

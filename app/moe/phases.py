@@ -22,7 +22,8 @@ from app.collectives import all_reduce
 from app.config import ModelConfig, MoEConfig
 from app.model.block import Body, Phase, RoutingReport, StepState
 from app.model.layers.layer_groups import LayerGroups, rank, size
-from app.model.layers.layers import Context, Mlp, RMSNorm
+from app.model.layers.layers import Context, Mlp
+from app.model.layers.norms import norm_of_hidden
 from app.model.layers.weight_grads import WeightGradSink
 from app.moe.capacity import within_capacity
 from app.moe.experts import Dispatched, Experts
@@ -213,7 +214,7 @@ class MoEBody(Body, Generic[Prepared, Origin]):
         """`side`: stream of the shared expert, for overlap; None runs it on the main stream."""
         super().__init__()
         weights = MoEBodyWeights.of(model, moe)
-        self.norm = RMSNorm(weights.norm, model.norm_eps)
+        self.norm = norm_of_hidden(model)
         self.router = Router(weights.router, moe, layer_groups)
         self.experts = Experts(weights.experts, layer_groups)
         self.shared = None if weights.shared is None else Mlp(weights.shared, layer_groups)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from app.config import Run
 from app.rules.attention import check_attention
+from app.rules.block import check_block
 from app.rules.graphs import (
     check_graphs_beside,
     check_graphs_choice,
@@ -42,6 +43,7 @@ RULES: tuple[Callable[[Run], None], ...] = (
     check_recompute,
     check_expert_widths,
     check_fp8,
+    check_block,
     check_attention,
     check_batch,
     check_stages,

@@ -22,6 +22,9 @@ def check_attention(run: Run) -> None:
     if run.precision.params is Dtype.float32:
         rule = "attends in 16 bits, and parameters are float32"
         raise ConfigError(KEY, asked, rule, nearest=(torch, Instead("precision=bf16")))
+    if run.model.attention_softcap is not None:
+        rule = "has no kernel for scores with model.attention_softcap"
+        raise ConfigError(KEY, asked, rule, nearest=torch)
     if run.data.document_mask and run.train.deterministic:
         rule = "sums gradients in no fixed order under data.document_mask=true"
         raise ConfigError(KEY, asked, rule, nearest=(torch, Instead("train.deterministic=false")))

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from app.choices import LayerType
+from app.choices import ActivationKind, BlockKind, LayerType, NormKind
 from app.config import Run
 from app.engine.build import build_engine
 from app.engine.ranks.groups import create_groups
@@ -21,7 +21,29 @@ WINDOWS = dataclasses.replace(
     layer_types=(LayerType.sliding_attention, LayerType.full_attention),
     no_rope_layers=(1, 0),
 )
-MODELS = {"moe": TINY, "dense": DENSE, "windows": WINDOWS, "latent": LATENT}
+AROUND = dataclasses.replace(
+    WINDOWS,
+    block=BlockKind.norm_around,
+    norm=NormKind.rms_plus_one,
+    activation=ActivationKind.gelu_tanh,
+    scale_embedding=True,
+    qk_norm=True,
+    attention_softcap=2.0,
+    logit_softcap=3.0,
+    local_rope_theta=1e3,
+    no_rope_layers=(),
+)
+PARALLEL = dataclasses.replace(
+    WINDOWS, block=BlockKind.parallel, norm=NormKind.layer, logit_scale=0.5
+)
+MODELS = {
+    "moe": TINY,
+    "dense": DENSE,
+    "windows": WINDOWS,
+    "latent": LATENT,
+    "around": AROUND,
+    "parallel": PARALLEL,
+}
 
 
 def engine_on(run: Run, device: str) -> Engine:

@@ -16,6 +16,7 @@ from tests.tensors.kernels_layer import (
     EPS,
     Outputs,
     check,
+    check_geglu,
     check_rms_norm,
     check_rms_norm_beside,
     check_swiglu,
@@ -35,6 +36,11 @@ DTYPES = [torch.bfloat16, torch.float32]
 @pytest.mark.parametrize(("rows", "width"), [(T, 2816), (49152, 512), (T, 11008)])
 def test_swiglu(rows: int, width: int, dtype: torch.dtype):
     check_swiglu(rows, 2 * width, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_geglu(dtype: torch.dtype):
+    check_geglu(T, 2 * 14336, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -94,6 +94,12 @@ def test_published_models_have_their_published_sizes(model: ModelConfig, total: 
         ("deepseek_v3_like", 671_026_419_200 - 58 * 256, 37_552_282_624),
         # 2.4 B, which do not count the embedding
         ("deepseek_v2_lite", 15_706_484_224, 2_451_435_008 + 102400 * 2048),
+        ("olmo2_7b", 7_298_617_344, 7_298_617_344),
+        ("olmo3_7b", 7_298_011_136, 7_298_011_136),
+        ("gemma2_9b", 9_241_705_984, 9_241_705_984),
+        ("gemma3_1b", 999_885_952, 999_885_952),
+        ("exaone4_32b", 32_003_216_384, 32_003_216_384),
+        ("command_r7b", 8_028_033_024, 8_028_033_024),
     ],
 )
 def test_published_presets_have_their_published_sizes(preset: str, total: int, active: int):

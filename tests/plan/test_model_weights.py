@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from app.choices import NormKind
 from app.config import MLAConfig, ModelConfig
 from app.engine.build import build_layer, parameter_specs
 from app.model.chunk import Chunk
@@ -52,7 +53,8 @@ def preset_model(preset: str) -> ModelConfig:
     """A preset, and keys that are on, cut to so many layers that it has both kinds of its own."""
     name, *keys = preset.split("+")
     words = [f"model={name}", *(f"model.{key}=true" for key in keys)]
-    return dataclasses.replace(composed(words, 1).model, num_layers=DEEP)
+    model = composed(words, 1).model
+    return dataclasses.replace(model, num_layers=DEEP, layer_types=model.layer_types[:DEEP])
 
 
 def peers_of(layout: ParallelLayout, rank: int) -> LayerGroups:
@@ -101,10 +103,11 @@ def whole_by_name(name: str) -> bool:
     return ".experts." not in name and name.rsplit(".", 1)[-1] not in cut
 
 
-def initial_by_name(name: str, dims: int) -> Initial:
+def initial_by_name(name: str, dims: int, model: ModelConfig) -> Initial:
     leaf = name.rsplit(".", 1)[-1]
     if dims == 1:
-        return Initial.zeros if leaf == "bqkv" else Initial.ones
+        offset = leaf == "bqkv" or model.norm is NormKind.rms_plus_one
+        return Initial.zeros if offset else Initial.ones
     return Initial.residual if leaf in ("wo", "w_down") else Initial.normal
 
 
@@ -143,7 +146,7 @@ def test_modules_plan_and_blocks_match_the_weight_records(preset: str, layout: P
                     )
                     repeated = spec.replicated and place.tp[0] > 0
                     assert spec.counted == (not repeated and (not copy or stage.embedding))
-                    assert kinds[spec.name] is initial_by_name(spec.name, len(shape))
+                    assert kinds[spec.name] is initial_by_name(spec.name, len(shape), model)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

@@ -16,7 +16,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from app.choices import AttentionBackendKind, Dtype, Score
+from app.choices import (
+    ActivationKind,
+    AttentionBackendKind,
+    BlockKind,
+    Dtype,
+    NormKind,
+    Score,
+)
 from app.config import (
     DataConfig,
     MLAConfig,
@@ -28,6 +35,7 @@ from app.config import (
     TrainConfig,
     YarnConfig,
 )
+from app.engine.build import build_layer
 from app.fp8 import dispatch, ready, row_scaled
 from app.kernels import (
     cross_entropy,
@@ -45,17 +53,17 @@ from app.kernels.fp8 import swiglu as swiglu_fp8
 from app.kernels.fp8 import weights
 from app.kernels.routing import parts
 from app.model.attention import modules as attention
+from app.model.attention.softcap import SoftcapAttention
 from app.model.attention.transformer_engine import TransformerEngineAttention
-from app.model.block import DenseBody, Layer, Phase
+from app.model.block import Phase
 from app.model.chunk import Chunk
-from app.model.layers import layers, loss
+from app.model.layers import layers, loss, norms
 from app.model.layers.attend import BY_TORCH, Attend
 from app.model.layers.layer_groups import ALONE
 from app.model.layers.weight_grads import MainGradSink
 from app.moe import permute, router, router_matmul
 from app.moe.dispatch import expert_rows, paged_buffer
 from app.moe.dispatch.local import LocalDispatcher
-from app.moe.phases import MoEBody
 from app.plan.layout import ParallelLayout
 from app.plan.memory.activations import MicrobatchMemory, chunk_activations
 from app.plan.parts.attention import attends_by_matrices
@@ -107,6 +115,20 @@ MODELS = {
         DENSE, num_kv_heads=4, qk_norm=True, qk_norm_whole=True
     ),
     "grouped_tied": GROUPED,
+    "norm_after": dataclasses.replace(DENSE, block=BlockKind.norm_after),
+    "norm_around": dataclasses.replace(
+        DENSE,
+        block=BlockKind.norm_around,
+        norm=NormKind.rms_plus_one,
+        activation=ActivationKind.gelu_tanh,
+        scale_embedding=True,
+        qk_norm=True,
+        attention_softcap=50.0,
+        logit_softcap=30.0,
+    ),
+    "parallel": dataclasses.replace(
+        DENSE, block=BlockKind.parallel, norm=NormKind.layer, logit_scale=0.5
+    ),
     "one_kv_head": dataclasses.replace(DENSE, num_kv_heads=1, head_dim=32),
     "softmax": dataclasses.replace(DENSE, moe=SOFTMAX),
     "softmax_before": dataclasses.replace(GROUPED, moe=BEFORE),
@@ -132,6 +154,7 @@ CALLERS = (
     expert_rows,
     layers,
     loss,
+    norms,
     parts,
     permute,
     router,
@@ -219,14 +242,11 @@ def chunk_of(run: Run, embedding: bool = True, head: bool = True) -> Chunk:
     """
     model, layers = run.model, {}
     for index in range(model.num_layers):
-        moe = model.moe if model.is_moe_layer(index) else None
-        body = (
-            MoEBody(model, moe, LocalDispatcher(moe.num_experts), layer_groups=ALONE)
-            if moe
-            else DenseBody(model)
-        )
-        layers[index] = Layer(model, model.layer_specs[index].attention, body)
+        experts = 0 if model.moe is None else model.moe.num_experts
+        layers[index] = build_layer(model, index, ALONE, dispatcher=LocalDispatcher(experts))
     attend: Attend = BY_TORCH
+    if model.attention_softcap is not None:
+        attend = SoftcapAttention(model.attention_softcap)
     if run.train.attention_backend is AttentionBackendKind.transformer_engine:
         attend = TransformerEngineAttention(run.train.deterministic)
     chunk = Chunk(model, layers, embedding, head=head, attend=attend)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from app.choices import LayerType, Score
+from app.choices import ActivationKind, BlockKind, LayerType, NormKind, Score
 from app.config import Llama3RopeConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
 from app.model.chunk import Chunk
 from app.model.layers.linear import named_parameters
@@ -29,6 +29,8 @@ HF_SIZES = SIZES | {
 
 # between them YaRN goes over from frequencies as they are to slower ones
 TURNS = {"beta_fast": 1.5, "beta_slow": 0.2}
+EQUAL_TURNS = {"beta_fast": 1.0, "beta_slow": 1.0}
+EXACT = {"attention_factor": 0.8, "truncate": False}
 
 
 def dense(
@@ -42,9 +44,12 @@ def dense(
     yarn: dict[str, float] | None = None,
     llama3: dict[str, float] | None = None,
     windows: tuple[dict[str, Any], dict[str, Any]] = ({}, {}),
+    linear: float | None = None,
+    local: float | None = None,
 ) -> Any:
     """(Hugging Face class, its configuration, our configuration) of a dense model of `kind`,
-    Llama, Mistral, Ministral, Qwen2 or Qwen3. `windows`: their keys and ours.
+    Llama, Mistral, Ministral, Qwen2, Qwen3, OLMo-2 or -3. `windows`: their keys and ours.
+    `local`: base of rotary positions in layers with windows.
     """
     scaled: dict[str, Any] = {"rope_type": "default"}
     if yarn is not None:
@@ -53,6 +58,12 @@ def dense(
         # between turning once and four times in 32 tokens, frequencies go over to slower ones
         turns = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
         scaled = {"rope_type": "llama3", "original_max_position_embeddings": 32, **turns, **llama3}
+    if linear is not None:
+        scaled = {"rope_type": "linear", "factor": linear}
+    rope_parameters: dict[str, Any] = {"rope_theta": theta, **scaled}
+    if kind == "Olmo3":
+        sliding = {"rope_theta": theta if local is None else local, "rope_type": "default"}
+        rope_parameters = {"full_attention": rope_parameters, "sliding_attention": sliding}
     theirs = getattr(transformers, f"{kind}Config")(
         **HF_SIZES,
         num_hidden_layers=3,
@@ -61,10 +72,7 @@ def dense(
         num_key_value_heads=kv_heads,
         **({} if width is None else {"head_dim": width}),
         tie_word_embeddings=tied,
-        rope_parameters={
-            "rope_theta": theta,
-            **scaled,
-        },
+        rope_parameters=rope_parameters,
         rms_norm_eps=eps,
         **windows[0],
     )
@@ -77,9 +85,12 @@ def dense(
         head_dim=width,
         tie_embeddings=tied,
         rope_theta=theta,
+        local_rope_theta=local,
         norm_eps=eps,
-        qk_norm=kind == "Qwen3",
-        qkv_bias=kind == "Qwen2",
+        qk_norm=kind in ("Qwen3", "Olmo2", "Olmo3", "Exaone4"),
+        qk_norm_whole=kind in ("Olmo2", "Olmo3"),
+        qkv_bias=kind in ("Qwen2", "SeedOss"),
+        rope_factor=1.0 if linear is None else linear,
         yarn=None if yarn is None else YarnConfig(original_length=32, mscale_all_dim=0, **yarn),
         llama3_rope=None if llama3 is None else Llama3RopeConfig(original_length=32, **llama3),
         **windows[1],
@@ -98,10 +109,93 @@ SMOLLM3 = (
         "pad_token_id": None, "bos_token_id": None, "eos_token_id": None},
     {"no_rope_layers": (1, 0), "layer_types": (FULL, SLIDING), "sliding_window": 5},
 )  # fmt: skip
+IDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}  # of small vocabularies
+OLMO2 = IDS, {"block": BlockKind.norm_after}
+OLMO3 = {**IDS, **BY_TYPES}, {**MINISTRAL[1], **OLMO2[1]}
+EXAONE4 = {**IDS, **BY_TYPES}, {**MINISTRAL[1], **OLMO2[1], "no_rope_layers": (1, 0)}
 LATER_LAYERS = (
     {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     {"sliding_window": 5, "layer_types": (FULL, SLIDING, SLIDING)},
 )
+
+
+GEMMA = {
+    "block": BlockKind.norm_around,
+    "norm": NormKind.rms_plus_one,
+    "activation": ActivationKind.gelu_tanh,
+    "scale_embedding": True,
+    "query_pre_attn_scalar": 24,
+}
+
+
+def gemma(version: int, local: float | None = None, **caps: float | None) -> Any:
+    """Like `dense`, Gemma 2 or 3, with windows in two of three layers."""
+    kind = "Gemma2" if version == 2 else "Gemma3Text"
+    rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
+    if version == 3:
+        sliding = {"rope_type": "default", "rope_theta": local or 1e4}
+        rotary = {"full_attention": rotary, "sliding_attention": sliding}
+    theirs = getattr(transformers, f"{kind}Config")(
+        **HF_SIZES,
+        **BY_TYPES,
+        **IDS,
+        num_hidden_layers=3,
+        intermediate_size=56,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=caps.get("attention_softcap"),
+        final_logit_softcapping=caps.get("logit_softcap"),
+        rope_parameters=rotary,
+    )
+    ours = ModelConfig(
+        **SIZES,
+        **MINISTRAL[1],
+        **GEMMA,
+        **caps,
+        num_layers=3,
+        ffn_hidden_size=56,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        qk_norm=version == 3,
+        local_rope_theta=local,
+        norm_eps=1e-6,
+        tie_embeddings=True,
+    )
+    name = "Gemma2ForCausalLM" if version == 2 else "Gemma3ForCausalLM"
+    return getattr(transformers, name), theirs, ours
+
+
+def cohere2(scale: float) -> Any:
+    """Like `dense`, with a window and rotary positions in two of three layers."""
+    theirs = transformers.Cohere2Config(
+        **HF_SIZES,
+        **BY_TYPES,
+        **IDS,
+        num_hidden_layers=3,
+        intermediate_size=56,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        logit_scale=scale,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e3},
+    )
+    ours = ModelConfig(
+        **SIZES,
+        **MINISTRAL[1],
+        block=BlockKind.parallel,
+        norm=NormKind.layer,
+        no_rope_layers=(1, 0),
+        logit_scale=scale,
+        num_layers=3,
+        ffn_hidden_size=56,
+        num_heads=4,
+        num_kv_heads=2,
+        rope_theta=1e3,
+        tie_embeddings=True,
+    )
+    return transformers.Cohere2ForCausalLM, theirs, ours
 
 
 def qwen3_moe(normalised: bool, tied: bool, sparse_step: int = 1, window: int | None = None) -> Any:
@@ -200,24 +294,47 @@ def olmoe(kv_heads: int, normalised: bool) -> Any:
     return transformers.OlmoeForCausalLM, theirs, ours
 
 
-def qwen2_moe() -> Any:
-    """Like `dense`, with a gated shared expert."""
+def qwen2_moe(biases: bool = False, normalised: bool = False, top_k: int = 2) -> Any:
+    """Like `dense`, with a gated shared expert; layer 1 has no experts."""
+    windows = {} if not biases else {"use_sliding_window": True, "sliding_window": 5}
     theirs = transformers.Qwen2MoeConfig(
         **HF_SIZES,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
+        intermediate_size=56,
         num_experts=8,
-        num_experts_per_tok=2,
+        num_experts_per_tok=top_k,
+        norm_topk_prob=normalised,
         moe_intermediate_size=24,
         shared_expert_intermediate_size=40,
-        qkv_bias=False,
+        mlp_only_layers=[1],
+        qkv_bias=biases,
         rms_norm_eps=1e-6,
+        tie_word_embeddings=biases,
+        **windows,
     )
     moe = MoEConfig(
-        top_k=2, ffn_hidden_size=24, shared_ffn_hidden_size=40, shared_gate=True, pre_softmax=True
+        top_k=top_k,
+        ffn_hidden_size=24,
+        dense_layers=(1,),
+        shared_ffn_hidden_size=40,
+        shared_gate=True,
+        pre_softmax=not normalised,
     )
-    ours = ModelConfig(**SIZES, num_layers=3, num_heads=4, num_kv_heads=2, norm_eps=1e-6, moe=moe)
+    ours = ModelConfig(
+        **SIZES,
+        num_layers=3,
+        ffn_hidden_size=56,
+        num_heads=4,
+        num_kv_heads=2,
+        norm_eps=1e-6,
+        qkv_bias=biases,
+        tie_embeddings=biases,
+        sliding_window=5 if biases else None,
+        layer_types=(SLIDING, FULL, SLIDING) if biases else (),
+        moe=moe,
+    )
     return transformers.Qwen2MoeForCausalLM, theirs, ours
 
 
@@ -319,11 +436,12 @@ def deepseek(
     eps: float = 1e-6,
     top_k: int = 4,
     normalised: bool = True,
+    turns: dict[str, float] = TURNS,
 ) -> Any:
     """Like `dense`, with multi-head latent attention and YaRN; the first layer is dense, then 16
     experts, optionally in 4 groups, with `top_k` from 2 groups. `normalised`: sigmoid scores.
     """
-    yarn = {"factor": 8.0, "mscale": mscale, **TURNS}
+    yarn = {"factor": 8.0, "mscale": mscale, **turns}
     limits = {"groups": 4, "topk_groups": 2} if groups else {}
     router = {"num_experts_per_tok": top_k}
     kind: dict[str, Any] = {"score": Score.sigmoid, "bias_update_rate": 0.001}
@@ -358,6 +476,46 @@ def deepseek(
     return getattr(transformers, f"DeepseekV{version}ForCausalLM"), theirs, ours
 
 
+def glm4_moe_lite() -> Any:
+    """Like `deepseek`, with unscaled positions; layers 0 and 2 are dense."""
+    theirs = transformers.Glm4MoeLiteConfig(
+        **HF_SIZES,
+        num_hidden_layers=4,
+        intermediate_size=56,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=24,
+        **HEADS,
+        n_routed_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=24,
+        mlp_layer_types=["dense", "sparse", "dense", "sparse"],
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )
+    moe = MoEConfig(
+        num_experts=16,
+        top_k=4,
+        ffn_hidden_size=24,
+        first_k_dense=1,
+        dense_layers=(2,),
+        shared_ffn_hidden_size=24,
+        routed_scale=1.8,
+        score=Score.sigmoid,
+        bias_update_rate=0.001,
+    )
+    ours = ModelConfig(
+        **SIZES,
+        num_layers=4,
+        ffn_hidden_size=56,
+        num_heads=4,
+        num_kv_heads=4,
+        moe=moe,
+        mla=MLAConfig(q_lora_rank=24, **HEADS, norm_eps=1e-6),
+    )
+    return transformers.Glm4MoeLiteForCausalLM, theirs, ours
+
+
 CASES = {
     "llama-gqa": lambda: dense("Llama", 4, 2, width=8, tied=False),
     "llama-gqa-tied": lambda: dense("Llama", 4, 2, width=8, tied=True, theta=5e5),
@@ -373,6 +531,18 @@ CASES = {
     "llama-3.1": lambda: dense(
         "Llama", 4, 2, width=16, tied=True, theta=1e3, llama3={"factor": 8.0}
     ),
+    "llama-linear": lambda: dense("Llama", 4, 2, width=8, tied=False, theta=1e3, linear=4.0),
+    "llama-yarn-not-truncated": lambda: dense(
+        "Llama", 4, 2, width=16, tied=True, theta=1e3, yarn={"factor": 2.0, **TURNS, **EXACT}
+    ),
+    "seed-oss": lambda: dense("SeedOss", 4, 2, width=16, tied=False, windows=(IDS, {})),
+    "seed-oss-tied": lambda: dense("SeedOss", 4, 2, width=16, tied=True, windows=(IDS, {})),
+    "qwen2-moe": lambda: qwen2_moe(biases=True),
+    "qwen2-moe-top-1": lambda: qwen2_moe(normalised=True, top_k=1),
+    "kimi-k2": lambda: deepseek(
+        3, q_rank=24, groups=False, turns={"beta_fast": 1.0, "beta_slow": 1.0}
+    ),
+    "glm4-moe-lite": glm4_moe_lite,
     "mistral": lambda: dense("Mistral", 4, 2, width=8, tied=False, windows=MISTRAL),
     "ministral": lambda: dense("Ministral", 4, 2, width=8, tied=False, windows=MINISTRAL),
     "smollm3": lambda: dense("SmolLM3", 4, 2, width=None, tied=True, windows=SMOLLM3),
@@ -389,6 +559,37 @@ CASES = {
     "qwen3-moe-every-second-layer": lambda: qwen3_moe(normalised=True, tied=False, sparse_step=2),
     "mixtral-gqa": lambda: mixtral(kv_heads=2, tied=False),
     "mixtral-mha-tied": lambda: mixtral(kv_heads=4, tied=True),
+    "olmo2": lambda: dense("Olmo2", 4, 4, width=None, tied=False, windows=OLMO2),
+    "olmo2-gqa": lambda: dense("Olmo2", 4, 2, width=None, tied=False, windows=OLMO2),
+    "olmo3": lambda: dense("Olmo3", 4, 2, width=None, tied=False, theta=5e5, windows=OLMO3),
+    "olmo3-yarn": lambda: dense(
+        "Olmo3",
+        4,
+        2,
+        width=None,
+        tied=False,
+        theta=5e5,
+        yarn={"factor": 2.0, **TURNS},
+        windows=OLMO3,
+        local=5e5,
+    ),
+    "exaone4": lambda: dense("Exaone4", 4, 2, width=16, tied=False, windows=EXAONE4),
+    "exaone4-no-windows": lambda: dense(
+        "Exaone4",
+        4,
+        2,
+        width=None,
+        tied=True,
+        theta=1e3,
+        llama3={"factor": 8.0},
+        windows=({**IDS, "sliding_window": None, "layer_types": ["full_attention"] * 3}, OLMO2[1]),
+    ),
+    "gemma2": lambda: gemma(2, attention_softcap=2.0, logit_softcap=3.0),
+    "gemma2-no-caps": lambda: gemma(2),
+    "gemma3": lambda: gemma(3, local=3e2),
+    "gemma3-cap": lambda: gemma(3, logit_softcap=3.0),
+    "cohere2": lambda: cohere2(0.5),
+    "cohere2-odd-scale": lambda: cohere2(1.3),
     "olmoe": lambda: olmoe(kv_heads=4, normalised=False),
     "olmoe-gqa": lambda: olmoe(kv_heads=2, normalised=True),
     "qwen2-moe-shared-gate": qwen2_moe,
@@ -425,6 +626,13 @@ def fused_qkv(hf: dict[str, Tensor], prefix: str, kv_heads: int, kind: str = "we
     """Per key/value head: its queries, its key, its value."""
     q, k, v = (hf[f"{prefix}.{name}_proj.{kind}"].unflatten(0, (kv_heads, -1)) for name in "qkv")
     return torch.cat((q, k, v), dim=1).flatten(0, 1)
+
+
+def halves(hf: dict[str, Tensor], prefix: str, width: int) -> dict[str, Tensor]:
+    """Queries and keys of heads whose neighbouring values rotate, as heads whose halves do."""
+    names = (f"{prefix}.{name}_proj.weight" for name in "qk")
+    return {name: torch.cat([hf[name].unflatten(0, (-1, width))[:, first::2] for first in (0, 1)],
+                            dim=1).flatten(0, 1) for name in names}  # fmt: skip
 
 
 def latents(hf: dict[str, Tensor], ours: str, theirs: str) -> dict[str, Tensor]:
@@ -476,6 +684,20 @@ def feed_forward(hf: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return weights
 
 
+# of a layer, by the model's block
+NORMS = {
+    BlockKind.norm_before: {"attn_norm": "input", "body.norm": "post_attention"},
+    BlockKind.norm_around: {
+        "attn_norm": "input",
+        "attn_out_norm": "post_attention",
+        "body.norm": "pre_feedforward",
+        "body.out_norm": "post_feedforward",
+    },
+    BlockKind.parallel: {"attn_norm": "input"},
+    BlockKind.norm_after: {"attn_out_norm": "post_attention", "body.out_norm": "post_feedforward"},
+}
+
+
 def converted(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """Our parameter names -> Hugging Face weights."""
     weights = {"embedding": hf["model.embed_tokens.weight"], "norm.weight": hf["model.norm.weight"]}
@@ -483,9 +705,12 @@ def converted(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
         weights["head"] = hf["lm_head.weight"]
     for index in range(model.num_layers):
         ours, theirs = f"layers.{index}", f"model.layers.{index}"
-        weights[f"{ours}.attn_norm.weight"] = hf[f"{theirs}.input_layernorm.weight"]
+        for own, name in NORMS[model.block].items():
+            weights[f"{ours}.{own}.weight"] = hf[f"{theirs}.{name}_layernorm.weight"]
         if model.mla is None:
             of_heads = f"{theirs}.self_attn", model.num_kv_heads
+            if model.block is BlockKind.parallel:
+                hf = hf | halves(hf, f"{theirs}.self_attn", model.head_width)
             weights[f"{ours}.attn.wqkv"] = fused_qkv(hf, *of_heads)
             if model.qkv_bias:
                 weights[f"{ours}.attn.bqkv"] = fused_qkv(hf, *of_heads, kind="bias")
@@ -494,7 +719,6 @@ def converted(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
         weights[f"{ours}.attn.wo"] = hf[f"{theirs}.self_attn.o_proj.weight"]
         for norm in ("q_norm", "k_norm") if model.qk_norm else ():
             weights[f"{ours}.attn.{norm}.weight"] = hf[f"{theirs}.self_attn.{norm}.weight"]
-        weights[f"{ours}.body.norm.weight"] = hf[f"{theirs}.post_attention_layernorm.weight"]
         weights |= {
             f"{ours}.body.{name}": value
             for name, value in feed_forward(hf, f"{theirs}.mlp").items()

@@ -11,7 +11,7 @@ from torch import Tensor
 from app.config.attention import Rope
 from app.kernels.attention.heads import HeadNorms, split_and_rotate
 from app.kernels.rms_norm import rms_norm, rms_norm_beside
-from app.kernels.swiglu import swiglu
+from app.kernels.swiglu import geglu, swiglu
 from app.model.layers.layers import RotaryTable, rotate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -83,6 +83,15 @@ def plain_swiglu(both: Tensor) -> Outputs:
 
 def check_swiglu(*shape: int, dtype: torch.dtype) -> None:
     check(lambda both: (swiglu(both),), plain_swiglu, (normal(*shape, dtype=dtype),))
+
+
+def plain_geglu(both: Tensor) -> Outputs:
+    gate, up = both.chunk(2, dim=-1)
+    return (F.gelu(gate, approximate="tanh") * up,)
+
+
+def check_geglu(*shape: int, dtype: torch.dtype) -> None:
+    check(lambda both: (geglu(both),), plain_geglu, (normal(*shape, dtype=dtype),))
 
 
 def head_cases(

@@ -15,6 +15,7 @@ from app.errors import ConfigError
 from app.hf.families import FAMILIES, differences
 from app.hf.file_names import CONFIG_JSON
 from app.hf.their_model import TheirModel
+from scripts.hugging_face_keys import config_class
 from tests import hf_folders
 from tests.hf_folders import KEY, transformers
 from tests.tensors.hf_parity import CASES
@@ -91,8 +92,10 @@ def test_of_two_sections_of_positions_the_same_one_counts(tmp_path: Path):
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 def test_defaults_are_those_of_the_class(family: Any):
     """The numbers one by one, too: above, several could stand for the same model."""
-    theirs = transformers.models.auto.configuration_auto.CONFIG_MAPPING[family.model_type]()
-    values = {**theirs.to_dict(), "rope_theta": theirs.rope_parameters["rope_theta"]}
+    theirs = config_class(family.model_type)()
+    rotary = theirs.rope_parameters
+    rotary = rotary.get("full_attention", rotary)
+    values = {**theirs.to_dict(), "rope_theta": rotary["rope_theta"]}
     if "sliding_window" in family.defaults:
         values["sliding_window"] = type(theirs).sliding_window  # dropped where it is not used
     usual = {"rope_theta": 10000.0}

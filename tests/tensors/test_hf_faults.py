@@ -41,12 +41,16 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another family": (
         lambda folder: edit_config(folder, model_type="gemma3"),
         "config.json: models of type gemma3 are not supported; llama, mistral, "
-        "ministral, smollm3, qwen2, qwen3, mixtral, olmoe, qwen3_moe, deepseek_v2, deepseek_v3 are",
+        "ministral, smollm3, qwen2, qwen3, mixtral, olmoe, olmo2, olmo3, gemma2, gemma3_text, "
+        "exaone4, cohere2, qwen3_moe, qwen2_moe, seed_oss, deepseek_v2, deepseek_v3, "
+        "glm4_moe_lite, kimi_k2 are",
     ),
     "a family that is spelt like another": (
-        lambda folder: edit_config(folder, model_type="qwen2_moe"),
-        "config.json: models of type qwen2_moe are not supported; llama, mistral, "
-        "ministral, smollm3, qwen2, qwen3, mixtral, olmoe, qwen3_moe, deepseek_v2, deepseek_v3 are",
+        lambda folder: edit_config(folder, model_type="qwen2_vl"),
+        "config.json: models of type qwen2_vl are not supported; llama, mistral, "
+        "ministral, smollm3, qwen2, qwen3, mixtral, olmoe, olmo2, olmo3, gemma2, gemma3_text, "
+        "exaone4, cohere2, qwen3_moe, qwen2_moe, seed_oss, deepseek_v2, deepseek_v3, "
+        "glm4_moe_lite, kimi_k2 are",
     ),
     "not causal": (
         lambda folder: edit_config(folder, is_causal=False),

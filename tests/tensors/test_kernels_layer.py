@@ -35,6 +35,7 @@ from tests.tensors.kernels_layer import (
     EPS,
     Outputs,
     check,
+    check_geglu,
     check_rms_norm,
     check_rms_norm_beside,
     check_swiglu,
@@ -53,6 +54,11 @@ MODEL = ModelConfig(num_layers=1, hidden_size=48, num_heads=6, num_kv_heads=2, f
 @pytest.mark.parametrize("shape", [(3, 5, 14), (9, 1024), (7, 2 * 1100), (0, 8)], ids=str)
 def test_swiglu(shape: tuple[int, ...], dtype: torch.dtype):
     check_swiglu(*shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_geglu(dtype: torch.dtype):
+    check_geglu(3, 5, 2 * 70, dtype=dtype)
 
 
 @pytest.mark.parametrize("used", [0, 5, 9, 20])

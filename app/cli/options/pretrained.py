@@ -27,8 +27,7 @@ def of_config_json(field: str, _root_: DictConfig) -> object:
     section, _, name = field.rpartition(".")
     if section:
         assert section == "moe", f"{field} is in no preset"
-        return getattr(found.moe or MoEConfig(), name)
-    value = getattr(found, name)
+    value = getattr(found.moe or MoEConfig() if section else found, name)
     if not isinstance(value, tuple):
         return value
     return ListConfig([each.value if isinstance(each, Enum) else each for each in value])

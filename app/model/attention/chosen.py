@@ -87,6 +87,12 @@ def _few_tokens(run: Run) -> Iterator[tuple[int, int, int, int]]:
 
 def attention_line(run: Run, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return the report line that names the kernels in use; None for torch's usual ones."""
+    if run.model.attention_softcap is not None:
+        why = "no kernel caps scores" if device.type == "cuda" else "on a CPU"
+        return (
+            f"capped scores by matmuls of blocks of queries, slower than fused kernels: {why}; "
+            "gradients in a fixed order"
+        )
     limits = ["documents"] if run.data.document_mask else []
     limits += ["windows"] if _shortest_window(run) is not None else []
     by = f"{' and '.join(limits)} by " if limits else ""

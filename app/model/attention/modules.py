@@ -28,6 +28,7 @@ from app.model.layers.layers import (
     rotate,
 )
 from app.model.layers.linear import ColumnParallelLinear, RowParallelLinear
+from app.model.layers.norms import PlusOneNorm
 from app.plan.model.attention import AttentionWeights, LatentAttentionWeights
 from app.plan.model.norm import NormWeights
 
@@ -38,6 +39,8 @@ def attention(spec: AttentionSpec, layer_groups: LayerGroups = ALONE) -> nn.Modu
     """
     if spec.mla is not None:
         return LatentAttention(spec, spec.mla, layer_groups)
+    if spec.norm_plus_one and spec.qk_norm:
+        return PlusOneAttention(spec, layer_groups)
     return Attention(spec, layer_groups)
 
 
@@ -113,7 +116,7 @@ class Attention(nn.Module):
         grouped = qkv.unflatten(-1, (self.num_kv_heads, self.queries_per_kv + 2, self.spec.width))
         q, k, v = grouped.split((self.queries_per_kv, 1, 1), dim=3)
         q_BSNH, k_BSGH = q.flatten(2, 3), k.squeeze(3)
-        if self._head_norms() is not None:
+        if isinstance(self.q_norm, RMSNorm):
             q_BSNH, k_BSGH = self.q_norm(q_BSNH), self.k_norm(k_BSGH)
         if table is not None:
             q_BSNH, k_BSGH = rotate(q_BSNH, table), rotate(k_BSGH, table)
@@ -136,6 +139,21 @@ class Attention(nn.Module):
         if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
             return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         return None
+
+
+class PlusOneAttention(Attention):
+    """Attention whose norms of heads are scaled by 1 + their weights (Gemma 3)."""
+
+    def __init__(self, spec: AttentionSpec, layer_groups: LayerGroups = ALONE) -> None:
+        super().__init__(spec, layer_groups)
+        weights = AttentionWeights.of(spec)
+        assert weights.q_norm is not None and weights.k_norm is not None
+        self.q_norm = PlusOneNorm(weights.q_norm, spec.eps)
+        self.k_norm = PlusOneNorm(weights.k_norm, spec.eps)
+
+    def _head_norms(self) -> HeadNorms | None:
+        assert isinstance(self.q_norm, PlusOneNorm) and isinstance(self.k_norm, PlusOneNorm)
+        return HeadNorms(self.q_norm.scale, self.k_norm.scale, self.spec.eps)
 
 
 def _norm(weights: NormWeights | None, eps: float) -> nn.Module:

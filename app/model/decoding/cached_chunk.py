@@ -6,19 +6,16 @@ them between matrices, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
 
-from app.model.block import Layer, Phase, RunPhases, run_phases, value_of
+from app.model.block import AttendHidden, Layer, Phase, RunPhases, run_phases, value_of
 from app.model.chunk import Chunk
 from app.model.decoding.layer_caches import CacheSizes, LayerCache, NextToken, layer_cache
 from app.model.layers.layers import Context
 from app.plan.phases import PhaseName
-
-# normalised hidden states -> output that is added to the residual
-LayerAttention = Callable[[Tensor, Context], Tensor]
 
 
 class CachedChunk:
@@ -50,19 +47,19 @@ class CachedChunk:
             for slots in dict.fromkeys(cache.slots for cache in self.caches)
         }
 
-        def attend_with(cache: LayerCache) -> LayerAttention:
+        def attend_with(cache: LayerCache) -> AttendHidden:
             return partial(cache.step, following=following[cache.slots])
 
         return self._forward(x, place_1T, [attend_with(cache) for cache in self.caches])
 
-    def _forward(self, x: Tensor, places: Tensor, attends: Sequence[LayerAttention]) -> Tensor:
+    def _forward(self, x: Tensor, places: Tensor, attends: Sequence[AttendHidden]) -> Tensor:
         both = zip(self.chunk.in_order, attends, strict=True)
         runs = [_with_memory(layer, attend) for layer, attend in both]
         out: Tensor = self.chunk(x, self.chunk.context(places, None), runs).x
         return out
 
 
-def _with_memory(layer: Layer, attend: LayerAttention) -> RunPhases:
+def _with_memory(layer: Layer, attend: AttendHidden) -> RunPhases:
     """Return a function that runs the phases of a layer with `attend` in place of its attention."""
     assert layer.phases[0].name is PhaseName.attn, "a layer begins with attention"
 
@@ -71,7 +68,8 @@ def _with_memory(layer: Layer, attend: LayerAttention) -> RunPhases:
     ) -> dict[str, object]:
         x_BsD = value_of(values, "x", Tensor)
         context = value_of(values, "context", Context)
-        x_BsD = x_BsD + attend(layer.attn_norm(x_BsD), context)
-        return run_phases(phases[1:], {"x": x_BsD, "context": context}, keep)
+        outputs = layer.attend_with(attend, x_BsD, context)
+        made = dict(zip(phases[0].outputs, outputs, strict=True))
+        return run_phases(phases[1:], {**made, "context": context}, keep)
 
     return run

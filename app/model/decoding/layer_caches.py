@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.model.attention.modules import Attention, LatentAttention
+from app.model.attention.softcap import capped
 from app.model.layers.layer_groups import gather_tokens
 from app.model.layers.layers import Context
 
@@ -158,8 +159,28 @@ class HeadsCache:
         following.put(self.k_BGMH, following.own(k_1TGH))
         following.put(self.v_BGMH, following.own(v_1TGH))
         q_BGQH = following.own(q_1TNH).unflatten(1, (self.attn.num_kv_heads, -1))
-        out_BGQH = following.look(q_BGQH, self.k_BGMH, self.v_BGMH, self.attn.spec.scale)
+        out_BGQH = self.look(q_BGQH, following)
         return self.attn.wo.forward(following.as_rows(out_BGQH.flatten(1), q_1TNH))
+
+    def look(self, q_BGQH: Tensor, following: NextToken) -> Tensor:
+        """Attend with the queries of one token: B × G × Q × H."""
+        return following.look(q_BGQH, self.k_BGMH, self.v_BGMH, self.attn.spec.scale)
+
+
+class CappedCache(HeadsCache):
+    """`HeadsCache` of attention with capped scores."""
+
+    def __init__(self, attn: Attention, sizes: CacheSizes, softcap: float) -> None:
+        super().__init__(attn, sizes)
+        self.softcap = softcap
+
+    def look(self, q_BGQH: Tensor, following: NextToken) -> Tensor:
+        """See `HeadsCache`."""
+        spec = self.attn.spec
+        scale = spec.width**-0.5 if spec.scale is None else spec.scale
+        scores = (q_BGQH @ self.k_BGMH.transpose(-1, -2)).mul_(scale)
+        probs = (capped(scores.float(), self.softcap) + following.bias_B11M).softmax(-1)
+        return probs.to(q_BGQH.dtype) @ self.v_BGMH
 
 
 class LatentCache:
@@ -229,6 +250,8 @@ class LatentCache:
 def layer_cache(attn: nn.Module, sizes: CacheSizes) -> LayerCache:
     """Build the cache for an attention of either kind."""
     match attn:
+        case Attention() if attn.spec.softcap is not None:
+            return CappedCache(attn, sizes, attn.spec.softcap)
         case Attention():
             return HeadsCache(attn, sizes)
         case LatentAttention():

@@ -18,11 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from app.choices import Recompute
+from app.choices import ActivationKind, Recompute
 from app.collectives import all_reduce
+from app.config import ModelConfig
 from app.config.attention import Llama3RopeConfig, Rope
 from app.kernels.common import usable
 from app.kernels.rms_norm import rms_norm, rms_norm_beside
+from app.kernels.swiglu import geglu as geglu_kernel
 from app.kernels.swiglu import swiglu as swiglu_kernel
 from app.model.layers.attend import BY_TORCH, Attend, DocumentOffsets
 from app.model.layers.layer_groups import ALONE, LayerGroups
@@ -186,7 +188,7 @@ class RotaryTable:
         angles_BSH = (positions_BS[..., None].float() * frequencies_H).repeat(1, 1, 2)
         cos_BSH, sin_BSH = angles_BSH.cos(), angles_BSH.sin()
         if rope.yarn is not None:
-            growth = rope.yarn.growth(rope.yarn.mscale) / rope.yarn.growth(rope.yarn.mscale_all_dim)
+            growth = rope.yarn.growth_of_heads
             cos_BSH, sin_BSH = cos_BSH * growth, sin_BSH * growth
         return cls(cos_BSH[:, :, None], sin_BSH[:, :, None])
 
@@ -239,7 +241,7 @@ def _frequencies(rope: Rope, device: torch.device) -> Tensor:
     if rope.llama3 is not None:
         return _mixed(plain_H, rope.llama3)
     if yarn is None:
-        return plain_H
+        return plain_H if rope.factor == 1 else plain_H / rope.factor
 
     def pair(turns: float) -> float:
         """Return the (fractional) index of the pair that makes this many turns; 0 is the
@@ -248,8 +250,10 @@ def _frequencies(rope: Rope, device: torch.device) -> Tensor:
         length = yarn.original_length / (2 * math.pi * turns)
         return rope.width * math.log(length) / (2 * math.log(rope.theta))
 
-    first = max(math.floor(pair(yarn.beta_fast)), 0)
-    last = min(math.ceil(pair(yarn.beta_slow)), rope.width - 1)
+    low, high = pair(yarn.beta_fast), pair(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    first, last = max(low, 0), min(high, rope.width - 1)
     # `last` may be below `first` where the base is small: then all pairs are slow, as in
     # `transformers`.
     slow_H = ((even / 2 - first) / (last - first or 0.001)).clamp(0, 1)
@@ -283,13 +287,21 @@ def rotate(x_BSNH: Tensor, table: RotaryTable) -> Tensor:
 
 
 class Mlp(nn.Module):
-    """SwiGLU of a dense layer or shared expert: silu(x·gate) · (x·up) · down (Shazeer 2020).
+    """SwiGLU of a dense layer or shared expert: silu(x·gate) · (x·up) · down (Shazeer 2020), or
+    another activation.
 
     The first half of `w_up` is the gate; with tensor parallelism, this rank's part of it.
+    `activation` takes gate and up as two halves of the last dimension.
     """
 
-    def __init__(self, weights: MlpWeights, layer_groups: LayerGroups = ALONE) -> None:
+    def __init__(
+        self,
+        weights: MlpWeights,
+        layer_groups: LayerGroups = ALONE,
+        activation: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         super().__init__()
+        self.activation = activation or swiglu
         self.w_up = ColumnParallelLinear(weights.w_up, layer_groups)
         self.w_down = RowParallelLinear(weights.w_down, layer_groups)
 
@@ -304,11 +316,16 @@ class Mlp(nn.Module):
         """
         both = self.w_up.forward(x_BsD, sink)
         act = (
-            swiglu(both)
+            self.activation(both)
             if recompute is None
-            else recompute.checkpoint_and_discard(Recompute.mlp_act, swiglu, both)
+            else recompute.checkpoint_and_discard(Recompute.mlp_act, self.activation, both)
         )
         return self.w_down.forward(act, sink)
+
+
+def mlp(model: ModelConfig, weights: MlpWeights, layer_groups: LayerGroups) -> Mlp:
+    """Build the feed-forward of a dense layer, with the model's activation."""
+    return Mlp(weights, layer_groups, ACTIVATIONS[model.activation])
 
 
 def swiglu(both: Tensor) -> Tensor:
@@ -317,6 +334,17 @@ def swiglu(both: Tensor) -> Tensor:
         return swiglu_kernel(both, None)
     gate, up = both.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def geglu(both: Tensor) -> Tensor:
+    """Return gelu(gate) · up of the two halves of the last dimension, by the tanh approximation."""
+    if usable(both):
+        return geglu_kernel(both)
+    gate, up = both.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+ACTIVATIONS = {ActivationKind.silu: swiglu, ActivationKind.gelu_tanh: geglu}
 
 
 def expert_swiglu(both_R2F: Tensor, used: Tensor) -> Tensor:

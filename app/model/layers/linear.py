@@ -29,6 +29,7 @@ defined.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, Protocol
@@ -312,6 +313,16 @@ class VocabParallelEmbedding(ColumnParallelLinear):
         rows_BSD = F.embedding(row_BS.masked_fill(elsewhere_BS, 0), table_VD)
         rows_BSD = rows_BSD.masked_fill(elsewhere_BS[..., None], 0)
         return scatter_tokens(rows_BSD, self.group)
+
+
+class ScaledEmbedding(VocabParallelEmbedding):
+    """Embedding table whose rows are multiplied by √D when they are looked up (Gemma)."""
+
+    def lookup(self, tokens_BS: Tensor) -> Tensor:
+        """See `VocabParallelEmbedding`."""
+        dtype, width = self.weight.dtype, self.weight.shape[1]
+        # the factor is rounded to the weights' type, as `transformers` does
+        return super().lookup(tokens_BS) * torch.tensor(math.sqrt(width), dtype=dtype).item()
 
 
 class GroupedLinear(LinearModule):

@@ -14,6 +14,7 @@ B · S, C tokens of a block of logits, D hidden, V rows of this rank of the voca
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from app.model.layers.layer_groups import OptionalGroup, gathered, rank, scatter
 from app.model.layers.linear import LinearBackend
 from app.model.layers.weight_grads import ComputedGrad, WeightGrad, WeightGradSink
 
+# replaces outputs of the head by their gradient, given labels, log-sum-exp and weights of tokens
+IntoGradient = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 ROWS = 1024  # tokens whose logits are cast to fp32 at once by plain torch
 
 
@@ -39,15 +42,17 @@ def summed_loss(
     group: OptionalGroup = None,
     chunk_tokens: int | None = None,
     sink: WeightGradSink | None = None,
+    into_gradient: IntoGradient | None = None,
 ) -> Tensor:
     """Return the cross-entropy of h · weightᵀ, nats, summed over labels >= 0; an fp32 scalar.
 
     All ranks of `group` return the same. `backend` computes the GEMMs. With `chunk_tokens`, only
     logits of that many tokens exist at once; otherwise all, which are saved for backward in the
     dtype of the weight. `sink` takes the weight's gradient as in `app.model.layers.linear`.
+    `into_gradient` replaces outputs of `backend` by their gradient; None is the function below.
     """
     loss: Tensor = _SummedLoss.apply(
-        h_BsD, weight_VD, labels_BS.flatten(), backend, group, chunk_tokens, sink
+        h_BsD, weight_VD, labels_BS.flatten(), backend, group, chunk_tokens, sink, into_gradient
     )
     return loss
 
@@ -101,7 +106,7 @@ def _merge(statistics_3T: Tensor, group: OptionalGroup) -> tuple[Tensor, Tensor]
     return sums_T.log() + largest_T, label_T
 
 
-def _into_gradient(logits_CV: Tensor, row_C: Tensor, lse_C: Tensor, weight_C: Tensor) -> None:
+def into_gradient(logits_CV: Tensor, row_C: Tensor, lse_C: Tensor, weight_C: Tensor) -> None:
     """Replace logits in place by the gradient of the loss: (softmax - one at the label) ·
     weight.
     """
@@ -127,6 +132,7 @@ class _SummedLoss(torch.autograd.Function):
         group: OptionalGroup,
         chunk_tokens: int | None,
         sink: WeightGradSink | None,
+        into: IntoGradient | None,
     ) -> Tensor:
         h_TD = gathered(h_BsD, group).flatten(0, 1)
         row_T = labels_T - rank(group) * len(weight_VD)
@@ -145,6 +151,7 @@ class _SummedLoss(torch.autograd.Function):
         ctx.group = group
         ctx.chunk = chunk
         ctx.sink = sink
+        ctx.into_gradient = into or into_gradient
         return torch.where(counts_T, lse_T - label_T, 0.0).sum()
 
     @staticmethod
@@ -155,11 +162,12 @@ class _SummedLoss(torch.autograd.Function):
         h_TD = gathered(h_BsD, ctx.group).flatten(0, 1)
         weight_T = counts_T * grad
         if kept:
-            _into_gradient(kept[0], row_T, lse_T, weight_C=weight_T)
+            ctx.into_gradient(kept[0], row_T, lse_T, weight_T)
             grad_TD, weight_gradient = ctx.backend.gradients(kept[0], h_TD, weight_VD)
         else:
             grad_TD, weight_gradient = _chunked(
                 ctx.backend,
+                ctx.into_gradient,
                 ctx.chunk,
                 h_TD,
                 weight_VD=weight_VD,
@@ -169,13 +177,14 @@ class _SummedLoss(torch.autograd.Function):
             )
         grad_BsD = scattered(grad_TD.view(len(h_BsD), -1, h_TD.shape[1]), ctx.group)
         if ctx.sink is None:
-            return grad_BsD, weight_gradient().to(weight_VD.dtype), None, None, None, None, None
+            return grad_BsD, weight_gradient().to(weight_VD.dtype), *[None] * 6
         ctx.sink.push(weight_VD, weight_gradient)
-        return grad_BsD, None, None, None, None, None, None
+        return grad_BsD, *[None] * 7
 
 
 def _chunked(
     backend: LinearBackend,
+    into_gradient: IntoGradient,
     chunk: int,
     h_TD: Tensor,
     weight_VD: Tensor,
@@ -191,7 +200,7 @@ def _chunked(
     parts = (part.split(chunk) for part in (grad_TD, h_TD, row_T, lse_T, weight_T))
     for grad_CD, h_CD, row_C, lse_C, weight_C in zip(*parts, strict=True):
         logits_CV = backend.output(h_CD, weight_VD)
-        _into_gradient(logits_CV, row_C, lse_C, weight_C=weight_C)
+        into_gradient(logits_CV, row_C, lse_C, weight_C)
         _, weight_grad = backend.gradients(logits_CV, h_CD, weight_VD, out=grad_CD)
         sum_VD += weight_grad()
     return grad_TD, ComputedGrad(sum_VD)

@@ -74,9 +74,10 @@ def _microbatch(s: Sizes, stage: Stage, recompute: RecomputeChoice) -> Microbatc
     parts = stage_parts(s.model, stage, s.run.precision.fp8)
     found = {part: trace_memory(part_operations(s, part, recompute), s.stream) for part in parts}
     kept: Counter[str] = Counter()
-    if any(s.model.layer_specs[layer].attention.rope for layer in stage.layers):
-        # cosines and sines
-        kept["rotary"] = s.rotary
+    ropes = {s.model.layer_specs[layer].attention.rope for layer in stage.layers} - {None}
+    if ropes:
+        # cosines and sines of each kind of positions
+        kept["rotary"] = len(ropes) * s.rotary
     forward = backward = saved = kept.total()
     waiting = waits = sum(found[part].waiting for part in parts)
     # the gradient of a tied embedding is alive from the head's backward to the embedding's

@@ -35,7 +35,8 @@ class AttentionWeights(Part):
         """Build the weights of one layer."""
         hidden = spec.hidden
         width = spec.width
-        q_norm = k_norm = NormWeights.of(width) if spec.qk_norm else None
+        of_head = NormWeights.of(width, plus_one=spec.norm_plus_one)
+        q_norm = k_norm = of_head if spec.qk_norm else None
         if spec.qk_norm_whole:
             q_norm = NormWeights.of(spec.heads * width, tp=0)
             k_norm = NormWeights.of(spec.kv_heads * width, tp=0)

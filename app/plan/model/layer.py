@@ -1,9 +1,10 @@
-"""Weights of a decoder layer: norm, attention, and a dense or mixture-of-experts body."""
+"""Weights of a decoder layer: norms, attention, and a dense or mixture-of-experts body."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from app.choices import BlockKind
 from app.config import LayerSpec, ModelConfig
 from app.plan.model.attention import (
     AttentionWeights,
@@ -15,27 +16,39 @@ from app.plan.model.mlp import MlpWeights
 from app.plan.model.norm import NormWeights
 from app.plan.model.weight import Part
 
+# blocks with a norm before attention, before the feed-forward, behind each
+BEFORE_ATTENTION = frozenset(BlockKind) - {BlockKind.norm_after}
+BEFORE_BODY = BEFORE_ATTENTION - {BlockKind.parallel}
+BEHIND = frozenset((BlockKind.norm_after, BlockKind.norm_around))
+
+
+def _norm(model: ModelConfig, having: frozenset[BlockKind]) -> NormWeights | None:
+    """Return the weights of a norm over hidden states if the model's block is among `having`."""
+    return NormWeights.of_hidden(model) if model.block in having else None
+
 
 @dataclass(frozen=True, slots=True)
 class DenseBodyWeights(Part):
-    """Norm and feed-forward of a dense layer."""
+    """Feed-forward of a dense layer, with the norms before and behind it that its block has."""
 
-    norm: NormWeights
+    norm: NormWeights | None
     mlp: MlpWeights
+    out_norm: NormWeights | None
 
     @classmethod
     def of(cls, model: ModelConfig) -> DenseBodyWeights:
         """Build the weights of one layer."""
         mlp = MlpWeights.of(model.hidden_size, model.ffn_hidden_size)
-        return cls(NormWeights.of_hidden(model), mlp)
+        return cls(_norm(model, BEFORE_BODY), mlp, _norm(model, BEHIND))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights(Part):
     """All weights of a layer."""
 
-    attn_norm: NormWeights
+    attn_norm: NormWeights | None  # before attention
     attn: AttentionWeights | LatentAttentionWeights
+    attn_out_norm: NormWeights | None  # behind attention
     body: DenseBodyWeights | MoEBodyWeights
 
     @classmethod
@@ -43,7 +56,8 @@ class LayerWeights(Part):
         """Build a decoder layer of the model (`ModelConfig.layer_specs`)."""
         moe = model.moe if spec.routed else None
         return cls(
-            NormWeights.of_hidden(model),
+            _norm(model, BEFORE_ATTENTION),
             attention_weights(spec.attention),
+            _norm(model, BEHIND),
             DenseBodyWeights.of(model) if moe is None else MoEBodyWeights.of(model, moe),
         )

@@ -16,6 +16,9 @@ from app.plan.model.attention import AttentionWeights, LatentAttentionWeights
 from app.plan.parts.linear import column_parallel, norm, row_parallel
 from app.plan.parts.trace import Sends, Sizes, Trace, Work
 
+BLOCK_SCORES = 2**27  # scores of a block of queries, of all heads, where scores are capped
+MOST_QUERIES = 512  # of a block: of longer ones half of the scores would be masked
+
 
 def attends_by_matrices(run: Run) -> bool:
     """Return whether no fused attention supports the run: all S × S probabilities are stored.
@@ -31,17 +34,24 @@ def attention(
     h: int,
     spec: AttentionSpec,
     weights: AttentionWeights | LatentAttentionWeights,
+    *,
+    saved: bool,
 ) -> int:
-    """Attention of a layer from its normed input, of the kind that has these weights."""
+    """Attention of a layer from its input, of the kind that has these weights.
+
+    saved: the input stays for weight gradients; a norm does not recompute it.
+    """
     if isinstance(weights, LatentAttentionWeights):
-        return latent_attention(t, h, spec, weights)
-    return grouped_attention(t, h, spec, weights)
+        return latent_attention(t, h, spec, weights, saved=saved)
+    return grouped_attention(t, h, spec, weights, saved=saved)
 
 
-def grouped_attention(t: Trace, h: int, spec: AttentionSpec, weights: AttentionWeights) -> int:
+def grouped_attention(
+    t: Trace, h: int, spec: AttentionSpec, weights: AttentionWeights, *, saved: bool
+) -> int:
     """Queries, keys and values in one projection, optional norms, rotary positions, attention."""
     s = t.sizes
-    qkv = column_parallel(t, h, weights.wqkv, saved=not t.reruns(Recompute.norm))
+    qkv = column_parallel(t, h, weights.wqkv, saved=saved)
     q = qkv * s.heads // (s.heads + 2 * s.kv_heads)
     k = (qkv - q) // 2
     with t.rerun(t.reruns(Recompute.attn_core), keeps=qkv):
@@ -56,11 +66,12 @@ def grouped_attention(t: Trace, h: int, spec: AttentionSpec, weights: AttentionW
     return row_parallel(t, out, weights.wo)
 
 
-def latent_attention(t: Trace, h: int, spec: AttentionSpec, weights: LatentAttentionWeights) -> int:
+def latent_attention(
+    t: Trace, h: int, spec: AttentionSpec, weights: LatentAttentionWeights, *, saved: bool
+) -> int:
     """Multi-head latent attention: latents of a rank's own tokens, heads of all tokens."""
     s, mla = t.sizes, spec.mla
     assert mla is not None
-    saved = not t.reruns(Recompute.norm)
     if weights.q_a is None:
         q = column_parallel(t, h, weights.q_b, saved=saved)
     else:
@@ -95,7 +106,7 @@ def attend_all(t: Trace, spec: AttentionSpec, q: int, k: int, v: int) -> int:
     an all-to-all, it attends over whole sequences of 1/P of the heads.
     """
     s, ranks, length = t.sizes, t.sizes.layout.cp, t.sizes.run.train.seq_len
-    stored = 0 if attends_by_matrices(s.run) else 1
+    stored = 0 if spec.softcap is None and attends_by_matrices(s.run) else 1
     if ranks == 1:
         # its result is the output projection's input, of which FP8 saves a copy instead
         saves = stored * (q + k + v + (q if s.in_fp8 else 0))
@@ -135,6 +146,16 @@ def attend(
     own = s.tokens // ranks // train.micro_batch if s.layout.cp == 1 or ranks > 1 else keys
     pairs = rows // own * twice_the_pairs(own, keys, spec.window)
     flops = pairs * (spec.width + spec.value_width)
+    if spec.softcap is not None:
+        # by blocks of queries, with five fp32 matrices of scores in backward, three in forward
+        a_query = rows // own
+        scores = 4 * a_query * min(block_queries(a_query, keys), own) * keys
+        # documents are told apart by one mask of all queries
+        mask = train.micro_batch * own * keys if s.run.data.document_mask else 0
+        scratch = (mask + 3 * scores, mask + 5 * scores + 2 * kv * 4 // s.size)
+        return t.op(
+            Work.ordered_attention, q + kv, q, saves, scratch=scratch, kernels=12, flops=flops
+        )
     if attends_by_matrices(s.run):
         # GEMMs and an fp32 softmax, which saves all probabilities, and q, k and v per query head
         scores, wide = 4 * rows * keys, 4 * elements
@@ -153,6 +174,11 @@ def attend(
     scratch = (0, 4 * elements + sums + per_head)
     saves += keeps + 4 * rows
     return t.op(work, q + kv, q, saves, scratch=scratch, flops=flops, window=spec.window)
+
+
+def block_queries(rows: int, keys: int) -> int:
+    """Return the queries of a block of attention with capped scores, of `rows` rows a query."""
+    return max(1, min(MOST_QUERIES, BLOCK_SCORES // max(1, rows * keys)))
 
 
 def twice_the_pairs(queries: int, keys: int, window: int | None) -> int:

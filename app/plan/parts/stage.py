@@ -15,6 +15,7 @@ from app.plan.layout import ParallelLayout
 from app.plan.model.experts import MoEBodyWeights
 from app.plan.model.fp8 import parts_in_fp8
 from app.plan.model.layer import LayerWeights
+from app.plan.model.norm import NormWeights
 from app.plan.model.vocabulary import table
 from app.plan.model.weight import Weight
 from app.plan.parts.attention import attention
@@ -29,6 +30,7 @@ from app.plan.stages import Stage
 
 # bytes that the loss saves per token: index of its label, log-sum-exp, validity
 PER_LABEL = 8 + 4 + 1
+SLOPE_TOKENS = 1024  # tokens whose logits' slopes exist at once
 LOSS_KERNELS = 9  # kernel launches after the logits
 
 T = TypeVar("T")
@@ -100,16 +102,33 @@ def layer(
     again = t.reruns(Recompute.norm)
     with t.rerun(recompute.whole_layers, keeps=x):
         t.phase = PhaseName.attn
-        attention(t, norm(t, x, rerun=again), spec.attention, weights.attn)
-        t.add(x)
+        h = _input(t, x, weights.attn_norm)
+        attention(t, h, spec.attention, weights.attn, saved=weights.attn_norm is None or not again)
+        _added(t, x, weights.attn_out_norm)
         if isinstance(weights.body, MoEBodyWeights):
             moe_body(t, x, weights.body)
         else:
             t.phase = PhaseName.mlp
-            h = norm(t, x, rerun=again)
-            swiglu(t, h, weights.body.mlp, saved=not again, part=Recompute.mlp_act)
-            t.add(x)
+            body = weights.body
+            h = _input(t, x, body.norm)
+            # in parallel to attention, which has saved the same input already
+            shared = body.norm is None and weights.attn_norm is not None
+            saved = not shared and (body.norm is None or not again)
+            swiglu(t, h, body.mlp, saved=saved, part=Recompute.mlp_act)
+            _added(t, x, body.out_norm)
     return t.ops
+
+
+def _input(t: Trace, x: int, weights: NormWeights | None) -> int:
+    """Norm of the residual stream; the stream itself without one."""
+    return x if weights is None else norm(t, x, rerun=t.reruns(Recompute.norm))
+
+
+def _added(t: Trace, x: int, weights: NormWeights | None) -> None:
+    """Sum of the residual stream and an output, which may have a norm."""
+    if weights is not None:
+        norm(t, x)
+    t.add(x)
 
 
 def embedding(s: Sizes, weight: Weight) -> list[Operation]:
@@ -119,7 +138,9 @@ def embedding(s: Sizes, weight: Weight) -> list[Operation]:
     whole = s.tokens * weight.shape[1] * s.size
     saves, kernels = (9 * s.tokens, 5) if cut else (0, 1)
     t.op(Work.other, 0, whole, saves, weight=s.weight(weight), stored=True, kernels=kernels)
-    scattered(t, whole)
+    local = scattered(t, whole)
+    if s.model.scale_embedding:
+        t.op(Work.other, local, local)
     return t.ops
 
 
@@ -127,11 +148,16 @@ def head(s: Sizes, weight: Weight) -> list[Operation]:
     """Final norm and loss (`app.model.layers.loss`)."""
     t = Trace(s, phase="head")
     h = norm(t, s.stream)
+    # slopes of capped logits, fp32, of some tokens at a time (`app.model.layers.logits`)
+    slopes = 0
+    if s.model.logit_softcap is not None:
+        slopes = 2 * 4 * min(SLOPE_TOKENS, s.tokens) * s.shape(weight)[0]
     if s.run.loss.chunk_tokens is None:
         # backward overwrites the logits with their gradient
         logits = column_parallel(t, h, weight, stored=s.model.tie_embeddings)
         saves = logits + PER_LABEL * s.tokens
-        t.op(Work.loss, logits, 4, saves, passes=True, kernels=LOSS_KERNELS)
+        scratch = 0, slopes
+        t.op(Work.loss, logits, 4, saves, scratch=scratch, passes=True, kernels=LOSS_KERNELS)
         return t.ops
     # logits of a chunk of tokens at a time, recomputed in backward; the weight gradient is fp32
     chunk = min(s.run.loss.chunk_tokens, s.tokens)
@@ -151,7 +177,7 @@ def head(s: Sizes, weight: Weight) -> list[Operation]:
         weight=gemm.weight,
         stored=gemm.stored,
         waits=table_sum,
-        scratch=(whole - h + logits + following, 2 * whole - 2 * h + table_sum + least),
+        scratch=(whole - h + logits + following, 2 * whole - 2 * h + table_sum + least + slopes),
         kernels=LOSS_KERNELS + 2 * -(-s.tokens // chunk),
         flops=gemm.flops,
         flops_recomputed=gemm.flops,

@@ -140,7 +140,7 @@ class Sizes:
 
     @property
     def rotary(self) -> int:
-        """Cosines and sines that all layers of a microbatch share, fp32: 2 × T × rotated width."""
+        """Cosines and sines that layers of a microbatch share, fp32: 2 × T × rotated width."""
         return 2 * 4 * self.tokens * self.model.rope.width
 
     @property

@@ -1,0 +1,129 @@
+"""Families with other blocks than Llama's train like `transformers` with torch's AdamW; in every
+layout, recomputed and captured, like one process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from app.choices import Fp8Part, Fp8Recipe, Recompute
+from app.config import Fp8Config, OptimConfig, PrecisionConfig, Run
+from tests.cases import chosen
+from tests.distributed import run_distributed
+from tests.hf_folders import FAMILIES as FOLDERS
+from tests.hf_folders import save_random
+from tests.layouts import LAYOUTS, expect_one_process, layout_run
+from tests.parity import few_steps
+from tests.processes.captured import WHOLE, local, same, several
+from tests.processes.init_from import engine_from, run_from
+from tests.runs import batches_of, make_run, train_steps, whole_parameters
+from tests.tensors.hf_parity import CASES, converted
+
+FAMILIES = [
+    "olmo2",
+    "olmo3-yarn",
+    "gemma2",
+    "gemma3_text",
+    "exaone4",
+    "cohere2",
+]  # of tests.hf_folders
+STEPS = 5
+OPTIM = OptimConfig(lr=1e-3, warmup_steps=2, eps=1e-5, weight_decay=0.1)
+
+
+def trained_by_transformers(hf: nn.Module, run: Run) -> list[float]:
+    """Train their model on the same batches; losses of the steps."""
+    matrices = [param for param in hf.parameters() if param.dim() > 1]
+    vectors = [param for param in hf.parameters() if param.dim() == 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(
+        groups, OPTIM.lr, (OPTIM.beta1, OPTIM.beta2), OPTIM.eps, OPTIM.weight_decay
+    )
+    losses = []
+    for step in range(STEPS):
+        batches = batches_of(run, step, 0)
+        count = sum(int((batch.labels_BS >= 0).sum()) for batch in batches)
+        adam.zero_grad()
+        total = 0.0
+        for batch in batches:
+            logits = hf(input_ids=batch.tokens_BS, use_cache=False).logits
+            labels = batch.labels_BS.flatten()
+            loss = F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum") / count
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(hf.parameters(), OPTIM.clip_norm)
+        adam.step()
+        losses.append(total)
+    return losses
+
+
+def ours_trained(rank: int, run: Run) -> tuple[list[float], dict[str, torch.Tensor]]:
+    engine = engine_from(rank, run)
+    losses = [loss for loss, _ in train_steps(run, engine, STEPS)]
+    return losses, whole_parameters(engine)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_steps_equal_transformers(name: str, tmp_path: Path):
+    hf, model = save_random(name, tmp_path)
+    run = dataclasses.replace(run_from(tmp_path, {}), optim=OPTIM)
+    ((losses, params),) = run_distributed(ours_trained, 1, run)
+    assert losses == pytest.approx(trained_by_transformers(hf, run), rel=1e-5)
+    for weight, values in converted(hf.state_dict(), model).items():
+        found = params[weight].reshape(values.shape)
+        torch.testing.assert_close(found, values, atol=2e-5, rtol=1e-4)
+
+
+def family_run(name: str, parallel: dict[str, Any], schedule: str = "auto", **more: Any) -> Run:
+    _, _, model = CASES[FOLDERS[name]]()
+    model = dataclasses.replace(model, layer_types=model.layer_types[:2])
+    return layout_run(model, parallel, schedule, **more)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layouts_equal_one_process(name: str, layout: str):
+    expect_one_process(family_run(name, *LAYOUTS[layout]))
+
+
+PHASES = (Recompute.attn_core, Recompute.norm, Recompute.mlp_act)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("parallel", chosen([{}, {"tp": 2}], [{}]), ids=str)
+def test_recomputed_and_captured_parts_change_nothing(name: str, parallel: dict[str, Any]):
+    plain = family_run(name, parallel)
+    again = family_run(name, parallel, phases=PHASES)
+    runs = {
+        "eager": plain,
+        "again": again,
+        "captured": dataclasses.replace(plain, cuda_graph=local("partial")),
+        "captured again": dataclasses.replace(again, cuda_graph=local("partial")),
+    }
+    if not parallel:
+        runs["whole"] = dataclasses.replace(plain, cuda_graph=WHOLE)
+    for results in run_distributed(several, plain.world_size, runs):
+        eager = results.pop("eager")
+        for what, result in results.items():
+            assert same(result, eager), what
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fp8_trains(name: str):
+    """Losses of linear layers and head in FP8 stay near those of fp32."""
+    _, _, model = CASES[FOLDERS[name]]()
+    wide = dataclasses.replace(model, hidden_size=64, ffn_hidden_size=64, head_dim=16)
+    fp8 = Fp8Config(Fp8Recipe.current, include=(Fp8Part.linear, Fp8Part.head))
+    runs = [make_run(wide), make_run(wide, precision=PrecisionConfig(fp8=fp8))]
+    (plain,), (coarse,) = (run_distributed(few_steps, 1, run, 3) for run in runs)
+    for step, loss in plain["losses"].items():
+        assert coarse["losses"][step] == pytest.approx(loss, rel=0.02)

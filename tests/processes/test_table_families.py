@@ -1,0 +1,138 @@
+"""Families that are tables alone train like `transformers` with torch's AdamW; in every layout, in
+FP8 and captured like one plain process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from app.choices import Fp8Part, Fp8Recipe
+from app.config import Fp8Config, ModelConfig, OptimConfig, PrecisionConfig, Run
+from tests.distributed import run_distributed
+from tests.hf_folders import FAMILIES as FOLDERS
+from tests.hf_folders import save_random
+from tests.layouts import LAYOUTS, expect_one_process, layout_run
+from tests.parity import few_steps
+from tests.processes.captured import WHOLE, local, same, several
+from tests.processes.init_from import engine_from, run_from
+from tests.runs import batches_of, make_run, train_steps, whole_parameters
+from tests.tensors.hf_parity import CASES, converted
+
+FAMILIES = ["seed_oss", "qwen2_moe", "glm4_moe_lite", "kimi_k2"]  # of tests.hf_folders
+STEPS = 5
+OPTIM = OptimConfig(lr=1e-3, warmup_steps=2, eps=1e-5, weight_decay=0.1)
+WITH_EXPERTS = {"dp 2 ep 2": ({"dp": 2, "ep": 2}, "auto")}
+
+
+def fixed_biases(model: ModelConfig) -> ModelConfig:
+    """The model with router biases that stay as they are, as in `transformers`: updates are lost
+    in rounding.
+    """
+    if model.moe is None or not model.moe.bias_update_rate:
+        return model
+    return dataclasses.replace(model, moe=dataclasses.replace(model.moe, bias_update_rate=1e-12))
+
+
+def trained_by_transformers(hf: nn.Module, run: Run) -> list[float]:
+    """Train their model on the same batches; losses of the steps."""
+    matrices = [param for param in hf.parameters() if param.dim() > 1]
+    vectors = [param for param in hf.parameters() if param.dim() == 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(
+        groups, OPTIM.lr, (OPTIM.beta1, OPTIM.beta2), OPTIM.eps, OPTIM.weight_decay
+    )
+    losses = []
+    for step in range(STEPS):
+        batches = batches_of(run, step, 0)
+        count = sum(int((batch.labels_BS >= 0).sum()) for batch in batches)
+        adam.zero_grad()
+        total = 0.0
+        for batch in batches:
+            logits = hf(input_ids=batch.tokens_BS, use_cache=False).logits
+            labels = batch.labels_BS.flatten()
+            loss = F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum") / count
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(hf.parameters(), OPTIM.clip_norm)
+        adam.step()
+        losses.append(total)
+    return losses
+
+
+def ours_trained(rank: int, run: Run) -> tuple[list[float], dict[str, torch.Tensor]]:
+    engine = engine_from(rank, run)
+    losses = [loss for loss, _ in train_steps(run, engine, STEPS)]
+    return losses, whole_parameters(engine)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_steps_equal_transformers(name: str, tmp_path: Path):
+    hf, model = save_random(name, tmp_path)
+    run = dataclasses.replace(run_from(tmp_path, {}), optim=OPTIM)
+    run = dataclasses.replace(run, model=fixed_biases(run.model))
+    ((losses, params),) = run_distributed(ours_trained, 1, run)
+    assert losses == pytest.approx(trained_by_transformers(hf, run), rel=1e-5)
+    for weight, values in converted(hf.state_dict(), model).items():
+        if weight in params:
+            found = params[weight].reshape(values.shape)
+            torch.testing.assert_close(found, values, atol=2e-5, rtol=1e-4)
+
+
+def family_run(name: str, parallel: dict[str, Any], schedule: str = "auto", **more: Any) -> Run:
+    _, _, model = CASES[FOLDERS[name]]()
+    moe = model.moe and dataclasses.replace(model.moe, dense_layers=())
+    model = dataclasses.replace(model, layer_types=model.layer_types[:2], moe=moe)
+    return layout_run(model, parallel, schedule, **more)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [*LAYOUTS, *WITH_EXPERTS])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layouts_equal_one_process(name: str, layout: str):
+    if layout in WITH_EXPERTS and CASES[FOLDERS[name]]()[2].moe is None:
+        pytest.skip("has no experts")
+    expect_one_process(family_run(name, *(LAYOUTS | WITH_EXPERTS)[layout]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FAMILIES)
+def test_captured_parts_change_nothing(name: str):
+    plain = family_run(name, {})
+    runs = {
+        "eager": plain,
+        "captured": dataclasses.replace(plain, cuda_graph=local("partial")),
+    }
+    if plain.model.moe is None:
+        runs["whole"] = dataclasses.replace(plain, cuda_graph=WHOLE)
+    for results in run_distributed(several, 1, runs):
+        eager = results.pop("eager")
+        for what, result in results.items():
+            assert same(result, eager), what
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fp8_trains(name: str):
+    """Losses of linear layers and head in FP8 stay near those of fp32."""
+    _, _, model = CASES[FOLDERS[name]]()
+    sizes: dict[str, Any] = {"hidden_size": 64, "ffn_hidden_size": 64}
+    if model.mla is None:
+        sizes["head_dim"] = 16
+    else:
+        widths = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 16}
+        sizes["mla"] = dataclasses.replace(model.mla, **widths)
+    if model.moe is not None:
+        sizes["moe"] = dataclasses.replace(model.moe, shared_ffn_hidden_size=32)
+    wide = dataclasses.replace(model, **sizes)
+    fp8 = Fp8Config(Fp8Recipe.current, include=(Fp8Part.linear, Fp8Part.head))
+    runs = [make_run(wide), make_run(wide, precision=PrecisionConfig(fp8=fp8))]
+    (plain,), (coarse,) = (run_distributed(few_steps, 1, run, 3) for run in runs)
+    for step, loss in plain["losses"].items():
+        assert coarse["losses"][step] == pytest.approx(loss, rel=0.02)
