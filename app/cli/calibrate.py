@@ -79,10 +79,5 @@ def main(arguments: Sequence[str], parent: int) -> int:
     return run_program("calibrate", HELP, arguments, parent=parent, work=work, bare=True)
 
 
-def command(parent: int) -> None:
-    """Run the command line; SystemExit with the exit code."""
-    sys.exit(main(sys.argv[1:], parent))
-
-
 if __name__ == "__main__":
-    command(os.getppid())
+    sys.exit(main(sys.argv[1:], os.getppid()))

@@ -5,6 +5,7 @@ app/cli/<name>.py.
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
 from types import ModuleType
 
@@ -19,35 +20,44 @@ def train() -> None:
 
 def plan() -> None:
     """Plan a run (`python -m app.cli.plan`)."""
-    _loaded("plan", "plan").command()
+    _run("plan")
 
 
 def report() -> None:
     """Make a table of runs (`python -m app.cli.report`)."""
-    _loaded("report", "report").command()
+    _run("report")
 
 
 def convert() -> None:
     """Convert models from and to Hugging Face format (`python -m app.cli.convert`)."""
-    _loaded("convert", "convert").command()
+    _run("convert")
 
 
 def generate() -> None:
     """Generate text with a trained model (`python -m app.cli.generate`)."""
-    parent = os.getppid()  # as above
-    _loaded("generate", "generate").command(parent)
+    _run_rank("generate")
 
 
 def evaluate() -> None:
     """Score texts with a trained model (`python -m app.cli.evaluate`)."""
-    parent = os.getppid()  # as above
-    _loaded("evaluate", "evaluate").command(parent)
+    _run_rank("evaluate")
 
 
 def calibrate() -> None:
     """Measure the speeds of GPUs (`python -m app.cli.calibrate`)."""
-    parent = os.getppid()  # as above
-    _loaded("calibrate", "calibrate").command(parent)
+    _run_rank("calibrate")
+
+
+def _run(program: str) -> None:
+    main = _loaded(program, program).main
+    from app.cli.processes.output import exit_by
+
+    exit_by(main)
+
+
+def _run_rank(program: str) -> None:
+    parent = os.getppid()  # as in `train`
+    sys.exit(_loaded(program, program).main(sys.argv[1:], parent))
 
 
 def _loaded(module: str, called: str) -> ModuleType:

@@ -15,7 +15,7 @@ if __name__ == "__main__":
     stop_quietly("convert")  # before the imports, which take seconds
 
 from app.cli.options.messages import readable_errors
-from app.cli.processes.output import ends_with_its_reader
+from app.cli.processes.output import exit_by
 from app.engine.export.export import export_checkpoint
 from app.engine.export.imported import import_model
 from app.engine.report.telling import telling
@@ -83,12 +83,5 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def command() -> None:
-    """Run the command line; SystemExit with the exit code."""
-    with ends_with_its_reader():
-        code = main(sys.argv[1:])
-    sys.exit(code)
-
-
 if __name__ == "__main__":
-    command()
+    exit_by(main)

@@ -304,10 +304,5 @@ def main(arguments: Sequence[str], parent: int) -> int:
     return run_program("evaluate", HELP, arguments, parent=parent, work=evaluate)
 
 
-def command(parent: int) -> None:
-    """Run the command line; SystemExit with the exit code."""
-    sys.exit(main(sys.argv[1:], parent))
-
-
 if __name__ == "__main__":
-    command(os.getppid())
+    sys.exit(main(sys.argv[1:], os.getppid()))

@@ -7,7 +7,6 @@ in one line.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -29,7 +28,7 @@ from app.cli.options.compose import load_typed
 from app.cli.options.messages import readable_errors
 from app.cli.options.unknown import no_such_flag
 from app.cli.plan_views.tables import print_comparison, print_plan
-from app.cli.processes.output import ends_with_its_reader
+from app.cli.processes.output import exit_by
 from app.cli.start.overlaid import overlaid
 from app.config import Run
 from app.errors import ConfigError, nearest, warn
@@ -238,12 +237,5 @@ def _write(folder: Path, described: dict[str, Any], plan: Plan | None = None) ->
     print(f"written: {', '.join(str(path) for path in (folder / 'plan.json', *pictures))}")
 
 
-def command() -> None:
-    """Run the command line; SystemExit with the exit code."""
-    with ends_with_its_reader():
-        code = main(sys.argv[1:])
-    sys.exit(code)
-
-
 if __name__ == "__main__":
-    command()
+    exit_by(main)

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from app.cli.options.messages import readable_errors
-from app.cli.processes.output import ends_with_its_reader, table_width
+from app.cli.processes.output import exit_by, table_width
 from app.cli.run_report.table import COLUMNS, Report, cells, read_report
 from app.errors import ConfigError
 
@@ -114,12 +114,5 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def command() -> None:
-    """Run the command line; SystemExit with the exit code."""
-    with ends_with_its_reader():
-        code = main(sys.argv[1:])
-    sys.exit(code)
-
-
 if __name__ == "__main__":
-    command()
+    exit_by(main)

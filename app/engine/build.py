@@ -233,8 +233,7 @@ def _wait_for_parameters(chunk: Chunk, optimizer: DistributedOptimizer) -> None:
     inner = [*chunk.layers.values(), *([] if chunk.norm is None else [chunk.norm])]
     own = [chunk.embedding.weight] if chunk.first and chunk.embedding is not None else []
     for module, params in ((chunk, own), *((module, module.parameters()) for module in inner)):
-        wait = optimizer.gate(params)
-        module.register_forward_pre_hook(lambda *_, wait=wait: wait())
+        module.register_forward_pre_hook(optimizer.gate(params))
     if chunk.last:
         chunk.wait_for_head = optimizer.gate([chunk.table.weight])
 

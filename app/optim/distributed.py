@@ -270,8 +270,8 @@ class DistributedOptimizer:
         if not self.config.overlap_params:
             self.gather_params(chunk)
 
-    def gate(self, params: Iterable[nn.Parameter]) -> Callable[[], None]:
-        """Return a function that waits until these parameters have been gathered."""
+    def gate(self, params: Iterable[nn.Parameter]) -> Callable[..., None]:
+        """Return a pre-hook that waits until these parameters have been gathered."""
         return self._param_gather.gate(params)
 
     def param_shards(self) -> Iterator[ParamShard]:

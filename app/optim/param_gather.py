@@ -87,11 +87,11 @@ class ParamGather:
         if not updates:
             self._stale.clear()
 
-    def gate(self, params: Iterable[nn.Parameter]) -> Callable[[], None]:
-        """Return a function that waits until these parameters are gathered."""
+    def gate(self, params: Iterable[nn.Parameter]) -> Callable[..., None]:
+        """Return a pre-hook of modules that waits until these parameters are gathered."""
         shards = list(dict.fromkeys(self._shard_of[param] for param in params))
 
-        def wait() -> None:
+        def wait(*_: object) -> None:
             if self._stale or self._in_flight:  # cheap check: it runs in every forward
                 for shard in shards:
                     self.ensure_gathered(shard)

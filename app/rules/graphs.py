@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from app.choices import Balance, GraphImpl, GraphScope, Recompute
 from app.config import Run
 from app.errors import ConfigError, Instead
@@ -46,20 +48,12 @@ def check_graphs_choice(run: Run) -> None:
         raise ConfigError(
             key, named, "moe includes moe_router and moe_preprocess", nearest="[attn, moe]"
         )
-    if GraphScope.moe_preprocess in scope and GraphScope.moe_router not in scope:
-        raise ConfigError(
-            key,
-            named,
-            "moe_preprocess follows moe_router, so it needs moe_router",
-            nearest="[attn, moe_router, moe_preprocess]",
-        )
-    if GraphScope.moe_router in scope and GraphScope.attn not in scope:
-        raise ConfigError(
-            key,
-            named,
-            "moe_router follows attn, so it needs attn",
-            nearest="[attn, moe_router]",
-        )
+    order = (GraphScope.attn, GraphScope.moe_router, GraphScope.moe_preprocess)
+    for end, (earlier, later) in enumerate(pairwise(order), start=2):
+        if later in scope and earlier not in scope:
+            rule = f"{later.value} follows {earlier.value}, so it needs {earlier.value}"
+            nearest_scope = "[" + ", ".join(each.value for each in order[:end]) + "]"
+            raise ConfigError(key, named, rule, nearest=nearest_scope)
     if partial and not captured_layers(run, range(run.model.num_layers)):
         raise ConfigError(
             key, named, f"model={run.model.name} has no such layers", nearest="[attn]"

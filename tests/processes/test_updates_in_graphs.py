@@ -121,11 +121,13 @@ def updates_counted() -> Iterator[list[str]]:
     inside: list[str] = []
     step = DistributedOptimizer.step
     in_graph = DistributedOptimizer.in_graph
-    wanted = StopRequest.wanted
 
     def looked_at(request: StopRequest) -> bool:
         assert not inside, "a recording reads the device alone"
-        return wanted.fget(request)
+        return request.__dict__["wanted"]
+
+    def written(request: StopRequest, wanted: bool) -> None:
+        request.__dict__["wanted"] = wanted
 
     def updated(optimizer: DistributedOptimizer, *given: Any) -> Tensor:
         told.append("in graph" if inside else "eager")
@@ -141,7 +143,7 @@ def updates_counted() -> Iterator[list[str]]:
     with (
         mock.patch.object(DistributedOptimizer, "step", updated),
         mock.patch.object(DistributedOptimizer, "in_graph", noted),
-        mock.patch.object(StopRequest, "wanted", property(looked_at)),
+        mock.patch.object(StopRequest, "wanted", property(looked_at, written), create=True),
     ):
         yield told
 

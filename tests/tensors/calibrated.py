@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 
@@ -20,4 +21,4 @@ def cpu_of(launch: Launch) -> measure.Measured:
 if __name__ == "__main__":
     measure.gpu_of = cpu_of
     measure.Clock = lambda device: Counting()  # what else runs here must not be seen in it
-    calibrate.command(os.getppid())
+    sys.exit(calibrate.main(sys.argv[1:], os.getppid()))

@@ -73,9 +73,9 @@ def print_plan(
             _print_changes(faster, console)
 
 
-def print_comparison(plan: Plan, found: LayoutComparison, stream: TextIO | None = None) -> None:
+def print_comparison(plan: Plan, found: LayoutComparison) -> None:
     """Print the run and its layouts on the same number of GPUs."""
-    console = _console(stream or sys.stdout)
+    console = _console(sys.stdout)
     _print_summary(plan, console)
     console.print()
     print_layouts(found, _assumption(plan, Estimate.of(plan)), console)

@@ -8,9 +8,9 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from app.engine.report.lasting import print_every_character
 
@@ -31,6 +31,13 @@ def ends_with_its_reader() -> Iterator[None]:
         os.dup2(nowhere, sys.stdout.fileno())  # Python flushes its buffer once more as it ends
         os.close(nowhere)
         sys.exit(ENDED)
+
+
+def exit_by(main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Run this process's command line; SystemExit with the exit code, or if its reader is gone."""
+    with ends_with_its_reader():
+        code = main(sys.argv[1:])
+    sys.exit(code)
 
 
 def table_width(stream: TextIO, usual: int) -> int:

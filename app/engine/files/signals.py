@@ -65,8 +65,8 @@ class StopRequest:
     """Request to stop, by a signal to this rank or by the rank itself."""
 
     def __init__(self) -> None:
+        self.wanted = False  # True if this rank wants all ranks to stop
         self.signal: signal.Signals | None = None
-        self._asked = False
         self._first = 0.0  # seconds, monotonic
 
     @contextmanager
@@ -84,18 +84,14 @@ class StopRequest:
 
     def ask(self) -> None:
         """Ask all ranks to stop without a signal. Thread-safe."""
-        self._asked = True
-
-    @property
-    def wanted(self) -> bool:
-        """True if this rank wants all ranks to stop."""
-        return self._asked or self.signal is not None
+        self.wanted = True
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if number == HANG_UP and self.signal is not None:
             return  # closing the terminal after a stop signal is no second request
         now = time.monotonic()
         if self.signal is None:
+            self.wanted = True
             self.signal = signal.Signals(number)
             self._first = now
         elif now - self._first > (PRESS_S if number == signal.SIGINT else REPEAT_S):

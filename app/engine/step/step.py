@@ -36,7 +36,7 @@ class Loader:
     """Loader of this rank's part of microbatches; copies overlap with the GPU's computation."""
 
     def __init__(self, groups: Groups, device: torch.device) -> None:
-        self.groups = groups
+        self.cp, self.cp_rank = groups.layout.cp, groups.cp_rank
         self.device = device
         self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.ahead: tuple[Sequence[Batch], LoadedBatches, torch.cuda.Event | None] | None = None
@@ -70,7 +70,7 @@ class Loader:
 
     def _load(self, batches: Sequence[Batch]) -> LoadedBatches:
         seq_len = batches[0].tokens_BS.shape[1]
-        own_S = own_tokens(seq_len, self.groups.layout.cp, self.groups.cp_rank)
+        own_S = own_tokens(seq_len, self.cp, self.cp_rank)
         # counted on the CPU over whole sequences, hence the same on all context-parallel ranks
         counts_M = torch.stack([(batch.labels_BS != IGNORED).sum() for batch in batches])
         return tuple(self._part(batch, own_S) for batch in batches), self._move(counts_M)
@@ -159,6 +159,7 @@ class TrainingStep:
 
     def __init__(self, engine: Engine, request: StopRequest | None = None) -> None:
         self.run = engine.plan.run
+        self.dp = self.run.dp
         self.engine = engine
         self.request = request or StopRequest()
         self.stops = False  # True once a rank was asked to stop
@@ -216,7 +217,7 @@ class TrainingStep:
         step = step_input(
             self.loader.take(batches),
             self.run.loss.normalize,
-            self.run.dp,
+            self.dp,
             groups=engine.groups,
             scale=None if loss_scale is None else loss_scale.value,
             rates_2=update_rates(lr, weight_decay, engine.device),
