@@ -137,6 +137,8 @@ class AttentionSpec:
     qk_norm: bool  # RMSNorm on each query and key head
     qk_norm_whole: bool  # one RMSNorm over all query or key heads together instead
     qkv_bias: bool
+    out_bias: bool  # on the output projection
+    sinks: bool  # a learnt logit per query head in the softmax's denominator
     eps: float  # of norms of heads, or of latents
     mla: MLAConfig | None = None  # None: grouped-query attention
 

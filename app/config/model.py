@@ -266,6 +266,9 @@ class ModelConfig:
     # one RMSNorm over all query or key heads together (OLMoE), not one per head
     qk_norm_whole: bool = False
     qkv_bias: bool = False  # a bias on queries, keys and values (Qwen2)
+    attn_out_bias: bool = False  # a bias on the output projection of attention (GPT-OSS)
+    # a learnt logit per query head that takes part in the denominator of the softmax (GPT-OSS)
+    sinks: bool = False
     # tokens that a query sees in layers of type sliding_attention, itself included; null: no such
     # layer
     sliding_window: int | None = None
@@ -385,9 +388,10 @@ class ModelConfig:
         if self.qk_norm:
             rule = "multi-head latent attention has norms on its latents"
             raise ConfigError("model.qk_norm", True, rule, nearest=False)
-        if self.qkv_bias:
-            rule = "multi-head latent attention has no biases"
-            raise ConfigError("model.qkv_bias", True, rule, nearest=False)
+        for key, what in (("qkv_bias", "biases"), ("attn_out_bias", "biases"), ("sinks", "sinks")):
+            if getattr(self, key):
+                rule = f"multi-head latent attention has no {what}"
+                raise ConfigError(f"model.{key}", True, rule, nearest=False)
         if self.num_kv_heads != self.num_heads:
             raise ConfigError(
                 "model.num_kv_heads",
@@ -435,6 +439,8 @@ class ModelConfig:
             qk_norm=self.qk_norm,
             qk_norm_whole=self.qk_norm_whole,
             qkv_bias=self.qkv_bias,
+            out_bias=self.attn_out_bias,
+            sinks=self.sinks,
             eps=self.norm_eps if self.mla is None else self.latent_eps,
             mla=self.mla,
         )
