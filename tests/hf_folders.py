@@ -40,6 +40,7 @@ FAMILIES = {
     "qwen3-windows": "qwen3-windows",
     "mixtral": "mixtral-gqa",
     "olmoe": "olmoe-gqa",
+    "gpt_oss": "gpt-oss",
     "qwen3_moe": "qwen3-moe-every-second-layer",
     "deepseek_v2": "deepseek-v2",
     "deepseek_v2-lite": "deepseek-v2-lite",

@@ -21,6 +21,7 @@ class YarnConfig:
     # frequencies with more turns than this within original_length are unchanged
     beta_fast: float = 32.0
     beta_slow: float = 1.0  # frequencies with fewer turns are divided by the factor
+    truncate: bool = True  # round the pairs between which frequencies change to whole ones
     mscale: float = 1.0  # growth of queries and keys with the factor's logarithm
     # growth of the softmax scale, which also covers values that are not rotated
     mscale_all_dim: float = 1.0

@@ -77,6 +77,12 @@ class MoEConfig:
     # topk_groups, which is 2 in DeepSeek-V3
     group_best: int | None = None
     routed_scale: float | None = None  # factor on the chosen probabilities
+    expert_bias: bool = False  # biases on all projections of routed experts (GPT-OSS)
+    logit_bias: bool = False  # a learned bias on the router's logits (GPT-OSS)
+    # routed experts compute (up + 1) · gate · sigmoid(swiglu_alpha · gate), with gate at most this
+    # and up between −this and this (GPT-OSS); null: silu(gate) · up
+    swiglu_limit: float | None = None
+    swiglu_alpha: float | None = None  # null: 1.702 with a swiglu_limit
     # divide a token's chosen sigmoid scores by their sum; null: only where top_k > 1
     norm_topk_prob: bool | None = None
     # most tokens of an expert from one rank, over the mean; null: dropless
@@ -121,6 +127,11 @@ class MoEConfig:
         at_least("model.moe", self, 0, "aux_loss_coeff", "z_loss_coeff", "bias_update_rate")
         at_least("model.moe", self, 1, "planned_imbalance")
         finite("model.moe", self, "routed_scale", "capacity_factor", "jitter_eps")
+        above_zero("model.moe", self, "swiglu_limit", "swiglu_alpha")
+        if self.swiglu_alpha is not None and self.swiglu_limit is None:
+            rule = "is of the clamped activation, and swiglu_limit=null has none"
+            either = ("null", Instead("model.moe.swiglu_limit=7.0"))
+            raise ConfigError("model.moe.swiglu_alpha", self.swiglu_alpha, rule, nearest=either)
         if not 0 <= self.jitter_eps < 1:
             near = 0 if self.jitter_eps < 0 else 0.99
             raise ConfigError(
@@ -169,6 +180,11 @@ class MoEConfig:
         if self.score is not Score.sigmoid:
             return False
         return self.top_k > 1 if self.norm_topk_prob is None else self.norm_topk_prob
+
+    @property
+    def activation_alpha(self) -> float:
+        """Factor on the gate within the sigmoid of the clamped activation."""
+        return 1.702 if self.swiglu_alpha is None else self.swiglu_alpha
 
     def _check_capacity(self) -> None:
         if self.pad_to_capacity and self.dispatcher is DispatcherKind.static:

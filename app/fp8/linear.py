@@ -30,6 +30,7 @@ from app.fp8.quantised import Fp8Arithmetic, HeldWeight, Quantised
 from app.fp8.ready import ReadyRows
 from app.fp8.row_scaled import RowScaled
 from app.model.chunk import Chunk
+from app.model.layers.layers import expert_swiglu
 from app.model.layers.linear import ColumnParallelLinear, GroupedLinear, RowParallelLinear
 from app.model.layers.linear_backend import pushed
 from app.model.layers.tensor_parallel import (
@@ -204,7 +205,7 @@ class Fp8Layers(StepState):
         modules = dict(chunk.named_modules())
         if self.ready is not None:
             for module in modules.values():
-                if isinstance(module, Experts):
+                if isinstance(module, Experts) and module.activation is expert_swiglu:
                     module.activation = self.ready.swiglu
         for name in names:
             module = modules[name]

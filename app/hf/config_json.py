@@ -79,6 +79,15 @@ def windows_from_layer(config: TheirConfig, layers: int) -> dict[str, Any]:
     return _windows(config, usual, window, per_layer=True)
 
 
+def windows_alternating(config: TheirConfig, layers: int) -> dict[str, Any]:
+    """Return the fields of models of which every second layer, from the first on, has
+    sliding_window, unless layer_types lists others.
+    """
+    window = config.value("sliding_window")
+    usual = [FULL if layer % 2 else _type(window) for layer in range(layers)]
+    return _windows(config, usual, window, per_layer=True)
+
+
 def windows_if_used(config: TheirConfig, layers: int) -> dict[str, Any]:
     """Return the fields of models with use_sliding_window, which then holds for all layers."""
     window = _used_window(config)
@@ -343,7 +352,8 @@ def _yarn(scaling: TheirConfig, *, latent: bool) -> dict[str, Any]:
         for ours, theirs in YARN.items()
     }
     scaling.only("attention_factor")
-    scaling.only("truncate", True)
+    scaling.only("truncate", True, False)
+    found["truncate"] = scaling.get("truncate", True)
     both = scaling.get("mscale", None) and scaling.get("mscale_all_dim", None)
     if not both and (found["mscale"], found["mscale_all_dim"]) != (1.0, 0.0):
         raise scaling.refusal(
@@ -401,6 +411,7 @@ def _written_scaling(model: ModelConfig) -> dict[str, Any] | None:
         return None
     return {
         "rope_type": "yarn",
+        "truncate": model.yarn.truncate,
         **{theirs: getattr(model.yarn, ours) for ours, theirs in YARN.items()},
     }
 

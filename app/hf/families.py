@@ -14,7 +14,7 @@ from typing import Any
 from app.config import ModelConfig, MoEConfig
 from app.errors import ConfigError, typed
 from app.hf import config_json as config
-from app.hf import tables
+from app.hf import gpt_oss, tables
 from app.hf.tables import NameLine
 from app.hf.their_config import NOWHERE, TheirConfig, shortened
 from app.plan.model.stage import NamedWeight, model_weights
@@ -30,6 +30,8 @@ class Family:
     lines: tuple[NameLine, ...]  # weights
     written_moe: Callable[[MoEConfig], dict[str, Any]] | None = None  # None for dense families
     layers: tuple[str, ...] = ()  # keys of what layers differ in, of `config_json.written_layers`
+    # returns keys of config.json that other families lack, or spell otherwise
+    more: Callable[[ModelConfig], Mapping[str, Any]] | None = None
     # values of keys that config.json lacks: the defaults of the class in `transformers`
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -50,7 +52,8 @@ class Family:
         if self.written_moe is not None and model.moe is not None:
             found |= self.written_moe(model.moe)
         layers = config.written_layers(model)
-        return found | {key: layers[key] for key in self.layers}
+        found |= {key: layers[key] for key in self.layers}
+        return found if self.more is None else {**found, **self.more(model)}
 
 
 _GROUPED = (*tables.WHOLE_MODEL, *tables.EVERY_LAYER, *tables.GROUPED_ATTENTION)
@@ -166,6 +169,16 @@ FAMILIES = (
             "norm_topk_prob": True,
         },
     ),
+    Family(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        gpt_oss.read,
+        (*_GROUPED, *tables.GPT_OSS),
+        gpt_oss.written_moe,
+        layers=("sliding_window", "layer_types"),
+        more=gpt_oss.written,
+        defaults=gpt_oss.DEFAULTS,
+    ),
 )
 
 
@@ -211,7 +224,8 @@ ARCHITECTURE = tuple(
 )
 OF_EXPERTS = ("num_experts", "top_k", "ffn_hidden_size", "every_n", "first_k_dense",
               "shared_ffn_hidden_size", "shared_gate", "score", "pre_softmax", "groups",
-              "topk_groups", "group_best", "routed_scale", "norm_topk_prob")  # fmt: skip
+              "topk_groups", "group_best", "routed_scale", "norm_topk_prob", "expert_bias",
+              "logit_bias", "swiglu_limit", "swiglu_alpha")  # fmt: skip
 Difference = tuple[str, Any, Any]  # dotted field, of one, of the other
 
 
@@ -248,6 +262,7 @@ def _essence(model: ModelConfig) -> dict[str, Any]:
         return found | {"moe": None}
     moe = {name: _plain(getattr(model.moe, name)) for name in OF_EXPERTS}
     moe["routed_scale"] = 1.0 if model.moe.routed_scale is None else model.moe.routed_scale
+    moe["swiglu_alpha"] = model.moe.activation_alpha
     moe["norm_topk_prob"] = model.moe.normalizes_sigmoids
     if model.moe.groups and model.moe.topk_groups:
         moe["group_best"] = model.moe.group_best or model.moe.top_k // model.moe.topk_groups

@@ -38,6 +38,7 @@ class NameLine:
 
 
 def _whole(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
+    """Map a weight that is the same in both."""
     (name,) = theirs
     yield WeightPart.same(name, shape)
 
@@ -118,6 +119,21 @@ def _stacked_down(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> It
         )
 
 
+def _alternating(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
+    """Map gate and up projections, or their biases: in files the last dimension alternates."""
+    (name,) = theirs
+    *lead, both, ffn = shape
+    apart = (*lead, ffn, both)
+    dims = tuple(range(len(lead)))
+    yield WeightPart(
+        name,
+        (*lead, both * ffn),
+        Block.whole(*shape),
+        Block.whole(*apart),
+        (*dims, len(lead) + 1, len(lead)),
+    )
+
+
 WHOLE_MODEL = (
     NameLine("embedding", (EMBEDDING,), _whole),
     NameLine("norm.weight", ("model.norm.weight",), _whole),
@@ -181,6 +197,16 @@ MIXTRAL_EXPERTS = (
     ),
     NameLine("body.experts.w_down", ("block_sparse_moe.experts.{expert}.w2.weight",), _expert_down),
     *STACKED_EXPERTS,
+)
+GPT_OSS = (
+    NameLine("attn.bo", ("self_attn.o_proj.bias",), _whole),
+    NameLine("attn.sinks", ("self_attn.sinks",), _whole),
+    NameLine("body.router.weight", ("mlp.router.weight",), _whole),
+    NameLine("body.router.bias", ("mlp.router.bias",), _whole),
+    NameLine("body.experts.w_up", ("mlp.experts.gate_up_proj",), _alternating),
+    NameLine("body.experts.b_up", ("mlp.experts.gate_up_proj_bias",), _alternating),
+    NameLine("body.experts.w_down", ("mlp.experts.down_proj",), _whole),
+    NameLine("body.experts.b_down", ("mlp.experts.down_proj_bias",), _whole),
 )
 
 

@@ -26,9 +26,18 @@ WHOLE = frozenset((
 NUMBER = frozenset((
     "rms_norm_eps", "rope_theta", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
     "low_freq_factor", "high_freq_factor", "router_aux_loss_coef", "routed_scaling_factor",
-    "aux_loss_alpha",
+    "aux_loss_alpha", "swiglu_alpha", "swiglu_limit",
 ))  # fmt: skip
-FLAG = frozenset(("tie_word_embeddings", "norm_topk_prob", "seq_aux", "use_sliding_window"))
+FLAG = frozenset(
+    (
+        "tie_word_embeddings",
+        "norm_topk_prob",
+        "seq_aux",
+        "use_sliding_window",
+        "attention_bias",
+        "truncate",
+    )
+)
 SECTION = frozenset(("rope_parameters", "rope_scaling", "quantization_config"))
 TEXTS = frozenset(("layer_types",))
 WHOLES = frozenset(("mlp_only_layers", "weight_block_size", "no_rope_layers"))

@@ -34,7 +34,7 @@ class _Swiglu(torch.autograd.Function):
     def forward(ctx: Any, both: Tensor, used: Tensor | None) -> Tensor:
         ctx.save_for_backward(both, used)
         act = both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
-        _launch(_forward, act, used, both, act)
+        launch(_forward, act, used, both, act)
         return act
 
     @staticmethod
@@ -42,13 +42,15 @@ class _Swiglu(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         both, used = ctx.saved_tensors
         grad_both = torch.empty_like(both)
-        _launch(_backward, grad, used, grad.contiguous(), both, grad_both)
+        launch(_backward, grad, used, grad.contiguous(), both, grad_both)
         return grad_both, None
 
 
-def _launch(kernel: Any, act: Tensor, used: Tensor | None, *tensors: Tensor) -> None:
+def launch(
+    kernel: Any, act: Tensor, used: Tensor | None, *tensors: Tensor, **constants: float
+) -> None:
     """Launch over tiles of the result's shape; if only the device knows their number, a resident
-    set of programs loops over them.
+    set of programs loops over them. `constants` are those of other activations.
     """
     width = act.shape[-1]
     rows = act.numel() // max(1, width)
@@ -57,11 +59,11 @@ def _launch(kernel: Any, act: Tensor, used: Tensor | None, *tensors: Tensor) -> 
     down, across = cdiv(rows, height), cdiv(width, columns)
     if used is not None:
         down = min(down, cdiv(MULTIPROCESSORS * PROGRAMS, across))
-    kernel[(down, across)](*tensors, used, rows, width, HEIGHT=height, COLUMNS=columns)
+    kernel[(down, across)](*tensors, used, rows, width, HEIGHT=height, COLUMNS=columns, **constants)
 
 
 @jit
-def _tiles(rows: int, used: tl.tensor, HEIGHT: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def tiles_of(rows: int, used: tl.tensor, HEIGHT: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Return the number of valid rows, and of row tiles that contain any."""
     if used is not None:
         rows = tl.minimum(rows, tl.load(used))
@@ -69,7 +71,7 @@ def _tiles(rows: int, used: tl.tensor, HEIGHT: tl.constexpr) -> tuple[tl.tensor,
 
 
 @jit
-def _tile(
+def tile_of(
     tile: int, rows: int, width: int, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr
 ) -> tuple[tl.tensor, ...]:
     """Return offsets of a tile's values in [R, F] and [R, 2F], and which of them exist."""
@@ -89,9 +91,9 @@ def _forward(
     HEIGHT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    rows, tiles = _tiles(rows, used, HEIGHT)
+    rows, tiles = tiles_of(rows, used, HEIGHT)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        single, double, exists = _tile(tile, rows, width, HEIGHT=HEIGHT, COLUMNS=COLUMNS)
+        single, double, exists = tile_of(tile, rows, width, HEIGHT=HEIGHT, COLUMNS=COLUMNS)
         gate = tl.load(both_R2F + double, mask=exists, other=0.0).to(tl.float32)
         up = tl.load(both_R2F + double + width, mask=exists, other=0.0).to(tl.float32)
         tl.store(act_RF + single, gate * tl.sigmoid(gate) * up, mask=exists)
@@ -108,9 +110,9 @@ def _backward(
     HEIGHT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    rows, tiles = _tiles(rows, used, HEIGHT)
+    rows, tiles = tiles_of(rows, used, HEIGHT)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        single, double, exists = _tile(tile, rows, width, HEIGHT=HEIGHT, COLUMNS=COLUMNS)
+        single, double, exists = tile_of(tile, rows, width, HEIGHT=HEIGHT, COLUMNS=COLUMNS)
         grad = tl.load(grad_RF + single, mask=exists, other=0.0).to(tl.float32)
         gate = tl.load(both_R2F + double, mask=exists, other=0.0).to(tl.float32)
         up = tl.load(both_R2F + double + width, mask=exists, other=0.0).to(tl.float32)

@@ -158,6 +158,9 @@ def check_clones(run: Run) -> None:
     if dispatcher.etp > 1:
         rule = f"clones whole experts, and parallel.etp={dispatcher.etp} divides each of them"
         raise ConfigError(key, echo.spares, rule, nearest=(Instead("parallel.etp=1"), 0))
+    if moe.expert_bias:
+        rule = "clones carry no biases, and model.moe.expert_bias=true"
+        raise ConfigError(key, echo.spares, rule, nearest=0)
     if echo.threshold > dispatcher.ep - 1:
         key, most_above = f"{section}.threshold", dispatcher.ep - 1
         rule = f"with parallel.ep={dispatcher.ep} no rank has more than that above the mean"

@@ -248,8 +248,10 @@ def _frequencies(rope: Rope, device: torch.device) -> Tensor:
         length = yarn.original_length / (2 * math.pi * turns)
         return rope.width * math.log(length) / (2 * math.log(rope.theta))
 
-    first = max(math.floor(pair(yarn.beta_fast)), 0)
-    last = min(math.ceil(pair(yarn.beta_slow)), rope.width - 1)
+    first, last = pair(yarn.beta_fast), pair(yarn.beta_slow)
+    if yarn.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.width - 1)
     # `last` may be below `first` where the base is small: then all pairs are slow, as in
     # `transformers`.
     slow_H = ((even / 2 - first) / (last - first or 0.001)).clamp(0, 1)
