@@ -54,7 +54,7 @@ type is `rope_type` or `type`. A key that the type does not take is refused.
 |---|---|
 | `default` | `rope_theta`, `partial_rotary_factor` (has to be 1) |
 | `llama3` | the same, {llama3} |
-| `yarn` | the same, {yarn}; `attention_factor` has to be missing or null, `truncate` `true` |
+| `yarn` | the same, {yarn}, `truncate`; `attention_factor` has to be missing or null |
 
 `original_max_position_embeddings` outside of the section counts before the one inside; without
 both, `max_position_embeddings` takes its place. Other types are refused.

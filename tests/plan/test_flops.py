@@ -94,6 +94,9 @@ def test_published_models_have_their_published_sizes(model: ModelConfig, total: 
         ("deepseek_v3_like", 671_026_419_200 - 58 * 256, 37_552_282_624),
         # 2.4 B, which do not count the embedding
         ("deepseek_v2_lite", 15_706_484_224, 2_451_435_008 + 102400 * 2048),
+        # 20.9 B and 116.8 B; of 3.6 B and 5.1 B the embedding is not counted
+        ("gpt_oss_20b", 20_914_757_184, 4_187_440_704),
+        ("gpt_oss_120b", 116_829_156_672, 5_711_982_912),
     ],
 )
 def test_published_presets_have_their_published_sizes(preset: str, total: int, active: int):

@@ -151,7 +151,7 @@ def attend(
     limited = s.run.data.document_mask or (spec.window or keys) < keys
     work, sums = _kernel(s, rows, keys, flash=limited or own < keys or spec.sinks)
     if spec.sinks and s.run.precision.params is Dtype.float32:
-        # GEMMs, which store scores while they run; backward computes them again
+        # GEMMs, which store scores while they run, in backward too
         scores, wide = 4 * rows * keys, 4 * elements
         return t.op(
             Work.ordered_attention,
