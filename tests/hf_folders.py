@@ -50,6 +50,7 @@ FAMILIES = {
     "olmo3": "olmo3",
     "olmo3-yarn": "olmo3-yarn",
     "olmoe": "olmoe-gqa",
+    "gpt_oss": "gpt-oss",
     "qwen3_moe": "qwen3-moe-every-second-layer",
     "llama-linear": "llama-linear",
     "llama-yarn": "llama-yarn-not-truncated",

@@ -88,6 +88,8 @@ NUMBERS: dict[str, tuple[Value, ...]] = {
     "model.moe.topk_groups": (None, 2),
     "model.moe.group_best": (None, 1),
     "model.moe.routed_scale": (None, 1.5),
+    "model.moe.swiglu_limit": (None, 0.5),
+    "model.moe.swiglu_alpha": (None, 1.0),
     "model.moe.capacity_factor": (None, 0.7),
     "model.moe.aux_loss_coeff": (0.01, 0.0),
     "model.moe.z_loss_coeff": (0.0, 0.001),

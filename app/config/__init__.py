@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from app.config.attention import AttentionSpec, Llama3RopeConfig, MLAConfig, YarnConfig
+from app.config.experts import MoEConfig
 from app.config.layout import (
     CudaGraphConfig,
     Fp8Config,
@@ -20,7 +21,7 @@ from app.config.layout import (
     RecomputeConfig,
     ScheduleConfig,
 )
-from app.config.model import LayerSpec, ModelConfig, MoEConfig
+from app.config.model import LayerSpec, ModelConfig
 from app.config.profile import HardwareProfile
 from app.config.training import (
     CheckpointConfig,

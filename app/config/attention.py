@@ -150,6 +150,8 @@ class AttentionSpec:
     qkv_bias: bool
     softcap: float | None  # scores s become c · tanh(s / c); None: as they are
     norm_plus_one: bool  # norms of heads are scaled by 1 + their weight
+    out_bias: bool  # on the output projection
+    sinks: bool  # a learnt logit per query head in the softmax's denominator
     eps: float  # of norms of heads, or of latents
     mla: MLAConfig | None = None  # None: grouped-query attention
 

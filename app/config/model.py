@@ -3,248 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from app.choices import (
     ActivationKind,
-    Balance,
     BlockKind,
-    CloneAlgorithm,
-    DispatcherKind,
-    DropPolicy,
     LayerType,
     NormKind,
-    Score,
-    StaticCapacity,
-    StaticOverflow,
-    StaticTransport,
 )
 from app.config.attention import AttentionSpec, Llama3RopeConfig, MLAConfig, Rope, YarnConfig
-from app.config.bounds import above_zero, at_least, finite
+from app.config.bounds import above_zero, at_least
+from app.config.experts import MoEConfig
 from app.errors import ConfigError, FirstOf, Instead, nearest_divisors
 
-# a capacity of StaticConfig is a multiple of this: whole tiles of the grouped GEMM
-ROUNDED_ROWS = 128
 # numbers of a model that are above 0
 ABOVE_ZERO = ("rope_theta", "local_rope_theta", "norm_eps", "init_std", "query_pre_attn_scalar",
               "attention_softcap", "logit_scale", "logit_softcap")  # fmt: skip
-
-
-@dataclass(frozen=True)
-class StaticConfig:
-    """Options of `dispatcher=static`."""
-
-    transport: StaticTransport = StaticTransport.auto  # transport of tokens between ranks
-    capacity: StaticCapacity = StaticCapacity.worst  # dispatched tokens that a rank has memory for
-    factor: float = 1.5  # capacity=factor: capacity over the mean number of dispatched tokens
-    # reaction to two steps in a row that exceeded the capacity
-    on_overflow: StaticOverflow = StaticOverflow.grow
-    # memory for dispatched tokens saved for backward, over their mean; null: the full capacity
-    paged_buffer: float | None = None
-
-    def __post_init__(self) -> None:
-        at_least("model.moe.static", self, 1, "factor", "paged_buffer")
-
-
-@dataclass(frozen=True)
-class EchoConfig:
-    """Elastic cloning of hot experts (docs/moe.md), for dispatcher=static."""
-
-    spares: int = 0  # slots of a rank for clones (replicas) of other ranks' experts; 0: off
-    # algorithm that picks the experts to clone, and where
-    algorithm: CloneAlgorithm = CloneAlgorithm.target_search
-    # tokens that a clone must take off the fullest rank, over the mean; with the other algorithms:
-    # load above the mean, over the mean, from which a rank's experts are cloned
-    threshold: float = 0.05
-    check: bool = False  # stop if a token's choices or a plan's totals do not add up; costs time
-
-    def __post_init__(self) -> None:
-        at_least("model.moe.echo", self, 0, "spares", "threshold")
-
-
-@dataclass(frozen=True)
-class MoEConfig:
-    """Mixture-of-experts layers of a model."""
-
-    num_experts: int = 8  # routed experts per MoE layer
-    top_k: int = 2  # experts per token
-    ffn_hidden_size: int = 256  # hidden width of one expert
-    every_n: int = 1  # every n-th layer is MoE, counted after the first dense ones
-    first_k_dense: int = 0  # leading layers that stay dense
-    dense_layers: tuple[int, ...] = ()  # more layers that stay dense, by number from 0
-    shared_ffn_hidden_size: int = 0  # hidden width of the shared expert; 0: none
-    shared_gate: bool = False  # scale the shared expert by a learned sigmoid gate per token
-    score: Score = Score.softmax  # scores from logits
-    # softmax over all experts before the top-k instead of over the chosen ones after it
-    pre_softmax: bool = False
-    groups: int | None = None  # expert groups for group-limited routing
-    topk_groups: int | None = None  # groups kept per token
-    # best scores of a group that are added up to its score: 1 as in DeepSeek-V2; null: top_k /
-    # topk_groups, which is 2 in DeepSeek-V3
-    group_best: int | None = None
-    routed_scale: float | None = None  # factor on the chosen probabilities
-    # divide a token's chosen sigmoid scores by their sum; null: only where top_k > 1
-    norm_topk_prob: bool | None = None
-    # most tokens of an expert from one rank, over the mean; null: dropless
-    capacity_factor: float | None = None
-    # which tokens stay when an expert has more than its capacity
-    drop_policy: DropPolicy = DropPolicy.probs
-    # pad every expert to its capacity, so that sizes are static and the host never waits
-    pad_to_capacity: bool = False
-    aux_loss_coeff: float = 0.01  # weight of the load-balancing loss; 0: off
-    # tokens over which the load-balancing loss evens the load
-    balance: Balance = Balance.microbatch
-    z_loss_coeff: float = 0.0  # weight of the router z-loss; 0: off
-    # update rate of the bias added to sigmoid scores for selection; 0: off
-    bias_update_rate: float = 0.0
-    # multiply the router's input by uniform(1 − eps, 1 + eps) in training; 0: off
-    jitter_eps: float = 0.0
-    # for benchmarks only: round-robin routing, whatever the router says
-    force_balance: bool = False
-    dispatcher: DispatcherKind = DispatcherKind.auto  # transport of tokens to experts
-    static: StaticConfig = field(default_factory=StaticConfig)  # options of dispatcher=static
-    # clones (replicas) of hot experts on other ranks
-    echo: EchoConfig = field(default_factory=EchoConfig)
-    # on a GPU compute the shared expert while tokens travel to the routed ones
-    shared_overlap: bool = False
-    # load of the busiest expert-parallel rank, over the mean, that memory is planned for
-    planned_imbalance: float = 1.5
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
-        at_least(
-            "model.moe",
-            self,
-            1,
-            "num_experts",
-            "top_k",
-            "ffn_hidden_size",
-            "every_n",
-            "groups",
-            "topk_groups",
-            "group_best",
-        )
-        at_least("model.moe", self, 0, "first_k_dense", "shared_ffn_hidden_size")
-        at_least("model.moe", self, 0, "aux_loss_coeff", "z_loss_coeff", "bias_update_rate")
-        at_least("model.moe", self, 1, "planned_imbalance")
-        finite("model.moe", self, "routed_scale", "capacity_factor", "jitter_eps")
-        if not 0 <= self.jitter_eps < 1:
-            near = 0 if self.jitter_eps < 0 else 0.99
-            raise ConfigError(
-                "model.moe.jitter_eps",
-                self.jitter_eps,
-                "must be at least 0 and below 1",
-                nearest=near,
-            )
-        if self.top_k > self.num_experts:
-            raise ConfigError(
-                "model.moe.top_k",
-                self.top_k,
-                f"only num_experts={self.num_experts} to choose from",
-                nearest=self.num_experts,
-            )
-        for name in ("shared_gate", "shared_overlap"):
-            if getattr(self, name) and not self.shared_ffn_hidden_size:
-                raise ConfigError(
-                    f"model.moe.{name}",
-                    True,
-                    "needs a shared expert, shared_ffn_hidden_size > 0",
-                    nearest=False,
-                )
-        one = self.top_k == 1 and self.score is Score.softmax and not self.pre_softmax
-        if one and not self.aux_loss_coeff:
-            rule = (
-                "softmax over the one chosen expert is always 1, so without a load-balancing loss "
-                "the router would not learn"
-            )
-            raise ConfigError(
-                "model.moe.top_k", 1, rule, nearest=(2, Instead("model.moe.pre_softmax=true"))
-            )
-        if self.norm_topk_prob is not None and self.score is not Score.sigmoid:
-            rule = "applies to score=sigmoid; pre_softmax says whether softmax scores add up to 1"
-            either = ("null", Instead("model.moe.score=sigmoid"))
-            raise ConfigError("model.moe.norm_topk_prob", self.norm_topk_prob, rule, nearest=either)
-        if self.bias_update_rate and self.score is not Score.sigmoid:
-            raise ConfigError(
-                "model.moe.bias_update_rate",
-                self.bias_update_rate,
-                "the bias only selects for score=sigmoid",
-                nearest=(0, Instead("model.moe.score=sigmoid")),
-            )
-        self._check_capacity()
-        self._check_groups()
-
-    @property
-    def normalizes_sigmoids(self) -> bool:
-        """True if a token's chosen sigmoid scores are divided by their sum."""
-        if self.score is not Score.sigmoid:
-            return False
-        return self.top_k > 1 if self.norm_topk_prob is None else self.norm_topk_prob
-
-    def _check_capacity(self) -> None:
-        if self.pad_to_capacity and self.dispatcher is DispatcherKind.static:
-            rule = "dispatcher=static has static sizes anyway"
-            raise ConfigError("model.moe.pad_to_capacity", True, rule, nearest=False)
-        if self.capacity_factor is not None:
-            if self.capacity_factor <= 0:
-                raise ConfigError(
-                    "model.moe.capacity_factor",
-                    self.capacity_factor,
-                    "must be above 0",
-                    nearest=(1.0, None),
-                )
-            return
-        needs = "needs a capacity, and capacity_factor=null sets none"
-        with_capacity = Instead("model.moe.capacity_factor=1.0")
-        if self.pad_to_capacity:
-            raise ConfigError(
-                "model.moe.pad_to_capacity", True, needs, nearest=(False, with_capacity)
-            )
-        if self.drop_policy is not DropPolicy.probs:
-            raise ConfigError(
-                "model.moe.drop_policy", self.drop_policy, needs, nearest=("probs", with_capacity)
-            )
-
-    def _check_groups(self) -> None:
-        if (self.groups is None) != (self.topk_groups is None):
-            rule = f"groups={self.groups}: set both or neither"
-            both = (None if self.groups is None else 1,)
-            raise ConfigError("model.moe.topk_groups", self.topk_groups, rule, nearest=both)
-        if self.groups is None or self.topk_groups is None:
-            if self.group_best is not None:
-                rule = "needs expert groups, and groups=null has none"
-                raise ConfigError("model.moe.group_best", self.group_best, rule, nearest=("null",))
-            return
-        if self.num_experts % self.groups:
-            near = nearest_divisors(self.groups, self.num_experts)
-            raise ConfigError(
-                "model.moe.groups",
-                self.groups,
-                f"must divide num_experts={self.num_experts}",
-                nearest=near,
-            )
-        if self.group_best is not None and self.group_best > self.num_experts // self.groups:
-            raise ConfigError(
-                "model.moe.group_best",
-                self.group_best,
-                "more than the experts of a group",
-                nearest=self.num_experts // self.groups,
-            )
-        if self.topk_groups > min(self.groups, self.top_k):
-            raise ConfigError(
-                "model.moe.topk_groups",
-                self.topk_groups,
-                f"at most groups={self.groups} and top_k={self.top_k}",
-                nearest=min(self.groups, self.top_k),
-            )
-        if self.top_k > self.topk_groups * (self.num_experts // self.groups):
-            raise ConfigError(
-                "model.moe.top_k",
-                self.top_k,
-                "more than the experts in the kept groups",
-                nearest=self.topk_groups * (self.num_experts // self.groups),
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +65,9 @@ class ModelConfig:
     # attention scores s become c · tanh(s / c) with this c (Gemma 2); null: as they are
     attention_softcap: float | None = None
     qkv_bias: bool = False  # a bias on queries, keys and values (Qwen2)
+    attn_out_bias: bool = False  # a bias on the output projection of attention (GPT-OSS)
+    # a learnt logit per query head that takes part in the denominator of the softmax (GPT-OSS)
+    sinks: bool = False
     # tokens that a query sees in layers of type sliding_attention, itself included; null: no such
     # layer
     sliding_window: int | None = None
@@ -436,9 +214,10 @@ class ModelConfig:
         if self.qk_norm:
             rule = "multi-head latent attention has norms on its latents"
             raise ConfigError("model.qk_norm", True, rule, nearest=False)
-        if self.qkv_bias:
-            rule = "multi-head latent attention has no biases"
-            raise ConfigError("model.qkv_bias", True, rule, nearest=False)
+        for key, what in (("qkv_bias", "biases"), ("attn_out_bias", "biases"), ("sinks", "sinks")):
+            if getattr(self, key):
+                rule = f"multi-head latent attention has no {what}"
+                raise ConfigError(f"model.{key}", True, rule, nearest=False)
         if self.num_kv_heads != self.num_heads:
             raise ConfigError(
                 "model.num_kv_heads",
@@ -491,6 +270,8 @@ class ModelConfig:
             qkv_bias=self.qkv_bias,
             softcap=self.attention_softcap,
             norm_plus_one=self.norm is NormKind.rms_plus_one,
+            out_bias=self.attn_out_bias,
+            sinks=self.sinks,
             eps=self.norm_eps if self.mla is None else self.latent_eps,
             mla=self.mla,
         )

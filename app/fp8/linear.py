@@ -38,6 +38,7 @@ from app.model.layers.layer_groups import (
     start_gather,
     start_scatter,
 )
+from app.model.layers.layers import expert_swiglu
 from app.model.layers.linear import ColumnParallelLinear, GroupedLinear, RowParallelLinear, pushed
 from app.model.layers.weight_grads import FetchedGrad, WeightGrad, WeightGradSink
 from app.moe.experts import Experts
@@ -203,7 +204,7 @@ class Fp8Layers(StepState):
         modules = dict(chunk.named_modules())
         if self.ready is not None:
             for module in modules.values():
-                if isinstance(module, Experts):
+                if isinstance(module, Experts) and module.activation is expert_swiglu:
                     module.activation = self.ready.swiglu
         for name in names:
             module = modules[name]

@@ -18,6 +18,7 @@ from app.hf import (
     exaone4,
     gemma,
     glm4_moe_lite,
+    gpt_oss,
     olmo,
     qwen_moe,
     seed_oss,
@@ -227,7 +228,7 @@ FAMILIES = (
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
         qwen_moe.qwen2_moe,
-        (*_GROUPED, *tables.EXPERTS, *qwen_moe.SHARED_EXPERT),
+        (*_GROUPED, *tables.EXPERTS, *tables.QWEN_SHARED_EXPERT),
         qwen_moe.written_qwen2_moe,
         layers=_QWEN_LAYERS,
         more=qwen_moe.written_qwen2,
@@ -273,6 +274,16 @@ FAMILIES = (
         _DEEPSEEK,
         written_as="deepseek_v3",
         defaults=_DEEPSEEK_V3_DEFAULTS,
+    ),
+    Family(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        gpt_oss.read,
+        (*_GROUPED, *tables.GPT_OSS),
+        gpt_oss.written_moe,
+        layers=("sliding_window", "layer_types"),
+        more=gpt_oss.written,
+        defaults=gpt_oss.DEFAULTS,
     ),
 )
 
@@ -322,7 +333,8 @@ ARCHITECTURE = tuple(
 OF_EXPERTS = ("num_experts", "top_k", "ffn_hidden_size", "every_n", "first_k_dense",
               "dense_layers",
               "shared_ffn_hidden_size", "shared_gate", "score", "pre_softmax", "groups",
-              "topk_groups", "group_best", "routed_scale", "norm_topk_prob")  # fmt: skip
+              "topk_groups", "group_best", "routed_scale", "norm_topk_prob", "expert_bias",
+              "logit_bias", "swiglu_limit", "swiglu_alpha")  # fmt: skip
 Difference = tuple[str, Any, Any]  # dotted field, of one, of the other
 
 
@@ -364,6 +376,7 @@ def _essence(model: ModelConfig) -> dict[str, Any]:
         return found | {"moe": None}
     moe = {name: _plain(getattr(model.moe, name)) for name in OF_EXPERTS}
     moe["routed_scale"] = 1.0 if model.moe.routed_scale is None else model.moe.routed_scale
+    moe["swiglu_alpha"] = model.moe.activation_alpha
     moe["norm_topk_prob"] = model.moe.normalizes_sigmoids
     if model.moe.dense_layers:  # first_k_dense alone might say the same
         layers = range(model.num_layers)

@@ -8,19 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from app.config import ModelConfig, MoEConfig
-from app.hf import config_json, tables
-from app.hf.tables import NameLine
+from app.hf import config_json
 from app.hf.their_config import TheirConfig
 
-SHARED_EXPERT = (
-    NameLine(
-        "body.shared.w_up",
-        ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
-        tables.gate_up,
-    ),
-    NameLine("body.shared.w_down", ("mlp.shared_expert.down_proj.weight",), tables.whole),
-    NameLine("body.shared_gate", ("mlp.shared_expert_gate.weight",), tables.whole),
-)
 DEFAULTS = {
     "num_key_value_heads": 16,
     "router_aux_loss_coef": 0.001,

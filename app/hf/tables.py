@@ -140,6 +140,21 @@ def _stacked_down(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> It
         )
 
 
+def _alternating(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
+    """Map gate and up projections, or their biases: in files the last dimension alternates."""
+    (name,) = theirs
+    *lead, both, ffn = shape
+    apart = (*lead, ffn, both)
+    dims = tuple(range(len(lead)))
+    yield WeightPart(
+        name,
+        (*lead, both * ffn),
+        Block.whole(*shape),
+        Block.whole(*apart),
+        (*dims, len(lead) + 1, len(lead)),
+    )
+
+
 WHOLE_MODEL = (
     NameLine("embedding", (EMBEDDING,), whole),
     NameLine("norm.weight", ("model.norm.weight",), whole),
@@ -221,6 +236,16 @@ MIXTRAL_EXPERTS = (
     NameLine("body.experts.w_down", ("block_sparse_moe.experts.{expert}.w2.weight",), _expert_down),
     *STACKED_EXPERTS,
 )
+GPT_OSS = (
+    NameLine("attn.bo", ("self_attn.o_proj.bias",), whole),
+    NameLine("attn.sinks", ("self_attn.sinks",), whole),
+    NameLine("body.router.weight", ("mlp.router.weight",), whole),
+    NameLine("body.router.bias", ("mlp.router.bias",), whole),
+    NameLine("body.experts.w_up", ("mlp.experts.gate_up_proj",), _alternating),
+    NameLine("body.experts.b_up", ("mlp.experts.gate_up_proj_bias",), _alternating),
+    NameLine("body.experts.w_down", ("mlp.experts.down_proj",), whole),
+    NameLine("body.experts.b_down", ("mlp.experts.down_proj_bias",), whole),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,3 +294,14 @@ def layer_of(name: str) -> tuple[int | None, str]:
         return None, name
     _, layer, rest = name.split(".", 2)
     return int(layer), rest
+
+
+QWEN_SHARED_EXPERT = (
+    NameLine(
+        "body.shared.w_up",
+        ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
+        gate_up,
+    ),
+    NameLine("body.shared.w_down", ("mlp.shared_expert.down_proj.weight",), whole),
+    NameLine("body.shared_gate", ("mlp.shared_expert_gate.weight",), whole),
+)

@@ -40,7 +40,7 @@ class _Swiglu(torch.autograd.Function):
     def forward(ctx: Any, both: Tensor, used: Tensor | None) -> Tensor:
         ctx.save_for_backward(both, used)
         act = both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
-        _launch(_forward, act, used, both, act)
+        launch(_forward, act, used, both, act, GELU=False)
         return act
 
     @staticmethod
@@ -48,7 +48,7 @@ class _Swiglu(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         both, used = ctx.saved_tensors
         grad_both = torch.empty_like(both)
-        _launch(_backward, grad, used, grad.contiguous(), both, grad_both)
+        launch(_backward, grad, used, grad.contiguous(), both, grad_both, GELU=False)
         return grad_both, None
 
 
@@ -57,7 +57,7 @@ class _Geglu(torch.autograd.Function):
     def forward(ctx: Any, both: Tensor) -> Tensor:
         ctx.save_for_backward(both)
         act = both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
-        _launch(_forward, act, None, both, act, gelu=True)
+        launch(_forward, act, None, both, act, GELU=True)
         return act
 
     @staticmethod
@@ -65,15 +65,15 @@ class _Geglu(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (both,) = ctx.saved_tensors
         grad_both = torch.empty_like(both)
-        _launch(_backward, grad, None, grad.contiguous(), both, grad_both, gelu=True)
+        launch(_backward, grad, None, grad.contiguous(), both, grad_both, GELU=True)
         return grad_both
 
 
-def _launch(
-    kernel: Any, act: Tensor, used: Tensor | None, *tensors: Tensor, gelu: bool = False
+def launch(
+    kernel: Any, act: Tensor, used: Tensor | None, *tensors: Tensor, **constants: float
 ) -> None:
     """Launch over tiles of the result's shape; if only the device knows their number, a resident
-    set of programs loops over them.
+    set of programs loops over them. `constants` are those of other activations.
     """
     width = act.shape[-1]
     rows = act.numel() // max(1, width)
@@ -82,11 +82,11 @@ def _launch(
     down, across = cdiv(rows, height), cdiv(width, columns)
     if used is not None:
         down = min(down, cdiv(MULTIPROCESSORS * PROGRAMS, across))
-    kernel[(down, across)](*tensors, used, rows, width, GELU=gelu, HEIGHT=height, COLUMNS=columns)
+    kernel[(down, across)](*tensors, used, rows, width, HEIGHT=height, COLUMNS=columns, **constants)
 
 
 @jit
-def _tiles(rows: int, used: tl.tensor, HEIGHT: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def tiles_of(rows: int, used: tl.tensor, HEIGHT: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Return the number of valid rows, and of row tiles that contain any."""
     if used is not None:
         rows = tl.minimum(rows, tl.load(used))
@@ -94,7 +94,7 @@ def _tiles(rows: int, used: tl.tensor, HEIGHT: tl.constexpr) -> tuple[tl.tensor,
 
 
 @jit
-def _tile(
+def tile_of(
     tile: int, rows: int, width: int, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr
 ) -> tuple[tl.tensor, ...]:
     """Return offsets of a tile's values in [R, F] and [R, 2F], and which of them exist."""
@@ -126,9 +126,9 @@ def _forward(
     HEIGHT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    rows, tiles = _tiles(rows, used, HEIGHT)
+    rows, tiles = tiles_of(rows, used, HEIGHT)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        single, double, exists = _tile(tile, rows, width, HEIGHT=HEIGHT, COLUMNS=COLUMNS)
+        single, double, exists = tile_of(tile, rows, width, HEIGHT=HEIGHT, COLUMNS=COLUMNS)
         gate = tl.load(both_R2F + double, mask=exists, other=0.0).to(tl.float32)
         up = tl.load(both_R2F + double + width, mask=exists, other=0.0).to(tl.float32)
         if GELU:
@@ -150,9 +150,9 @@ def _backward(
     HEIGHT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    rows, tiles = _tiles(rows, used, HEIGHT)
+    rows, tiles = tiles_of(rows, used, HEIGHT)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        single, double, exists = _tile(tile, rows, width, HEIGHT=HEIGHT, COLUMNS=COLUMNS)
+        single, double, exists = tile_of(tile, rows, width, HEIGHT=HEIGHT, COLUMNS=COLUMNS)
         grad = tl.load(grad_RF + single, mask=exists, other=0.0).to(tl.float32)
         gate = tl.load(both_R2F + double, mask=exists, other=0.0).to(tl.float32)
         up = tl.load(both_R2F + double + width, mask=exists, other=0.0).to(tl.float32)

@@ -17,6 +17,7 @@ NORM_PER_WARP = 512  # of them: 16 per thread
 HEAD_TILE = 1024
 HEADS = 6  # at least, per program, if there are that many: they share one read of the tables
 
+ONES = 16  # columns of ones in a grouped GEMM that adds up rows: whole 16 bytes in any type
 PARTS = 3  # bf16 parts whose sum is the fp32 value: 3 · 8 bits
 
 ROW_BLOCK = 2048  # columns of a token's rows that a program has

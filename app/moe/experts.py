@@ -10,14 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from app.choices import Recompute
+from app.config import MoEConfig
+from app.kernels.clamped_swiglu import clamped_swiglu
 from app.model.layers.layer_groups import ALONE, LayerGroups
 from app.model.layers.layers import expert_swiglu
 from app.model.layers.linear import GroupedLinear, GroupedLinearBackend
 from app.model.layers.recompute import Recomputation
 from app.model.layers.weight_grads import WeightGradSink
+from app.moe.expert_bias import add_bias
 from app.plan.model.experts import ExpertWeights
 
 # (gate and up side by side R × 2F, number of used rows int32 [1]) -> R × F
@@ -76,7 +80,7 @@ class Experts(nn.Module):
         ends_E = dispatched.ends_E
         saved = partial(dispatched.saved, recompute=recompute)
         up, down = dispatched.gemms(self, sink is not None and sink.deferred)
-        both_R2F = self.w_up.forward(saved(dispatched.rows_RD), ends_E, sink, backend=up)
+        both_R2F = self.up(saved(dispatched.rows_RD), ends_E, sink, backend=up)
         saved(both_R2F)
 
         def activation(both_R2F: Tensor) -> Tensor:
@@ -87,4 +91,71 @@ class Experts(nn.Module):
             act_RF = recompute.checkpoint_and_discard(Recompute.experts_act, activation, both_R2F)
         else:
             act_RF = saved(activation(both_R2F))
-        return saved(self.w_down.forward(act_RF, ends_E, sink, backend=down))
+        return saved(self.down(act_RF, ends_E, sink, backend=down))
+
+    def up(
+        self,
+        rows_RD: Tensor,
+        ends_E: Tensor,
+        sink: WeightGradSink | None,
+        *,
+        backend: GroupedLinearBackend,
+    ) -> Tensor:
+        """Project rows to gate and up: R × 2F."""
+        return self.w_up.forward(rows_RD, ends_E, sink, backend=backend)
+
+    def down(
+        self,
+        act_RF: Tensor,
+        ends_E: Tensor,
+        sink: WeightGradSink | None,
+        *,
+        backend: GroupedLinearBackend,
+    ) -> Tensor:
+        """Project activations back: R × D."""
+        return self.w_down.forward(act_RF, ends_E, sink, backend=backend)
+
+
+class ExpertsWithBias(Experts):
+    """Experts with biases on gate, up and down projections."""
+
+    def __init__(self, weights: ExpertWeights, layer_groups: LayerGroups = ALONE) -> None:
+        super().__init__(weights, layer_groups)
+        coords = layer_groups.coords
+        assert weights.b_up is not None and weights.b_down is not None
+        self.b_up = nn.Parameter(torch.empty(coords.shape(weights.b_up)))
+        self.b_down = nn.Parameter(torch.empty(coords.shape(weights.b_down)))
+        self.first = coords.block(weights.b_down).start[1]  # output that b_down begins at
+
+    def up(
+        self,
+        rows_RD: Tensor,
+        ends_E: Tensor,
+        sink: WeightGradSink | None,
+        *,
+        backend: GroupedLinearBackend,
+    ) -> Tensor:
+        """See `Experts`."""
+        return add_bias(super().up(rows_RD, ends_E, sink, backend=backend), self.b_up, ends_E)
+
+    def down(
+        self,
+        act_RF: Tensor,
+        ends_E: Tensor,
+        sink: WeightGradSink | None,
+        *,
+        backend: GroupedLinearBackend,
+    ) -> Tensor:
+        """See `Experts`."""
+        out_RD = super().down(act_RF, ends_E, sink, backend=backend)
+        return add_bias(out_RD, self.b_down, ends_E, first=self.first)
+
+
+def build_experts(weights: ExpertWeights, moe: MoEConfig, layer_groups: LayerGroups) -> Experts:
+    """Build the experts of a layer, with the activation and biases that the model has."""
+    experts = (ExpertsWithBias if moe.expert_bias else Experts)(weights, layer_groups)
+    if moe.swiglu_limit is not None:
+        experts.activation = partial(
+            clamped_swiglu, limit=moe.swiglu_limit, alpha=moe.activation_alpha
+        )
+    return experts

@@ -26,7 +26,7 @@ from app.model.layers.layers import Context, Mlp
 from app.model.layers.norms import norm_of_hidden
 from app.model.layers.weight_grads import WeightGradSink
 from app.moe.capacity import within_capacity
-from app.moe.experts import Dispatched, Experts
+from app.moe.experts import Dispatched, build_experts
 from app.moe.protocol import Dispatcher, Origin, Prepared
 from app.moe.router import aux_loss, aux_routing, choose, in_turn, sequence_aux_loss, z_loss
 from app.moe.router_matmul import router_matmul
@@ -78,7 +78,7 @@ class Router(StepState, nn.Module):
         A choice beyond an expert's capacity has probability 0 and the expert id E.
         """
         moe = self.moe
-        logits_TE = router_matmul(self._jittered(x_BsD.flatten(0, -2)), self.weight)
+        logits_TE = self.logits(self._jittered(x_BsD.flatten(0, -2)))
         probs_TK, experts_TK = choose(
             logits_TE,
             moe.top_k,
@@ -100,6 +100,10 @@ class Router(StepState, nn.Module):
             probs_TK = probs_TK * kept_TK
             experts_TK = experts_TK.masked_fill(~kept_TK, moe.num_experts)
         return probs_TK, experts_TK, self._report(logits_TE, experts_TK, len(x_BsD))
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """Return the score of every expert before softmax or sigmoid: fp32 T × E."""
+        return router_matmul(x_TD, self.weight)
 
     def _jittered(self, x_TD: Tensor) -> Tensor:
         """In training, multiply by noise from the device's generator (Switch, arXiv 2101.03961)."""
@@ -170,6 +174,19 @@ class Router(StepState, nn.Module):
         return self.load_E / self.microbatches
 
 
+class RouterWithBias(Router):
+    """Router with a learned bias on its logits."""
+
+    def __init__(self, weights: RouterWeights, moe: MoEConfig, layer_groups: LayerGroups) -> None:
+        super().__init__(weights, moe, layer_groups)
+        assert weights.bias is not None
+        self.bias = nn.Parameter(torch.empty(weights.bias.shape))
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """See `Router`."""
+        return super().logits(x_TD) + self.bias
+
+
 def _summed(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is not None:
         all_reduce(counts, group)
@@ -215,8 +232,9 @@ class MoEBody(Body, Generic[Prepared, Origin]):
         super().__init__()
         weights = MoEBodyWeights.of(model, moe)
         self.norm = norm_of_hidden(model)
-        self.router = Router(weights.router, moe, layer_groups)
-        self.experts = Experts(weights.experts, layer_groups)
+        router = RouterWithBias if moe.logit_bias else Router
+        self.router = router(weights.router, moe, layer_groups)
+        self.experts = build_experts(weights.experts, moe, layer_groups)
         self.shared = None if weights.shared is None else Mlp(weights.shared, layer_groups)
         gate = weights.shared_gate
         self.shared_gate = None if gate is None else nn.Parameter(torch.empty(gate.shape))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from app.choices import ActivationKind, BlockKind, LayerType, NormKind
-from app.config import Run
+from app.config import ModelConfig, Run
 from app.errors import ConfigError, Instead
 
 
@@ -27,7 +27,21 @@ def check_block(run: Run) -> None:
         raise ConfigError(
             "model.qk_norm_whole", True, rule, nearest=(False, Instead("model.norm=rms"))
         )
+    _check_sinks(model)
     local = model.local_rope_theta
     if local is not None and len(set(model.layer_types)) < len(LayerType):
         rule = "is of layers with a sliding window among layers without: model.layer_types"
         raise ConfigError("model.local_rope_theta", local, rule, nearest=("null",))
+
+
+def _check_sinks(model: ModelConfig) -> None:
+    by_plus_one = model.norm is NormKind.rms_plus_one and model.qk_norm
+    for name in ("sinks", "attn_out_bias"):
+        if getattr(model, name) and by_plus_one:
+            rule = "cannot be combined with model.norm=rms_plus_one beside model.qk_norm=true"
+            nearest = (False, Instead("model.qk_norm=false"))
+            raise ConfigError(f"model.{name}", True, rule, nearest=nearest)
+    if model.sinks and model.attention_softcap is not None:
+        rule = "cannot be combined with model.attention_softcap"
+        either = (False, Instead("model.attention_softcap=null"))
+        raise ConfigError("model.sinks", True, rule, nearest=either)

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from app.choices import CloneAlgorithm, CpComm, Device, DispatcherKind, Dtype, StaticCapacity
 from app.config import Run
-from app.config.model import EchoConfig, StaticConfig
+from app.config.experts import EchoConfig, StaticConfig
 from app.errors import ConfigError, FirstOf, Instead, nearest_divisors, nearest_multiples
 from app.plan.cost.traffic import parts_side_by_side
 from app.plan.layout import AXES, select_layout
@@ -158,6 +158,9 @@ def check_clones(run: Run) -> None:
     if dispatcher.etp > 1:
         rule = f"clones whole experts, and parallel.etp={dispatcher.etp} divides each of them"
         raise ConfigError(key, echo.spares, rule, nearest=(Instead("parallel.etp=1"), 0))
+    if moe.expert_bias:
+        rule = "clones carry no biases, and model.moe.expert_bias=true"
+        raise ConfigError(key, echo.spares, rule, nearest=0)
     if echo.threshold > dispatcher.ep - 1:
         key, most_above = f"{section}.threshold", dispatcher.ep - 1
         rule = f"with parallel.ep={dispatcher.ep} no rank has more than that above the mean"

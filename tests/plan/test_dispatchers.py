@@ -18,7 +18,7 @@ from app.config import (
     Run,
     TrainConfig,
 )
-from app.config.model import StaticConfig
+from app.config.experts import StaticConfig
 from app.errors import ConfigError
 from app.plan.groups import ETP_EP, Way
 from app.plan.layout import select_layout
@@ -204,7 +204,7 @@ def test_nothing_else_asks_which_dispatcher_it_is():
     }
     records = {f"plan/parts/{name}.py" for name in ("dispatch_record", "dispatcher")}
     records |= {f"plan/parts/{kind.value}.py" for kind in DISPATCHERS}
-    others = {"choices.py", "config/model.py"}
+    others = {"choices.py", "config/experts.py"}
     keys = {  # in messages, and in overrides to type
         "advice/layouts.py",
         "engine/start/in_effect.py",

@@ -100,6 +100,9 @@ def test_published_models_have_their_published_sizes(model: ModelConfig, total: 
         ("gemma3_1b", 999_885_952, 999_885_952),
         ("exaone4_32b", 32_003_216_384, 32_003_216_384),
         ("command_r7b", 8_028_033_024, 8_028_033_024),
+        # 20.9 B and 116.8 B; of 3.6 B and 5.1 B the embedding is not counted
+        ("gpt_oss_20b", 20_914_757_184, 4_187_440_704),
+        ("gpt_oss_120b", 116_829_156_672, 5_711_982_912),
     ],
 )
 def test_published_presets_have_their_published_sizes(preset: str, total: int, active: int):

@@ -80,13 +80,19 @@ def block_by_name(name: str, shape: tuple[int, ...], place: ShardCoords) -> Bloc
     leaf, (index, parts) = name.rsplit(".", 1)[-1], place.tp
     if ".experts." in name:
         (share, ep), (part, etp) = place.ep, place.etp
+        if leaf == "b_up":
+            whole = Block.whole(shape[0] * ep, 2, shape[1] // 2 * etp)
+            return whole.cut(0, ep, share).cut(2, etp, part)
+        if leaf == "b_down":
+            whole = Block.whole(shape[0] * ep, shape[1] * etp)
+            return whole.cut(0, ep, share).cut(1, etp, part)
         experts, rows, columns = shape
         if leaf == "w_up":
             whole = Block.whole(experts * ep, rows, 2, columns // 2 * etp)
             return whole.cut(0, ep, share).cut(3, etp, part)
         whole = Block.whole(experts * ep, rows * etp, columns)
         return whole.cut(0, ep, share).cut(1, etp, part)
-    if leaf == "bqkv":
+    if leaf in ("bqkv", "sinks"):
         return Block.whole(shape[0] * parts).cut(0, parts, index)
     if leaf in ("wqkv", "q_b", "kv_b", "embedding", "head"):
         return Block.whole(shape[0] * parts, shape[1]).cut(0, parts, index)
@@ -99,15 +105,19 @@ def block_by_name(name: str, shape: tuple[int, ...], place: ShardCoords) -> Bloc
 
 def whole_by_name(name: str) -> bool:
     """Return whether all tensor-parallel ranks hold the weight whole, by its name's last part."""
-    cut = ("bqkv", "wqkv", "q_b", "kv_b", "embedding", "head", "wo", "w_down", "w_up")
+    cut = ("bqkv", "sinks", "wqkv", "q_b", "kv_b", "embedding", "head", "wo", "w_down", "w_up")
     return ".experts." not in name and name.rsplit(".", 1)[-1] not in cut
+
+
+BIASES = ("bqkv", "bo", "bias", "b_up", "b_down")
 
 
 def initial_by_name(name: str, dims: int, model: ModelConfig) -> Initial:
     leaf = name.rsplit(".", 1)[-1]
-    if dims == 1:
-        offset = leaf == "bqkv" or model.norm is NormKind.rms_plus_one
-        return Initial.zeros if offset else Initial.ones
+    if leaf in BIASES:
+        return Initial.zeros
+    if dims == 1 and leaf != "sinks":
+        return Initial.zeros if model.norm is NormKind.rms_plus_one else Initial.ones
     return Initial.residual if leaf in ("wo", "w_down") else Initial.normal
 
 
@@ -136,7 +146,8 @@ def test_modules_plan_and_blocks_match_the_weight_records(preset: str, layout: P
                     copy = spec.name == "embedding" and parameter.tied
                     assert spec.block == block_by_name(f"attn.{name}", shape, place)
                     assert spec.expert == parameter.expert == (".experts." in spec.name)
-                    assert spec.decay == (len(shape) > 1)
+                    biased = name.rsplit(".", 1)[-1] in BIASES
+                    assert spec.decay == (len(shape) > 1 and not biased)
                     assert spec.replicated == (whole and layout.tp > 1)
                     assert spec.tied == copy
                     assert copy == (
@@ -202,7 +213,11 @@ OTHER_WORDS = {
     },
     # also those that run in FP8
     "head": {"app/cli/plan_views/tables.py", "app/plan/parts/stage.py", "app/choices.py"},
-    "shared_gate": {"app/config/model.py", "app/hf/families.py"},  # a key of the configuration
+    "shared_gate": {
+        "app/config/experts.py",
+        "app/hf/families.py",
+        "app/hf/qwen_moe.py",
+    },  # a key of the configuration
 }
 
 

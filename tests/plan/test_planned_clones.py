@@ -8,7 +8,7 @@ import pytest
 
 from app.choices import DispatcherKind, StaticTransport
 from app.config import ModelConfig, MoEConfig, ParallelConfig, Run, TrainConfig
-from app.config.model import EchoConfig, StaticConfig
+from app.config.experts import EchoConfig, StaticConfig
 from app.errors import ConfigError
 from app.plan.cost.volumes import step_volumes
 from app.plan.groups import ETP_EP

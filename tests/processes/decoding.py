@@ -42,6 +42,14 @@ MODELS = {
     ),
     # caches that keep the last tokens of prompts and of what follows them, and others that do not
     "windows": sharp(TINY, moe=None, sliding_window=4, layer_types=(SLIDING, FULL)),
+    "sinks": sharp(
+        TINY,
+        moe=None,
+        sinks=True,
+        attn_out_bias=True,
+        sliding_window=4,
+        layer_types=(SLIDING, FULL),
+    ),
     "latent windows": sharp(LATENT, moe=None, sliding_window=4, layer_types=(SLIDING, FULL)),
     "static": sharp(TINY, moe=dataclasses.replace(TINY_MOE, dispatcher=DispatcherKind.static)),
 }

@@ -23,7 +23,7 @@ from app.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from app.config.model import StaticConfig
+from app.config.experts import StaticConfig
 from app.engine.step import shortage
 from app.engine.step.step import TrainingStep, Validation
 from app.moe.dispatch import static

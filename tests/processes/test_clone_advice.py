@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from app.choices import DispatcherKind
 from app.config import HardwareConfig, ParallelConfig, Run, TrainConfig
-from app.config.model import EchoConfig
+from app.config.experts import EchoConfig
 from app.engine.report.clones import clones_would_pay
 from app.plan.cost.clones import OVERHEAD, CloneCosts
 from app.plan.parts.dispatcher import with_clones

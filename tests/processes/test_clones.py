@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from app.choices import CloneAlgorithm, DispatcherKind, Score, StaticCapacity
 from app.config import MoEConfig, ParallelConfig, Run, TrainConfig
-from app.config.model import EchoConfig, StaticConfig
+from app.config.experts import EchoConfig, StaticConfig
 from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.files.checkpoints import read_manifest
 from app.engine.report.metrics import Meter

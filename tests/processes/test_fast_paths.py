@@ -18,7 +18,7 @@ from app.choices import (
     StaticTransport,
 )
 from app.config import CudaGraphConfig, Fp8Config, ParallelConfig, PrecisionConfig, TrainConfig
-from app.config.model import StaticConfig
+from app.config.experts import StaticConfig
 from app.engine import fast_paths
 from app.engine.fast_paths import check_capturable, graphs_line, slow_paths
 from app.errors import ConfigError

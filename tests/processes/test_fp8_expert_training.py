@@ -30,7 +30,7 @@ from app.config import (
     Run,
     ScheduleConfig,
 )
-from app.config.model import StaticConfig
+from app.config.experts import StaticConfig
 from app.rules import check
 from tests.cases import chosen
 from tests.distributed import run_distributed

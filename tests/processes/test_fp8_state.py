@@ -15,7 +15,7 @@ import torch
 
 from app.choices import DispatcherKind, Dtype, Fp8Part, Fp8Recipe, StaticCapacity
 from app.config import CudaGraphConfig, Fp8Config, ParallelConfig, PrecisionConfig, Run, TrainConfig
-from app.config.model import StaticConfig
+from app.config.experts import StaticConfig
 from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.files.checkpoints import read_manifest
 from app.engine.step import shortage

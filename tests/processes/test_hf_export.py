@@ -65,7 +65,11 @@ def check_round_trip(
 
 @pytest.mark.parametrize(
     ("name", "there", "back"),
-    [("llama-tied", {"tp": 2}, {"pp": 2, "vpp": 2}), ("deepseek_v3", LAYOUTS["etp2"], {})],
+    [
+        ("llama-tied", {"tp": 2}, {"pp": 2, "vpp": 2}),
+        ("deepseek_v3", LAYOUTS["etp2"], {}),
+        ("gpt_oss", LAYOUTS["etp2"], {"tp": 2}),
+    ],
 )
 def test_out_is_what_came_in(name: str, there: Any, back: Any, tmp_path: Path):
     check_round_trip(name, there, back, tmp_path)
@@ -77,7 +81,9 @@ def test_bf16_comes_out_as_it_came_in(tmp_path: Path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "olmoe", "gpt_oss", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
+)
 def test_every_layout_gives_out_what_came_in(name: str, layout: str, tmp_path: Path):
     names = list(LAYOUTS)
     other = names[(names.index(layout) + 1) % len(names)]

@@ -70,7 +70,7 @@ def test_run_resumed_from_import_equals_init_from(
     assert told == (["model.moe.aux_loss_coeff"] if run.model.moe else [])  # as run_from has it
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "llama-tied"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "llama-tied", "gpt_oss"])
 def test_there_and_back_is_the_same(name: str, tmp_path: Path):
     model, _ = save_random(name, tmp_path / "theirs")
     model.to(torch.bfloat16).save_pretrained(tmp_path / "theirs")

@@ -50,6 +50,7 @@ def check_layout(name: str, layout: dict[str, int], folder: Path) -> None:
         ("llama", "tp2"),
         ("qwen2", "tp2"),
         ("olmoe", "etp2"),
+        ("gpt_oss", "etp2"),
         ("deepseek_v3", "etp2"),
         ("qwen3_moe", "tp2·pp2·ep2"),
     ],
@@ -60,7 +61,9 @@ def test_the_first_loss_is_that_of_transformers(name: str, layout: str, tmp_path
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "olmoe", "gpt_oss", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
+)
 def test_the_first_loss_at_every_layout(name: str, layout: str, tmp_path: Path):
     check_layout(name, LAYOUTS[layout], tmp_path)
 

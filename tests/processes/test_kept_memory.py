@@ -27,7 +27,7 @@ from app.config import (
     ScheduleConfig,
     YarnConfig,
 )
-from app.config.model import EchoConfig, StaticConfig
+from app.config.experts import EchoConfig, StaticConfig
 from tests.cases import chosen, sampled
 from tests.distributed import run_distributed
 from tests.processes.kept_memory import DENSE, cpu_masks, measured, planned, pool_of, run_of

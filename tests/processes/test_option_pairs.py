@@ -29,7 +29,7 @@ from app.choices import (
 )
 from app.cli.options.compose import all_keys
 from app.config import CudaGraphConfig, RecomputeConfig, Run
-from app.config.model import StaticConfig
+from app.config.experts import StaticConfig
 from app.data.feed import Batch, make_batch
 from app.engine.report.metrics import Meter
 from app.engine.step.step import TrainingStep, Validation

@@ -18,7 +18,7 @@ from app.choices import (
 from app.config import (
     ParallelConfig,
 )
-from app.config.model import StaticConfig
+from app.config.experts import StaticConfig
 from app.engine.dispatchers import build_peer_transport
 from app.errors import ConfigError
 from app.plan.parts.dispatcher import run_dispatcher, with_rows

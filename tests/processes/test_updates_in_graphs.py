@@ -36,7 +36,7 @@ from app.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from app.config.model import StaticConfig
+from app.config.experts import StaticConfig
 from app.engine.files.run_folder import read_metrics
 from app.engine.files.signals import StopRequest
 from app.engine.step import shortage

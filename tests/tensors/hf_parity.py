@@ -294,6 +294,55 @@ def olmoe(kv_heads: int, normalised: bool) -> Any:
     return transformers.OlmoeForCausalLM, theirs, ours
 
 
+def gpt_oss(biased: bool = True, window: int = 5, limit: float = 1.5) -> Any:
+    """Like `dense`, with sinks, biases, and 8 experts with a clamped activation, top-3."""
+    theirs = transformers.GptOssConfig(
+        **HF_SIZES,
+        num_hidden_layers=3,
+        intermediate_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        attention_bias=biased,
+        sliding_window=window,
+        swiglu_limit=limit,
+        rope_parameters={
+            "rope_theta": 1e4,
+            "rope_type": "yarn",
+            "original_max_position_embeddings": 16,
+            "factor": 4.0,
+            "truncate": False,
+            **TURNS,
+        },
+    )
+    moe = MoEConfig(
+        num_experts=8,
+        top_k=3,
+        ffn_hidden_size=24,
+        expert_bias=True,
+        logit_bias=True,
+        swiglu_limit=limit,
+        aux_loss_coeff=0.001,
+    )
+    ours = ModelConfig(
+        **SIZES,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        qkv_bias=biased,
+        attn_out_bias=biased,
+        sinks=True,
+        sliding_window=window,
+        layer_types=(SLIDING, FULL),
+        yarn=YarnConfig(factor=4.0, original_length=16, mscale_all_dim=0, truncate=False, **TURNS),
+        moe=moe,
+    )
+    return transformers.GptOssForCausalLM, theirs, ours
+
+
 def qwen2_moe(biases: bool = False, normalised: bool = False, top_k: int = 2) -> Any:
     """Like `dense`, with a gated shared expert; layer 1 has no experts."""
     windows = {} if not biases else {"use_sliding_window": True, "sliding_window": 5}
@@ -592,6 +641,8 @@ CASES = {
     "cohere2-odd-scale": lambda: cohere2(1.3),
     "olmoe": lambda: olmoe(kv_heads=4, normalised=False),
     "olmoe-gqa": lambda: olmoe(kv_heads=2, normalised=True),
+    "gpt-oss": gpt_oss,
+    "gpt-oss-no-attention-bias": lambda: gpt_oss(biased=False, window=9, limit=0.5),
     "qwen2-moe-shared-gate": qwen2_moe,
     "glm4-moe-sigmoid-groups-bias": glm4_moe,
     "deepseek-v2": lambda: deepseek(2, q_rank=24, groups=True),
@@ -657,6 +708,23 @@ def dense_mlp(hf: dict[str, Tensor], ours: str, theirs: str) -> dict[str, Tensor
     return {f"{ours}.w_up": torch.cat((gate, up)), f"{ours}.w_down": down}
 
 
+def gpt_oss_experts(hf: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The weights of `body`, where gate and up alternate in the last dimension."""
+    experts = f"{prefix}.experts"
+
+    def halves(x: Tensor) -> Tensor:
+        return torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
+
+    return {
+        "router.weight": hf[f"{prefix}.router.weight"],
+        "router.bias": hf[f"{prefix}.router.bias"],
+        "experts.w_up": halves(hf[f"{experts}.gate_up_proj"]),
+        "experts.b_up": halves(hf[f"{experts}.gate_up_proj_bias"]),
+        "experts.w_down": hf[f"{experts}.down_proj"],
+        "experts.b_down": hf[f"{experts}.down_proj_bias"],
+    }
+
+
 def feed_forward(hf: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The weights of `body` besides its norm."""
     plain = {
@@ -671,6 +739,8 @@ def feed_forward(hf: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
         for ours, theirs in plain.items()
         if f"{prefix}.{theirs}" in hf
     }
+    if f"{prefix}.router.weight" in hf:
+        return gpt_oss_experts(hf, prefix)
     weights = {
         name: value.transpose(1, 2) if name.startswith("experts") else value
         for name, value in weights.items()
@@ -714,6 +784,10 @@ def converted(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
             weights[f"{ours}.attn.wqkv"] = fused_qkv(hf, *of_heads)
             if model.qkv_bias:
                 weights[f"{ours}.attn.bqkv"] = fused_qkv(hf, *of_heads, kind="bias")
+            if model.attn_out_bias:
+                weights[f"{ours}.attn.bo"] = hf[f"{theirs}.self_attn.o_proj.bias"]
+            if model.sinks:
+                weights[f"{ours}.attn.sinks"] = hf[f"{theirs}.self_attn.sinks"]
         else:
             weights |= latents(hf, f"{ours}.attn", f"{theirs}.self_attn")
         weights[f"{ours}.attn.wo"] = hf[f"{theirs}.self_attn.o_proj.weight"]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from app.choices import DispatcherKind, Dtype, Fp8Part, Fp8Recipe, LinearBackendKind
 from app.config import Fp8Config, ParallelConfig, PrecisionConfig
-from app.config.model import EchoConfig
+from app.config.experts import EchoConfig
 from app.engine.fp8 import build_fp8, experts_arithmetic, fp8_line
 from app.errors import ConfigError
 from app.fp8.experts import Fp8GroupedLinear

@@ -41,7 +41,7 @@ def as_version_4(name: str, value: Tensor, family: str) -> Named:
         yield name.replace(".mlp.", ".block_sparse_moe."), value
         return
     stacked = STACKED.fullmatch(name)
-    if stacked is None:
+    if stacked is None or family == "gpt_oss":  # one tensor in all versions
         yield name, value
         return
     names = ("gate", "up") if stacked[2] == "gate_up" else ("down",)
@@ -82,7 +82,8 @@ def test_both_spellings_are_the_same_model(name: str, tmp_path: Path):
     new = write_by_hand(tmp_path / "new", model, as_version_5, config)
     old = write_by_hand(tmp_path / "old", model, as_version_4, config_of_4(dict(config)))
     stacked = {each for each in new if STACKED.fullmatch(each)}
-    assert bool(stacked) == any(".experts.0." in each for each in old) and not stacked & old
+    if name != "gpt_oss":
+        assert bool(stacked) == any(".experts.0." in each for each in old) and not stacked & old
     one, other = loaded(tmp_path / "old"), loaded(tmp_path / "new")
     assert dataclasses.replace(one.model, name="new") == other.model
     for key, value in one.state_dict().items():

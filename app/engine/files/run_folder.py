@@ -297,4 +297,7 @@ def from_plain(kind: Any, value: Any) -> Any:
         return kind(**{name: from_plain(hints[name], value[name]) for name in hints.keys() & value})
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind(value)
-    return tuple(value) if isinstance(value, list) else value
+    if not isinstance(value, list):
+        return value
+    each = typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else None
+    return tuple(value) if each is None else tuple(from_plain(each, item) for item in value)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from app.collectives import all_reduce
 from app.config import Run
-from app.config.model import EchoConfig
+from app.config.experts import EchoConfig
 from app.engine.ranks.memory import fits
 from app.errors import ConfigError
 from app.kernels.common import moves_tiles, triton

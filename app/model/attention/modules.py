@@ -9,6 +9,8 @@ positions rotate.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,7 +19,8 @@ from app.choices import Recompute
 from app.config import AttentionSpec, MLAConfig
 from app.kernels.attention.heads import HeadNorms, split_and_rotate
 from app.kernels.common import usable
-from app.model.attention.over_ranks import attend_all
+from app.model.attention.over_ranks import attend_all, attended_heads
+from app.model.attention.sinks import with_sinks
 from app.model.layers.layer_groups import ALONE, LayerGroups, gather_tokens, size
 from app.model.layers.layers import (
     Context,
@@ -29,6 +32,7 @@ from app.model.layers.layers import (
 )
 from app.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 from app.model.layers.norms import PlusOneNorm
+from app.model.layers.weight_grads import WeightGradSink
 from app.plan.model.attention import AttentionWeights, LatentAttentionWeights
 from app.plan.model.norm import NormWeights
 
@@ -41,7 +45,13 @@ def attention(spec: AttentionSpec, layer_groups: LayerGroups = ALONE) -> nn.Modu
         return LatentAttention(spec, spec.mla, layer_groups)
     if spec.norm_plus_one and spec.qk_norm:
         return PlusOneAttention(spec, layer_groups)
-    return Attention(spec, layer_groups)
+    kinds = {
+        (False, False): Attention,
+        (False, True): AttentionWithOutBias,
+        (True, False): AttentionWithSinks,
+        (True, True): AttentionWithSinksAndOutBias,
+    }
+    return kinds[spec.sinks, spec.out_bias](spec, layer_groups)
 
 
 class Attention(nn.Module):
@@ -75,7 +85,11 @@ class Attention(nn.Module):
         """Map B × s × D -> B × s × D, without the residual."""
         qkv = self._gemm(x_BsD, context)
         heads = context.recompute.checkpoint(Recompute.attn_core, self._core, qkv, context)
-        return self.wo.forward(heads, context.sink)
+        return self.out(heads, context.sink)
+
+    def out(self, heads: Tensor, sink: WeightGradSink | None = None) -> Tensor:
+        """Project the heads of all tokens to hidden states of this rank's: B × s × D."""
+        return self.wo.forward(heads, sink)
 
     def heads(self, x_BsD: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated heads for a KV cache: q B × S × N × H, k and v B × S × G × H."""
@@ -154,6 +168,44 @@ class PlusOneAttention(Attention):
     def _head_norms(self) -> HeadNorms | None:
         assert isinstance(self.q_norm, PlusOneNorm) and isinstance(self.k_norm, PlusOneNorm)
         return HeadNorms(self.q_norm.scale, self.k_norm.scale, self.spec.eps)
+
+
+class AttentionWithOutBias(Attention):
+    """Attention with a bias on its output."""
+
+    def __init__(self, spec: AttentionSpec, layer_groups: LayerGroups = ALONE) -> None:
+        super().__init__(spec, layer_groups)
+        bias = AttentionWeights.of(spec).bo
+        assert bias is not None
+        self.bo = nn.Parameter(torch.empty(layer_groups.coords.shape(bias)))
+
+    def out(self, heads: Tensor, sink: WeightGradSink | None = None) -> Tensor:
+        """See `Attention`."""
+        # in place is safe: autograd has not saved it
+        return super().out(heads, sink).add_(self.bo)
+
+
+class AttentionWithSinks(Attention):
+    """Attention with a learnt sink per query head of this rank (GPT-OSS, arXiv 2508.10925)."""
+
+    def __init__(self, spec: AttentionSpec, layer_groups: LayerGroups = ALONE) -> None:
+        super().__init__(spec, layer_groups)
+        weight = AttentionWeights.of(spec).sinks
+        assert weight is not None
+        self.sinks = nn.Parameter(torch.empty(layer_groups.coords.shape(weight)))
+        self.attended = attended_heads(len(self.sinks), layer_groups)
+
+    def with_sinks(self, context: Context) -> Context:
+        """Return the context of attention to whole sequences by all of this rank's heads."""
+        return replace(context, attend=with_sinks(context.attend, self.sinks))
+
+    def _core(self, qkv: Tensor, context: Context) -> Tensor:
+        attend = with_sinks(context.attend, self.sinks[self.attended])
+        return super()._core(qkv, replace(context, attend=attend))
+
+
+class AttentionWithSinksAndOutBias(AttentionWithSinks, AttentionWithOutBias):
+    """Attention of GPT-OSS."""
 
 
 def _norm(weights: NormWeights | None, eps: float) -> nn.Module:

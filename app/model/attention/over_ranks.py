@@ -50,6 +50,15 @@ def attend_all(
     return _attend_by_heads(q_BSNH, k_BSGH, v_BSGH, attend=attend, layer_groups=layer_groups)
 
 
+def attended_heads(heads: int, layer_groups: LayerGroups) -> slice:
+    """Return which of a rank's query heads it attends with in `attend_all`."""
+    if size(layer_groups.cp) == 1 or layer_groups.cp_comm_type is CpComm.all_gather:
+        return slice(heads)
+    each = heads // size(layer_groups.cp)
+    first = rank(layer_groups.cp) * each
+    return slice(first, first + each)
+
+
 def documents_of_calls(
     ends_BD: Tensor, length: int, layer_groups: LayerGroups
 ) -> list[DocumentOffsets]:

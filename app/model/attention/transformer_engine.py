@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -23,6 +24,7 @@ from app.model.layers.attend import DocumentOffsets
 from app.model.layers.transformer_engine import LIBRARY
 
 SEQUENCES, DOCUMENTS = "bshd", "thd"  # formats of heads
+LEARNT = "learnable"  # the library's word for a softmax with a learnt sink
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,10 @@ class TransformerEngineAttention:
             return out_BSNH
         return self.run_forward(q_BSNH, k_BKGH, v_BKGH, choices=choices, keeps=False)[0]
 
+    def with_sinks(self, sinks_N: Tensor) -> TransformerEngineSinks:
+        """Return attention by the same kernels with a learnt sink per query head."""
+        return TransformerEngineSinks(self, sinks_N)
+
     def run_forward(
         self, q_BSNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, *, choices: _Choices, keeps: bool
     ) -> tuple[Tensor, list[Tensor]]:
@@ -98,11 +104,20 @@ class TransformerEngineAttention:
     ) -> Sequence[Tensor]:
         """Return the gradients of queries, keys and values.
 
-        `saved` holds these, the output, and what forward saved besides. Views are made contiguous
-        once more here instead of being saved twice.
+        `saved` holds these, the output, and what forward saved besides.
+        """
+        found = zip(self.gradients(saved, grad_BSNH, choices), saved[:3], strict=False)
+        return [grad.view(each.shape) for grad, each in found]
+
+    def gradients(
+        self, saved: Sequence[Tensor], grad_BSNH: Tensor, choices: _Choices
+    ) -> Sequence[Tensor]:
+        """Return the gradients of queries, keys, values, a bias and sinks, as the library does.
+
+        Views are made contiguous once more here instead of being saved twice.
         """
         q_BSNH, k_BKGH, v_BKGH, out_BSNH, *kept = saved
-        found = self.backward(
+        return self.backward(
             o=choices.rows(out_BSNH),
             d_o=choices.rows(grad_BSNH),
             aux_ctx_tensors=kept,
@@ -111,8 +126,6 @@ class TransformerEngineAttention:
             deterministic=self.deterministic,
             **self._arguments(q_BSNH, k_BKGH, v_BKGH, choices=choices),
         )
-        heads = zip(found, (q_BSNH, k_BKGH, v_BKGH), strict=False)  # two more are of other kinds
-        return [grad.view(each.shape) for grad, each in heads]
 
     def _arguments(
         self, q_BSNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, choices: _Choices
@@ -159,6 +172,37 @@ class TransformerEngineAttention:
         return self._ends[key]
 
 
+class TransformerEngineSinks(TransformerEngineAttention):
+    """The same kernels (`Attend`) with a learnt sink per query head."""
+
+    def __init__(self, by: TransformerEngineAttention, sinks_N: Tensor) -> None:
+        self.__dict__.update(by.__dict__)
+        self.sinks_N = sinks_N
+        offset = sinks_N.detach().float().view(1, -1, 1, 1)
+        self.forward = partial(by.forward, softmax_type=LEARNT, softmax_offset=offset)
+        self.backward = partial(by.backward, softmax_type=LEARNT)
+
+    def __call__(
+        self,
+        q_BSNH: Tensor,
+        k_BKGH: Tensor,
+        v_BKGH: Tensor,
+        *,
+        window: int | None,
+        documents: DocumentOffsets | None,
+        scale: float | None,
+    ) -> Tensor:
+        """See `Attend`."""
+        factor = q_BSNH.shape[-1] ** -0.5 if scale is None else scale
+        choices = _Choices(window, documents, factor)
+        if torch.is_grad_enabled():
+            out_BSNH: Tensor = _AttentionWithSinks.apply(
+                q_BSNH, k_BKGH, v_BKGH, self.sinks_N, choices, self
+            )
+            return out_BSNH
+        return self.run_forward(q_BSNH, k_BKGH, v_BKGH, choices=choices, keeps=False)[0]
+
+
 def _layout(heads: str) -> str:
     """Return the layout of queries, keys and values, which are separate tensors."""
     return "_".join([heads] * 3)
@@ -197,3 +241,28 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_BSNH: Tensor) -> tuple[Tensor | None, ...]:
         grads = ctx.by.run_backward(ctx.saved_tensors, grad_BSNH, ctx.choices)
         return *grads, None, None
+
+
+class _AttentionWithSinks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BSNH: Tensor,
+        k_BKGH: Tensor,
+        v_BKGH: Tensor,
+        sinks_N: Tensor,
+        choices: _Choices,
+        by: TransformerEngineSinks,
+    ) -> Tensor:
+        out_BSNH, kept = by.run_forward(q_BSNH, k_BKGH, v_BKGH, choices=choices, keeps=True)
+        ctx.save_for_backward(q_BSNH, k_BKGH, v_BKGH, out_BSNH, *kept)
+        ctx.choices, ctx.by, ctx.dtype = choices, by, sinks_N.dtype
+        return out_BSNH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSNH: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        q, k, v, _, sinks = ctx.by.gradients(saved, grad_BSNH, ctx.choices)
+        grads = (grad.view(each.shape) for grad, each in zip((q, k, v), saved[:3], strict=True))
+        return *grads, sinks.flatten().to(ctx.dtype), None, None

@@ -25,7 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from app.model.attention.modules import Attention, LatentAttention
+from app.model.attention.modules import Attention, AttentionWithSinks, LatentAttention
+from app.model.attention.sinks import look_with_sinks
 from app.model.attention.softcap import capped
 from app.model.layers.layer_groups import gather_tokens
 from app.model.layers.layers import Context
@@ -151,7 +152,7 @@ class HeadsCache:
         out_BPNH = context.attend(
             q_BPNH, k_BPGH, v_BPGH, window=spec.window, documents=None, scale=spec.scale
         )
-        return self.attn.wo.forward(out_BPNH.flatten(2))
+        return self.attn.out(out_BPNH.flatten(2))
 
     def step(self, x_1tD: Tensor, context: Context, following: NextToken) -> Tensor:
         """See `LayerCache`."""
@@ -160,7 +161,7 @@ class HeadsCache:
         following.put(self.v_BGMH, following.own(v_1TGH))
         q_BGQH = following.own(q_1TNH).unflatten(1, (self.attn.num_kv_heads, -1))
         out_BGQH = self.look(q_BGQH, following)
-        return self.attn.wo.forward(following.as_rows(out_BGQH.flatten(1), q_1TNH))
+        return self.attn.out(following.as_rows(out_BGQH.flatten(1), q_1TNH))
 
     def look(self, q_BGQH: Tensor, following: NextToken) -> Tensor:
         """Attend with the queries of one token: B × G × Q × H."""
@@ -181,6 +182,28 @@ class CappedCache(HeadsCache):
         scores = (q_BGQH @ self.k_BGMH.transpose(-1, -2)).mul_(scale)
         probs = (capped(scores.float(), self.softcap) + following.bias_B11M).softmax(-1)
         return probs.to(q_BGQH.dtype) @ self.v_BGMH
+
+
+class SinksCache(HeadsCache):
+    """Cached keys and values of attention with sinks."""
+
+    attn: AttentionWithSinks
+
+    def prompt(self, x_BsD: Tensor, context: Context, length_B: Tensor) -> Tensor:
+        """See `LayerCache`."""
+        return super().prompt(x_BsD, self.attn.with_sinks(context), length_B)
+
+    def look(self, q_BGQH: Tensor, following: NextToken) -> Tensor:
+        """See `HeadsCache`."""
+        spec = self.attn.spec
+        return look_with_sinks(
+            q_BGQH,
+            self.k_BGMH,
+            self.v_BGMH,
+            bias=following.bias_B11M,
+            sinks_N=self.attn.sinks,
+            scale=spec.width**-0.5 if spec.scale is None else spec.scale,
+        )
 
 
 class LatentCache:
@@ -250,6 +273,8 @@ class LatentCache:
 def layer_cache(attn: nn.Module, sizes: CacheSizes) -> LayerCache:
     """Build the cache for an attention of either kind."""
     match attn:
+        case AttentionWithSinks():
+            return SinksCache(attn, sizes)
         case Attention() if attn.spec.softcap is not None:
             return CappedCache(attn, sizes, attn.spec.softcap)
         case Attention():

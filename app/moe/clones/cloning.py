@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.config.model import EchoConfig
+from app.config.experts import EchoConfig
 from app.model.block import StepState
 from app.model.layers.linear import GroupedLinearBackend
 from app.moe.clones.record import Clones

@@ -18,13 +18,15 @@ def attention_weights(spec: AttentionSpec) -> AttentionWeights | LatentAttention
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights(Part):
-    """Projections in and out, the first with an optional bias, and norms of query and key heads.
+    """Projections in and out with optional biases, sinks, and norms of query and key heads.
 
     A norm is shared by all heads, or spans all of them (qk_norm_whole).
     """
 
     # of wqkv; first, as a module registers its own parameters before its children's
     bqkv: Weight | None
+    bo: Weight | None  # of wo
+    sinks: Weight | None  # a logit per query head
     wqkv: Weight  # per key/value head: its query heads, its key, its value
     wo: Weight
     q_norm: NormWeights | None
@@ -43,8 +45,11 @@ class AttentionWeights(Part):
         rows = (spec.heads + 2 * spec.kv_heads) * width
         queries = spec.heads // spec.kv_heads  # per key/value head
         bias = Weight((rows,), tp=0, initial=Initial.zeros, decay=False, linear=False)
+        of_out = Weight((hidden,), initial=Initial.zeros, decay=False, linear=False)
         return cls(
             bqkv=bias if spec.qkv_bias else None,
+            bo=of_out if spec.out_bias else None,
+            sinks=Weight((spec.heads,), tp=0, decay=False, linear=False) if spec.sinks else None,
             wqkv=Weight((rows, hidden), tp=0, fused=(queries * width, width, width)),
             wo=Weight((hidden, spec.heads * width), tp=1, initial=Initial.residual),
             q_norm=q_norm,

@@ -10,29 +10,59 @@ from app.plan.model.norm import NormWeights
 from app.plan.model.weight import Initial, Part, Weight
 
 
+def _bias(
+    shape: tuple[int, ...],
+    ep: int | None = None,
+    etp: int | None = None,
+    gate_up: int | None = None,
+) -> Weight:
+    return Weight(
+        shape,
+        ep=ep,
+        etp=etp,
+        gate_up=gate_up,
+        initial=Initial.zeros,
+        decay=False,
+        linear=False,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class RouterWeights(Part):
-    """Matrix of the router: a row per expert."""
+    """Matrix of the router, a row per expert, and a bias of its logits."""
 
     weight: Weight
+    bias: Weight | None
 
     @classmethod
-    def of(cls, hidden: int, num_experts: int) -> RouterWeights:
+    def of(cls, hidden: int, num_experts: int, *, bias: bool = False) -> RouterWeights:
         """Build a router for `num_experts`."""
-        return cls(Weight((num_experts, hidden), linear=False))
+        return cls(
+            weight=Weight((num_experts, hidden), linear=False),
+            bias=_bias((num_experts,)) if bias else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights(Part):
-    """SwiGLU weights of all routed experts, `[expert, in, out]`."""
+    """SwiGLU weights of all routed experts, `[expert, in, out]`, with optional biases.
 
+    Expert tensor parallelism divides both biases by outputs: its ranks' outputs are added up, so
+    each adds another part of the bias of w_down.
+    """
+
+    # first, as a module registers its own parameters before its children's
+    b_up: Weight | None
+    b_down: Weight | None
     w_up: Weight
     w_down: Weight
 
     @classmethod
-    def of(cls, hidden: int, ffn: int, num_experts: int) -> ExpertWeights:
+    def of(cls, hidden: int, ffn: int, num_experts: int, *, bias: bool = False) -> ExpertWeights:
         """Build experts from `hidden` to `ffn` and back."""
         return cls(
+            b_up=_bias((num_experts, 2, ffn), 0, etp=2, gate_up=1) if bias else None,
+            b_down=_bias((num_experts, hidden), 0, etp=1) if bias else None,
             w_up=Weight((num_experts, hidden, 2, ffn), ep=0, etp=3, gate_up=2),
             w_down=Weight((num_experts, ffn, hidden), ep=0, etp=1, initial=Initial.residual),
         )
@@ -57,7 +87,9 @@ class MoEBodyWeights(Part):
         return cls(
             shared_gate=Weight((1, hidden), linear=False) if moe.shared_gate else None,
             norm=NormWeights.of_hidden(model),
-            router=RouterWeights.of(hidden, moe.num_experts),
-            experts=ExpertWeights.of(hidden, moe.ffn_hidden_size, moe.num_experts),
+            router=RouterWeights.of(hidden, moe.num_experts, bias=moe.logit_bias),
+            experts=ExpertWeights.of(
+                hidden, moe.ffn_hidden_size, moe.num_experts, bias=moe.expert_bias
+            ),
             shared=MlpWeights.of(hidden, width) if width else None,
         )

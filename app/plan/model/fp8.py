@@ -59,5 +59,5 @@ def layer_matrices(model: ModelConfig, spec: LayerSpec) -> Iterator[tuple[str, W
         parts.append(("body.mlp.", weights.body.mlp))
     for path, part in parts:
         for name, weight in part.weights(path):
-            if len(weight.shape) > 1:
+            if weight.linear:
                 yield name, weight

@@ -29,6 +29,11 @@ def attends_by_matrices(run: Run) -> bool:
     return grouped and run.precision.params is Dtype.float32
 
 
+def _stores_scores(s: Sizes, spec: AttentionSpec) -> bool:
+    """Return whether a layer saves all probabilities for backward; with sinks none does."""
+    return attends_by_matrices(s.run) and not spec.sinks
+
+
 def attention(
     t: Trace,
     h: int,
@@ -63,7 +68,8 @@ def grouped_attention(
         normed = weights.q_norm is not None and not spec.qk_norm_whole
         t.op(Work.heads, qkv, qkv, qkv if normed else 0)
         out = attend_all(t, spec, q, k, k)
-    return row_parallel(t, out, weights.wo)
+    out = row_parallel(t, out, weights.wo)
+    return out if weights.bo is None else t.op(Work.other, out, out, passes=True)
 
 
 def latent_attention(
@@ -106,7 +112,7 @@ def attend_all(t: Trace, spec: AttentionSpec, q: int, k: int, v: int) -> int:
     an all-to-all, it attends over whole sequences of 1/P of the heads.
     """
     s, ranks, length = t.sizes, t.sizes.layout.cp, t.sizes.run.train.seq_len
-    stored = 0 if spec.softcap is None and attends_by_matrices(s.run) else 1
+    stored = 0 if spec.softcap is None and _stores_scores(s, spec) else 1
     if ranks == 1:
         # its result is the output projection's input, of which FP8 saves a copy instead
         saves = stored * (q + k + v + (q if s.in_fp8 else 0))
@@ -156,7 +162,7 @@ def attend(
         return t.op(
             Work.ordered_attention, q + kv, q, saves, scratch=scratch, kernels=12, flops=flops
         )
-    if attends_by_matrices(s.run):
+    if _stores_scores(s, spec):
         # GEMMs and an fp32 softmax, which saves all probabilities, and q, k and v per query head
         scores, wide = 4 * rows * keys, 4 * elements
         copies = wide + 2 * wide * keys // own
@@ -164,7 +170,20 @@ def attend(
         scratch = scores + copies, 2 * scores
         return t.op(work, q + kv, q, scores + copies, scratch=scratch, kernels=12, flops=flops)
     limited = s.run.data.document_mask or (spec.window or keys) < keys
-    work, sums = _kernel(s, rows, keys, flash=limited or own < keys)
+    work, sums = _kernel(s, rows, keys, flash=limited or own < keys or spec.sinks)
+    if spec.sinks and s.run.precision.params is Dtype.float32:
+        # GEMMs, which store scores while they run, in backward too
+        scores, wide = 4 * rows * keys, 4 * elements
+        return t.op(
+            Work.ordered_attention,
+            q + kv,
+            q,
+            saves + 4 * rows,
+            scratch=(2 * scores, 3 * scores + wide),
+            kernels=12,
+            flops=flops,
+            flops_recomputed=flops // 2,
+        )
     # in fp32 documents and windows are a mask, which torch adds to the scores; every layer makes it
     # anew
     masked = limited and s.run.precision.params is Dtype.float32

@@ -3,7 +3,7 @@
 A dispatcher is added in five files: its name in `app.choices.DispatcherKind`, its record in a
 module beside this one, a line for that in `app.plan.parts.dispatcher`, its module in
 `app.moe.dispatch`, which moves tensors, and a case in `app.engine.dispatchers`. Options of its own
-are keys of `app.config.model.MoEConfig`.
+are keys of `app.config.experts.MoEConfig`.
 
 Shapes: T tokens of a microbatch on one rank, D hidden, E experts, K per token, R rows: dispatched
 tokens, one per choice. The experts lie on a grid of P = ep · etp ranks: ep shares of the experts,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from app.choices import Dtype, Recompute
 from app.config import MoEConfig
-from app.kernels.tiling import PARTS
+from app.kernels.tiling import ONES, PARTS
 from app.plan.model.experts import MoEBodyWeights, RouterWeights
 from app.plan.model.weight import Weight
 from app.plan.parts.dispatch_record import PlannedDispatcher, Tokens
@@ -75,6 +75,8 @@ def route(t: Trace, moe: MoEConfig, h: int, weights: RouterWeights) -> None:
         kernels=2,
         flops=flops,
     )
+    if weights.bias is not None:
+        t.op(Work.other, scores, scores, passes=True)
     losses = bool(moe.aux_loss_coeff) + bool(moe.z_loss_coeff)
     # scores of the choice, then those of the losses; probabilities and ids of the chosen experts
     t.op(Work.other, scores, scores, scores * (1 + bool(moe.aux_loss_coeff)), kernels=2)
@@ -99,13 +101,15 @@ def routed(t: Trace, dispatcher: PlannedDispatcher, weights: MoEBodyWeights) -> 
     filled = round(dispatcher.mean_rows(s.local) * s.load)
     paged = dispatcher.paged_buffers and not t.open
     up = grouped(t, dispatcher, x, weights.experts.w_up, filled=filled, saved=not paged)
+    bias = weights.experts.b_up, weights.experts.b_down
+    expert_bias(t, bias[0], up, width=weights.experts.w_up)
     again = t.reruns(Recompute.experts_act)
     used = min(1.0, filled * tokens.row / x)
     half = up // 2
     copies = (half // s.size, up // s.size) if s.experts_in_fp8 else (0, 0)
     saved, back = (0, up) if paged else (up, 0)
     t.op(Work.activation, up, half, saved, restores=back, rerun=again, scratch=copies, used=used)
-    grouped(
+    out = grouped(
         t,
         dispatcher,
         half,
@@ -114,10 +118,28 @@ def routed(t: Trace, dispatcher: PlannedDispatcher, weights: MoEBodyWeights) -> 
         saved=not (paged or again),
         ready=True,
     )
+    expert_bias(t, bias[1], out, width=weights.experts.w_down)
     if paged:  # copies to pages and back
         t.op(Work.other, 0, 0, kernels=6 if again else 8)
     t.phase = PhaseName.combine
     dispatcher.combine(t, tokens, saved=not paged)
+
+
+def expert_bias(t: Trace, bias: Weight | None, rows: int, *, width: Weight) -> None:
+    """Bias of each row's expert, added in place; its gradient is a grouped GEMM with ones.
+
+    width: the matrix before it, whose outputs `rows` bytes hold.
+    """
+    if bias is None:
+        return
+    s = t.sizes
+    made, held = s.shape(width)[-1], s.shape(bias)[-1]
+    count = rows // (made * s.size)
+    copy = count * held * s.size  # of the bias of each row's expert
+    back = count * ONES * s.size + ONES * s.weight(bias) + (copy if held < made else 0)
+    scratch = 16 * count + copy, back
+    t.op(Work.other, rows, rows, weight=s.weight(bias), stored=True, scratch=scratch,
+         passes=True, kernels=5)  # fmt: skip
 
 
 def grouped(

@@ -10,7 +10,7 @@ from math import ceil
 from typing import ClassVar
 
 from app.choices import DispatcherKind, StaticCapacity, StaticTransport
-from app.config.model import ROUNDED_ROWS
+from app.config.experts import ROUNDED_ROWS
 from app.plan.groups import Way
 from app.plan.parts.dispatch_record import (
     PLACE,
