@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from app.config import Run
 from app.rules.attention import check_attention
+from app.rules.frozen import check_frozen
 from app.rules.graphs import (
     check_graphs_beside,
     check_graphs_choice,
@@ -44,6 +45,7 @@ RULES: tuple[Callable[[Run], None], ...] = (
     check_fp8,
     check_attention,
     check_batch,
+    check_frozen,
     check_stages,
     check_microbatches,
     check_schedule_choice,
