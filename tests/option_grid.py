@@ -115,6 +115,7 @@ NUMBERS: dict[str, tuple[Value, ...]] = {
     "optim.bucket_numel": (None, 1500),
     "loss.chunk_tokens": (None, 7),
     "train.micro_batch": (2, 1),
+    "train.frozen": ((), ("embedding", "layers.0")),
 }
 # of several ranks
 DEGREES: dict[str, tuple[Value, ...]] = {

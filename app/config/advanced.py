@@ -55,6 +55,7 @@ ADVANCED = (
     "data.max_documents",
     "data.cache_dir",
     "data.accept_changed",
+    "checkpoint.frozen",
     "log.group",
     "train.max_bad_steps",
     "train.max_rollbacks",

@@ -208,6 +208,9 @@ class CheckpointConfig:
     # checkpoints at multiples of this step are never removed; null: none
     keep_every: int | None = None
     asynchronous: bool = True  # write in the background, from a copy in host memory
+    # save the parameters of train.frozen too; false: a resumed run takes them from where its
+    # initial weights came from, and nothing else can use the checkpoint
+    frozen: bool = True
     # when the run ends, export the model to its folder in Hugging Face format
     export_hf: bool = False
 
@@ -280,6 +283,9 @@ class TrainConfig:
     max_bad_steps: int = 10  # consecutive such steps that end the run (on_bad_step=skip)
     # rollbacks of one process at most (on_bad_step=rollback)
     max_rollbacks: int = 3
+    # parameters that are not trained: patterns of their names in checkpoints, such as embedding,
+    # layers.0-3 or layers.*.attn.*; ! before one trains what it matches; the last match decides
+    frozen: tuple[str, ...] = ()
     seed: int = 1  # of initial weights and data order
     device: Device = Device.auto  # where the run computes
     # make equal runs repeat bit for bit; slower attention kernels on a GPU
@@ -288,6 +294,7 @@ class TrainConfig:
     attention_backend: AttentionBackendKind = AttentionBackendKind.torch
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "frozen", tuple(self.frozen))
         at_least(
             "train", self, 1, "steps", "seq_len", "micro_batch", "global_batch", "eval_sequences"
         )

@@ -36,15 +36,18 @@ from app.model.block import BLOCKS, Body, Layer, StepState
 from app.model.chunk import Chunk
 from app.model.init import init_weights
 from app.model.layers.attend import Attend, TorchAttention
+from app.model.layers.frozen import freeze, start_backward_at
 from app.model.layers.layer_groups import LayerGroups
 from app.moe.dispatch.paged_buffer import build_paged_buffer
 from app.moe.phases import MoEBody, Router
 from app.moe.protocol import Dispatcher
 from app.optim.buffers import ParamSpec
 from app.optim.distributed import DistributedOptimizer
+from app.optim.frozen import FrozenWeight
 from app.optim.scale import LossScale
 from app.optim.shard import OptimizerGroups
 from app.plan.sharding.blocks import ShardCoords
+from app.plan.sharding.frozen import frozen_in
 from app.plan.stages import StagePlan
 from app.planner.plan import Plan
 
@@ -76,10 +79,12 @@ def build_engine(
         device=device,
         attend=attend,
     )
+    frozen = _freeze(run, chunks, groups)
     _set_weights(run, chunks, groups, pretrained=pretrained)
     # 3. FP8 layers, and 4. the optimizer with its fp32 main parameters; both need the weights set.
     fp8 = build_fp8(run, chunks, groups, device=device, ready=ready)
     optimizer = _build_optimizer(plan, chunks, groups, device)
+    optimizer.leave_out(each.spec.param for each in frozen)
     if pretrained is not None:
         # main parameters from the files again, which may be more precise than the weights
         all_succeed(groups, lambda: fill_main_params(optimizer.param_shards(), pretrained))
@@ -111,7 +116,26 @@ def build_engine(
         recorder=build_recorder(run, device),
         paging=built.paging,
         states=tuple(_states(run, chunks, built, fp8=fp8)),
+        frozen=frozen,
     )
+
+
+def _freeze(run: Run, chunks: Sequence[Chunk], groups: Groups) -> tuple[FrozenWeight, ...]:
+    """Freeze this rank's parameters of `train.frozen`, and return them."""
+    names = frozen_in(run)
+    if not names:
+        return ()
+    found = []
+    for chunk in chunks:
+        freeze(chunk, {named.name: param for named, param in chunk.weights()}, names)
+        if run.cuda_graph.of_parts and chunk.first and "embedding" in names:
+            assert chunk.embedding is not None, "the first stage has the table"
+            start_backward_at(chunk.embedding)
+        for spec in parameter_specs(chunk, groups.coords):
+            if not spec.param.requires_grad:
+                group = groups.edp if spec.expert else groups.dp_cp
+                found.append(FrozenWeight(spec, group.rank(), group.size()))
+    return tuple(found)
 
 
 def _states(
@@ -156,7 +180,10 @@ def _build_optimizer(
         etp=groups.etp,
     )
     return DistributedOptimizer(
-        [list(parameter_specs(chunk, groups.coords)) for chunk in chunks],
+        [
+            [spec for spec in parameter_specs(chunk, groups.coords) if spec.param.requires_grad]
+            for chunk in chunks
+        ],
         plan.buffers[groups.pp_rank],
         run.optim,
         groups=optimizer_groups,
@@ -233,8 +260,9 @@ def _wait_for_parameters(chunk: Chunk, optimizer: DistributedOptimizer) -> None:
     inner = [*chunk.layers.values(), *([] if chunk.norm is None else [chunk.norm])]
     own = [chunk.embedding.weight] if chunk.first and chunk.embedding is not None else []
     for module, params in ((chunk, own), *((module, module.parameters()) for module in inner)):
-        module.register_forward_pre_hook(optimizer.gate(params))
-    if chunk.last:
+        wait = optimizer.gate([param for param in params if param.requires_grad])
+        module.register_forward_pre_hook(wait)
+    if chunk.last and chunk.table.weight.requires_grad:
         chunk.wait_for_head = optimizer.gate([chunk.table.weight])
 
 

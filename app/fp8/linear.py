@@ -40,7 +40,7 @@ from app.model.layers.layer_groups import (
 )
 from app.model.layers.layers import expert_swiglu
 from app.model.layers.linear import ColumnParallelLinear, GroupedLinear, RowParallelLinear, pushed
-from app.model.layers.weight_grads import FetchedGrad, WeightGrad, WeightGradSink
+from app.model.layers.weight_grads import ComputedGrad, FetchedGrad, WeightGrad, WeightGradSink
 from app.moe.experts import Experts
 
 
@@ -177,6 +177,42 @@ def _of_gathered(
     return backend.weight_grad_of(grad, backend.quantised_input(gathered(x_BsI, group)))
 
 
+class FrozenFp8Linear(Fp8Linear):
+    """FP8 GEMMs of a layer whose weight has no gradient; the input is not saved."""
+
+    def linear(
+        self,
+        x_BsI: Tensor,
+        weight_OI: nn.Parameter,
+        group: OptionalGroup,
+        sink: WeightGradSink | None,
+    ) -> Tensor:
+        """See the protocol."""
+        out_BSO: Tensor = _FrozenFp8.apply(x_BsI, group, self)
+        return out_BSO
+
+    def weight_grad_of(self, grad: Quantised, x: Quantised) -> WeightGrad:
+        """Return a zero, which nothing adds to a gradient."""
+        return ComputedGrad(self.weight.new_zeros(()))
+
+
+class _FrozenFp8(torch.autograd.Function):
+    """x · weightᵀ as `_Fp8Linear`, without a gradient of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BsI: Tensor, group: OptionalGroup, backend: FrozenFp8Linear) -> Tensor:
+        ctx.group = group
+        ctx.backend = backend
+        return backend.output_of(backend.quantised_input(gathered(x_BsI, group)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSO: Tensor) -> tuple[Tensor | None, ...]:
+        backend: FrozenFp8Linear = ctx.backend
+        grad_BSI = backend.input_grad_of(backend.quantised_grad(grad_BSO))
+        return scattered(grad_BSI, ctx.group), None, None
+
+
 class Fp8Layers(StepState):
     """All FP8 layers of a rank."""
 
@@ -215,7 +251,8 @@ class Fp8Layers(StepState):
                 continue
             assert isinstance(module, ColumnParallelLinear | RowParallelLinear)
             assert self.make is not None, name
-            module.backend = self.linears[name] = Fp8Linear(self.make(name), module.weight)
+            kind = Fp8Linear if module.weight.requires_grad else FrozenFp8Linear
+            module.backend = self.linears[name] = kind(self.make(name), module.weight)
 
     def watch(self) -> None:
         """Quantise each layer's weights before its forward, outside its captured part.

@@ -100,7 +100,7 @@ class DistributedOptimizer:
             list(self._grad_buckets(specs, layouts, grads))
             for specs, layouts in zip(chunks, buffers, strict=True)
         ]
-        self._buckets_of = {
+        self._buckets_of: dict[nn.Parameter, GradBuckets | NoGrads] = {
             spec.param: buckets
             for buckets in self._all_grad_buckets()
             for spec in buckets.buffer.specs
@@ -151,6 +151,10 @@ class DistributedOptimizer:
     def add_grad(self, param: nn.Parameter, gradient: WeightGrad) -> None:
         """Add a gradient that autograd does not accumulate to a parameter's main gradient."""
         self._buckets_of[param].add(param, gradient)
+
+    def leave_out(self, params: Iterable[nn.Parameter]) -> None:
+        """Drop gradients of these parameters, which are not trained, without computing them."""
+        self._buckets_of.update(dict.fromkeys(params, NoGrads()))
 
     def main_grad_sink(self) -> MainGradSink | None:
         """Return the sink that adds weight gradients to wider main gradients; None if these have
@@ -293,6 +297,13 @@ class DistributedOptimizer:
 
     def _all_shards(self) -> Iterator[Shard]:
         return chain.from_iterable(self.shards)
+
+
+class NoGrads:
+    """Gradients of parameters that are not trained."""
+
+    def add(self, param: nn.Parameter, gradient: WeightGrad) -> None:
+        """Drop the gradient."""
 
 
 def nothing() -> None:

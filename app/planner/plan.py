@@ -38,6 +38,7 @@ from app.plan.pipeline.lowering import lower_all
 from app.plan.pipeline.timeline import Timeline, Times, ordered_timeline
 from app.plan.schedule import build_schedule
 from app.plan.select import select_graphs, select_schedule, select_stages
+from app.plan.sharding.frozen import backward_shares, frozen_in
 from app.plan.sharding.parameters import ChunkBuffers, Parameter, chunk_buffers, chunk_parameters
 from app.plan.stages import Stage, StagePlan
 
@@ -129,24 +130,24 @@ class Plan:
     @cached_property
     def parameters(self) -> tuple[tuple[tuple[Parameter, ...], ...], ...]:
         """[pp_rank][chunk]: parameters of a rank, in order of use."""
-        model = self.run.model
+        model, frozen = self.run.model, frozen_in(self.run)
         layout = self.layout
         return tuple(
-            tuple(chunk_parameters(model, stage, layout) for stage in chunks)
+            tuple(chunk_parameters(model, stage, layout, frozen=frozen) for stage in chunks)
             for chunks in self.stages.stages
         )
 
     @cached_property
     def buffers(self) -> tuple[tuple[ChunkBuffers, ...], ...]:
         """[pp_rank][chunk]: layout of parameter and gradient buffers, and their shards."""
-        model = self.run.model
+        model, frozen = self.run.model, frozen_in(self.run)
         made: dict[object, ChunkBuffers] = {}  # stages of like layers have like buffers
 
         def buffers(stage: Stage) -> ChunkBuffers:
             specs = tuple(model.layer_specs[layer] for layer in stage.layers)
-            kinds = specs, stage.embedding, stage.head
+            kinds: object = stage if frozen else (specs, stage.embedding, stage.head)
             if kinds not in made:
-                held = chunk_parameters(model, stage, self.layout)
+                held = chunk_parameters(model, stage, self.layout, frozen=frozen)
                 made[kinds] = chunk_buffers(held, self.layout, self.run.optim)
             return made[kinds]
 
@@ -177,15 +178,17 @@ class Plan:
         """
         if self.profile is None:
             return ()
-        return tuple(
-            stage_times(
-                self.run,
-                self.stages.in_order,
-                self.layout,
-                self.profile,
-                pipeline=self.stages.pipeline,
-            )
+        found = stage_times(
+            self.run,
+            self.stages.in_order,
+            self.layout,
+            self.profile,
+            pipeline=self.stages.pipeline,
         )
+        if self.run.train.frozen:
+            left = zip(found, backward_shares(self.run, self.stages.in_order), strict=True)
+            found = [times.scaled(share.inputs, share.weights) for times, share in left]
+        return tuple(found)
 
     @cached_property
     def stage_seconds(self) -> tuple[StageSeconds, ...]:
@@ -194,7 +197,18 @@ class Plan:
         With a profile, exposed traffic included.
         """
         if self.profile is None:
-            return stage_seconds(self.run, self.stages.in_order, self.layout)
+            found = stage_seconds(self.run, self.stages.in_order, self.layout)
+            if not self.run.train.frozen:
+                return found
+            left = zip(found, backward_shares(self.run, self.stages.in_order), strict=True)
+            return tuple(
+                StageSeconds(
+                    each.forward,
+                    share.inputs * each.backward_input,
+                    share.weights * each.backward_weight,
+                )
+                for each, share in left
+            )
         return tuple(
             StageSeconds(
                 sum(times.forward.values()),

@@ -8,6 +8,7 @@ from app.config import Fp8Config, PrecisionConfig
 from app.plan.cost.flops import flops_per_token, parameter_count
 from app.plan.formatting import GIB, amount, count_of
 from app.plan.parts.dispatcher import run_dispatcher, tokens_per_rank
+from app.plan.sharding.frozen import counts
 from app.planner.plan import Plan
 
 SHOWN_PARTS = 4  # largest parts of the memory shown
@@ -21,6 +22,9 @@ def summary_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     count = parameter_count(model)
     active = f", {amount(count.active)} used per token" if model.moe else ""
     size = f"{amount(count.total)} parameters{active}"
+    if train.frozen:
+        trained, frozen = counts(run)
+        size += f", {amount(trained)} trained and {amount(frozen)} frozen"
     yield "model", f"{model.name}: {size}, {model.num_layers} layers, {types(run.precision)}"
     yield "layout", f"{count_of(run.world_size, 'process', 'processes')}: {degrees(plan)}"
     if plan.layout.pp > 1:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from app.config import Run
 from app.rules.attention import check_attention
 from app.rules.block import check_block
+from app.rules.frozen import check_frozen
 from app.rules.graphs import (
     check_graphs_beside,
     check_graphs_choice,
@@ -46,6 +47,7 @@ RULES: tuple[Callable[[Run], None], ...] = (
     check_block,
     check_attention,
     check_batch,
+    check_frozen,
     check_stages,
     check_microbatches,
     check_schedule_choice,

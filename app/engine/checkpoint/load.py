@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
@@ -21,9 +22,11 @@ from app.engine.files.checkpoints import check_contents
 from app.engine.ranks.agreement import all_succeed
 from app.engine.ranks.groups import Groups
 from app.engine.step.engine import Engine
+from app.errors import ConfigError
 from app.fp8.linear import Fp8Layers
 from app.model.chunk import Chunk
 from app.moe.phases import Router
+from app.optim.frozen import FrozenWeight, digests, together
 from app.optim.shard import ParamShard
 from app.plan.sharding.reshard import Block, Slice, overlaps
 from app.plan.shards import Bounds
@@ -35,6 +38,8 @@ CURSOR = "cursor"  # key of a rank file's metadata: the data cursor as JSON
 IMPORTED = "imported"
 # key of the manifest: weights with saved FP8 scales -> rank whose file has them
 SCALES = "fp8_scales"
+# key of the manifest: frozen weights that are not saved -> their digest
+LEFT_OUT = "left_out"
 # names of RNG states in a rank file
 RANDOM_CPU, RANDOM_CUDA = "random.cpu", "random.cuda"
 
@@ -93,6 +98,7 @@ def load_checkpoint(
     )
     missing = sum(owned.main.numel() for owned in param_shards) - found
     assert missing == 0, f"{missing} elements of this rank are in no file of {path}"
+    _load_frozen(path, manifest, engine, opened=opened)
     # 3. Router biases, FP8 scales, loss scale, RNG state.
     for name, router in engine.named_routers():
         if _lacks_bias(manifest, name):
@@ -108,6 +114,28 @@ def load_checkpoint(
     engine.optimizer.restored(manifest["updates"])
     progress = Progress(manifest["step"], manifest["updates"], manifest["tokens"])
     return progress, json.loads(own.metadata()[CURSOR])
+
+
+def _load_frozen(path: Path, manifest: dict[str, Any], engine: Engine, *, opened: _Opened) -> None:
+    """Fill frozen parameters. Of those that are not saved, check that their initial values are
+    what the checkpoint was trained with. Raises ConfigError, the same on every rank.
+    """
+    left_out: dict[str, int] = manifest.get(LEFT_OUT, {})
+    for weight in engine.frozen:
+        if weight.spec.name not in left_out:
+            found = _fill(weight, manifest["parts"][weight.spec.name], opened, (MAIN,))
+            assert found == weight.main.numel(), f"{weight.spec.name} is not whole in {path}"
+    if not left_out:
+        return
+    own = digests(each for each in engine.frozen if each.spec.name in left_out)
+    parts: list[dict[str, int]] = [{}] * engine.groups.host.size()
+    dist.all_gather_object(parts, own, group=engine.groups.host)
+    here = together(parts)
+    if other := [name for name, digest in left_out.items() if here.get(name) != digest]:
+        rule = f"was saved without frozen weights, and {other[0]} differs from what it was trained"
+        rule += " with"
+        advice = "give the model.init_from, model.init_std and train.seed of its run"
+        raise ConfigError("resume", path, rule, advice=advice)
 
 
 def _restore_scales(engine: Engine, manifest: dict[str, Any], opened: _Opened) -> None:
@@ -163,7 +191,10 @@ def load_weights(
 
 
 def _fill(
-    owned: ParamShard, entry: dict[str, Any], opened: _Opened, keys: tuple[str, ...] | None
+    owned: ParamShard | FrozenWeight,
+    entry: dict[str, Any],
+    opened: _Opened,
+    keys: tuple[str, ...] | None,
 ) -> int:
     """Copy an owned part from the files; returns the number of elements found.
 

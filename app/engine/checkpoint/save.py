@@ -48,6 +48,7 @@ from app.engine.step.engine import Engine
 from app.engine.watchdog.activity import ThreadActivity
 from app.errors import ConfigError, no_room
 from app.fp8.linear import Fp8Layers
+from app.optim.frozen import digests, together
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class RankState:
     parts: list[tuple[str, Any]]
     routers: list[str]  # names of routers whose bias is in the file
     scales: list[str]  # names of weights whose FP8 scales are in the file
+    left_out: dict[str, int]  # digests of this rank's parts of frozen weights that are not saved
     dp_rank: int
     manifest: dict[str, Any]  # entries that are equal on all ranks
     keep: CheckpointConfig
@@ -86,6 +88,16 @@ def current_state(
         tensors |= {
             checkpoint.part_name(owned.spec.name, key): value for key, value in owned.state.items()
         }
+    left_out: dict[str, int] = {}
+    if not run.checkpoint.frozen:
+        left_out = digests(engine.frozen)
+    for weight in engine.frozen if run.checkpoint.frozen else ():
+        first, last = weight.own
+        if weight.spec.counted and first < last:
+            block = weight.spec.block
+            parts.append((weight.spec.name, [block.shape, block.start, block.stop, weight.own]))
+            name = checkpoint.part_name(weight.spec.name, checkpoint.MAIN)
+            tensors[name] = weight.main[first:last]
     routers = {name: router.bias_E for name, router in engine.named_routers()}
     tensors |= {checkpoint.bias_name(name): bias_E for name, bias_E in routers.items()}
     fp8 = engine.state(Fp8Layers)
@@ -112,6 +124,7 @@ def current_state(
         parts=parts,
         routers=list(routers),
         scales=list(scales),
+        left_out=left_out,
         dp_rank=groups.dp_rank,
         manifest=manifest,
         keep=run.checkpoint,
@@ -232,6 +245,7 @@ class WrittenFile:
     parts: list[tuple[str, Any]]
     routers: list[str]
     scales: list[str]
+    left_out: dict[str, int]
 
 
 def _write_rank(temporary: Path, state: RankState) -> WrittenFile:
@@ -244,6 +258,7 @@ def _write_rank(temporary: Path, state: RankState) -> WrittenFile:
         state.parts,
         state.routers,
         scales=state.scales,
+        left_out=state.left_out,
     )
 
 
@@ -270,6 +285,7 @@ def _finish(
 def _contents(written: list[WrittenFile]) -> dict[str, Any]:
     """Return manifest entries: files by name, parts by parameter, ranks of routers and scales."""
     parts: dict[str, Any] = {}
+    left_out = together(each.left_out for each in written)
     routers: dict[str, int] = {}
     scales: dict[str, int] = {}
     for rank, each in enumerate(written):
@@ -285,6 +301,7 @@ def _contents(written: list[WrittenFile]) -> dict[str, Any]:
         "parts": parts,
         "routers": routers,
         **({checkpoint.SCALES: scales} if scales else {}),
+        **({checkpoint.LEFT_OUT: left_out} if left_out else {}),
     }
 
 

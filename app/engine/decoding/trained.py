@@ -17,7 +17,7 @@ from app.data.tokenizer import BYTES
 from app.engine.build import build_chunks
 from app.engine.checkpoint.load import IMPORTED, load_weights
 from app.engine.dispatchers import build_dispatcher
-from app.engine.files.checkpoints import read_manifest
+from app.engine.files.checkpoints import read_whole_manifest
 from app.engine.files.run_folder import plain
 from app.engine.ranks.agreement import all_succeed
 from app.engine.ranks.groups import Groups, create_groups, process_world
@@ -78,7 +78,7 @@ class Saved:
         """Open a checkpoint, or the newest of a run. Raises ConfigError."""
         found = checkpoint_at(path, KEY)
         with _about_checkpoint():
-            return cls(found, read_manifest(found))
+            return cls(found, read_whole_manifest(found))
 
     @property
     def config(self) -> dict[str, Any]:
@@ -170,7 +170,8 @@ def _about_checkpoint() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(KEY, error.value, error.rule, error.nearest) from error
+        advice = error.advice
+        raise ConfigError(KEY, error.value, error.rule, error.nearest, advice=advice) from error
 
 
 @dataclass(frozen=True, slots=True)

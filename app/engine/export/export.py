@@ -23,6 +23,7 @@ from app.engine.export.texts import ExportTexts
 from app.engine.files.checkpoints import (
     check_contents,
     read_manifest,
+    read_whole_manifest,
 )
 from app.engine.files.run_folder import from_plain
 from app.engine.ranks.agreement import all_succeed, rank_zero_says
@@ -113,7 +114,7 @@ def export_checkpoint(
     out. Raises ConfigError.
     """
     with _about(key):
-        manifest = read_manifest(path)
+        manifest = read_whole_manifest(path)
     exported = Exported(path, manifest, key, folder)
     export = exported.export()
     with complete_or_gone(folder, export.temporary):
@@ -143,7 +144,8 @@ def _about(key: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(key, error.value, error.rule, error.nearest) from error
+        advice = error.advice
+        raise ConfigError(key, error.value, error.rule, error.nearest, advice=advice) from error
 
 
 def export_together(path: Path, folder: Path, groups: Groups, activity: ThreadActivity) -> None:

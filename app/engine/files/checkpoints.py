@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config.renamed import with_new_names
-from app.errors import ConfigError
+from app.errors import ConfigError, typed
 
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
@@ -155,6 +155,20 @@ def read_manifest(path: Path) -> dict[str, Any]:
             raise _broken(path, f"{name} is missing")
         if (size := (path / name).stat().st_size) != expected["bytes"]:
             raise _broken(path, f"{name} has {size} bytes instead of {expected['bytes']}")
+    return manifest
+
+
+def read_whole_manifest(path: Path) -> dict[str, Any]:
+    """Read the manifest of a checkpoint with all weights. Raises ConfigError, also for one of a
+    run with checkpoint.frozen=false.
+    """
+    manifest = read_manifest(path)
+    if missing := manifest.get("left_out"):
+        frozen = manifest["config"]["train"]["frozen"]
+        rule = f"lacks {len(missing)} frozen weights (checkpoint.frozen=false, train.frozen="
+        rule += f"{typed(frozen)})"
+        advice = "resume its run for a step with checkpoint.frozen=true, which saves them"
+        raise ConfigError("resume", path, rule, advice=advice)
     return manifest
 
 

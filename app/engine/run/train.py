@@ -26,6 +26,7 @@ from app.engine.start.start import (
     load_all_data,
     look_once,
     open_pretrained,
+    reads_initial_weights,
 )
 from app.engine.step.engine import Engine
 from app.engine.watchdog.heartbeats import Heartbeats
@@ -102,7 +103,7 @@ def start_up(
     start = rank_zero_says(groups, lambda: claim_start(run, earlier(run), lock, sources=sources))
     times.end("choice of a checkpoint")
     pretrained = None
-    if run.model.init_from is not None and start.checkpoint is None:
+    if run.model.init_from is not None and reads_initial_weights(start):
         watchdog.rest("reading the pretrained model")
         pretrained = open_pretrained(run, groups, local_rank)
         times.end("pretrained model")

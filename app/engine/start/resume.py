@@ -37,6 +37,8 @@ FIXED = frozenset((
     "data.document_mask", "data.max_documents",
     # Packing of tokens into sequences, and their order.
     "train.seq_len", "train.seed",
+    # Parameters without optimizer state.
+    "train.frozen",
 ))  # fmt: skip
 FREE = frozenset((
     # No effect on training.

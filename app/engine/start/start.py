@@ -20,7 +20,7 @@ from app.data.load import load_data, prepare
 from app.data.prepared import left_out
 from app.data.sources import Record, Sources, difference, differing_option, find_sources, identity
 from app.data.tokenizer import BYTES, Tokenizer, load_tokenizer, vocabulary
-from app.engine.checkpoint.load import IMPORTED
+from app.engine.checkpoint.load import IMPORTED, LEFT_OUT
 from app.engine.files.checkpoints import newest_checkpoint, read_manifest
 from app.engine.files.run_folder import RUNS, FolderLock, check_place, choose_folder, has_ended
 from app.engine.ranks.agreement import all_succeed, rank_zero_says
@@ -69,6 +69,13 @@ class Start:
     manifest: dict[str, Any] | None = None  # of the checkpoint
     changes: tuple[str, ...] = ()  # settings and data that differ from the checkpoint's, as text
     passed_over: str | None = None  # newer checkpoint that does not fit, with the reason
+
+
+def reads_initial_weights(start: Start) -> bool:
+    """True if a run needs weights of its initial model: a new one, and one whose checkpoint lacks
+    the frozen ones.
+    """
+    return start.manifest is None or LEFT_OUT in start.manifest
 
 
 def find_start(
@@ -288,7 +295,7 @@ def preflight(run: Run, earlier: Path | None) -> None:
     sources = look_once(run)
     with FolderLock() as lock:
         start = claim_start(run, earlier, lock, sources=sources)
-    if run.model.init_from is not None and start.checkpoint is None:
+    if run.model.init_from is not None and reads_initial_weights(start):
         find_pretrained(run)
     check_data(run, sources, start.manifest)
 

@@ -19,7 +19,8 @@ from app.engine.capture.recorder import Recorder
 from app.engine.capture.transformer_engine import GraphsByTransformerEngine, graphed_callables
 from app.engine.ranks.dtypes import DTYPES
 from app.engine.ranks.groups import Groups
-from app.engine.step.executor import Executor, ForwardBackward, RankStages, Transport
+from app.engine.step.executor import Executor, ForwardBackward, InFlight, RankStages, Transport
+from app.engine.step.frozen import PartlyTrained
 from app.engine.watchdog.watchdog import Watchdog
 from app.model.block import StepState
 from app.model.chunk import Chunk
@@ -27,10 +28,12 @@ from app.moe.dispatch.paged_buffer import PagingDispatcher
 from app.moe.dispatch.static import StaticDispatcher
 from app.moe.phases import MoEBody, Router
 from app.optim.distributed import DistributedOptimizer
+from app.optim.frozen import FrozenWeight
 from app.optim.scale import LossScale
 from app.plan.actions import Action
 from app.plan.recompute import RecomputePolicy, recompute_policy
 from app.plan.select import captured_phases
+from app.plan.sharding.frozen import needs_input_grads
 from app.planner.plan import Plan
 
 State = TypeVar("State", bound=StepState)
@@ -52,6 +55,7 @@ class Engine:
     recorder: Recorder | None  # of CUDA graphs; None without capture
     paging: PagingDispatcher[object, object] | None  # None without a paged buffer
     states: tuple[StepState, ...]  # per-step state of the features that the run uses
+    frozen: tuple[FrozenWeight, ...] = ()  # parameters that are not trained
 
     def routers(self) -> Iterator[tuple[tuple[int, int], Router]]:
         """Yield ((chunk, n-th MoE layer of the chunk), router) for every MoE layer of this rank."""
@@ -157,5 +161,20 @@ def select_forward_backward(
         graphs=graphs,
     )
     return Executor(
-        lists[rank], stages, engine.optimizer, transport=engine.transport, watchdog=engine.watchdog
+        lists[rank],
+        stages,
+        engine.optimizer,
+        transport=engine.transport,
+        watchdog=engine.watchdog,
+        in_flight=_in_flight(engine.plan, rank),
     )
+
+
+def _in_flight(plan: Plan, rank: int) -> Callable[..., InFlight]:
+    """Choose the passes through a rank's chunks: whether backward ends where nothing is trained."""
+    if not plan.run.train.frozen:
+        return InFlight
+    needed = needs_input_grads(plan.run, plan.stages.in_order)
+    stage = plan.stages.pipeline.stage
+    ends = [chunk for chunk in range(plan.stages.vpp) if not needed[stage(rank, chunk)]]
+    return partial(PartlyTrained, ends=frozenset(ends)) if ends else InFlight

@@ -284,7 +284,9 @@ class Executor:
         params: Parameters,
         transport: Transport,
         watchdog: Watchdog,
+        in_flight: Callable[..., InFlight] = InFlight,
     ) -> None:
+        self.in_flight = in_flight
         self.actions = actions
         self.stages = stages
         self.params = params
@@ -297,7 +299,7 @@ class Executor:
 
     def __call__(self, step: StepInput) -> StepTotals:
         """Run the actions over the microbatches of `step`."""
-        in_flight = InFlight(self.stages, step, self.training, splits=self.splits)
+        in_flight = self.in_flight(self.stages, step, self.training, splits=self.splits)
         with torch.set_grad_enabled(self.training):
             for place, action in enumerate(self.actions):
                 self.watchdog.note(self.names[place])

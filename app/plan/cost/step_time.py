@@ -14,9 +14,9 @@ from app.plan.cost.rates import GIGA, MICRO, TERA, Kernels, Links
 from app.plan.groups import DP_CP, EDP, PP, Group, Way
 from app.plan.layout import ParallelLayout
 from app.plan.memory.rank_memory import fp8_shapes
-from app.plan.model.stage import stages_matrices
 from app.plan.parts.trace import BYTES
 from app.plan.pipeline.timeline import Times
+from app.plan.sharding.frozen import trained_matrices
 from app.plan.sharding.optimizers import PLANNED
 from app.plan.sharding.parameters import ChunkBuffers
 from app.plan.shards import BufferLayout
@@ -190,7 +190,7 @@ def _update(run: Run, profile: HardwareProfile, chunks: Sequence[ChunkBuffers]) 
 
 def _matrices(run: Run, links: Links, chunks: Sequence[Stage]) -> float:
     """Return seconds of updating whole matrices beside passes over the shard."""
-    work = PLANNED[run.optim.name].work(run, links.layout, stages_matrices(run.model, chunks))
+    work = PLANNED[run.optim.name].work(run, links.layout, trained_matrices(run, chunks))
     sent = sum(links.seconds(group, Way.all_to_all, size) for group, size in work.sent.items())
     return work.flops / (links.profile.gemm_tflops * TERA) + sent
 

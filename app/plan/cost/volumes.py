@@ -16,11 +16,12 @@ from app.config import Run
 from app.plan.dependencies import Pipeline
 from app.plan.groups import CP, DP_CP, EDP, EMBEDDING, ETP_EP, PP, TP, Group, Way
 from app.plan.layout import ParallelLayout
-from app.plan.model.stage import stage_weights, stages_matrices
+from app.plan.model.stage import stage_weights
 from app.plan.model.vocabulary import table
 from app.plan.parts.dispatcher import run_dispatcher
 from app.plan.parts.stage import fold_stages, sizes_of
 from app.plan.parts.trace import BYTES, Operation
+from app.plan.sharding.frozen import frozen_in, trained_matrices
 from app.plan.sharding.optimizers import PLANNED
 from app.plan.sharding.parameters import ChunkBuffers, chunk_buffers, chunk_parameters
 from app.plan.shards import BufferLayout
@@ -105,7 +106,7 @@ def _matrices(step: _Step) -> Iterator[Volume]:
     work = PLANNED[step.run.optim.name].work
     sent = Counter[Group]()
     for chunks in step.stages.stages:
-        of_rank = work(step.run, step.layout, stages_matrices(step.run.model, chunks)).sent
+        of_rank = work(step.run, step.layout, trained_matrices(step.run, chunks)).sent
         sent |= Counter(of_rank)
     for group, size in sent.items():
         yield Volume(group, "all-to-all of matrices and their updates", Way.all_to_all, bytes=size)
@@ -135,7 +136,10 @@ class _Step:
         tp = self.layout.tp
         if tp == 1:
             return 0
-        weights = (each.weight for each in stage_weights(self.run.model, stage))
+        frozen = frozen_in(self.run)
+        weights = (
+            each.weight for each in stage_weights(self.run.model, stage) if each.name not in frozen
+        )
         elements = sum(weight.numel for weight in weights if weight.replicated)
         whole = elements * BYTES[self.run.precision.grads]
         return self._traced(stage, TP, Way.ring) + 2 * whole * (tp - 1) // tp
@@ -152,7 +156,8 @@ class _Step:
         """Return bytes of a shard of tied embeddings' gradient; 0 if one rank holds both ends."""
         model = self.run.model
         first = self.stages.stages[0]
-        if not model.tie_embeddings or any(stage.head for stage in first):
+        tied = model.tie_embeddings and "embedding" not in frozen_in(self.run)
+        if not tied or any(stage.head for stage in first):
             return 0
         shards = self.layout.tp * self.layout.dp * self.layout.cp
         return table(model).numel // shards * BYTES[self.run.precision.grads]
@@ -176,8 +181,11 @@ class _Step:
 
 
 def _buffers(run: Run, layout: ParallelLayout, stages: StagePlan) -> dict[Stage, ChunkBuffers]:
+    frozen = frozen_in(run)
     return {
-        stage: chunk_buffers(chunk_parameters(run.model, stage, layout), layout, run.optim)
+        stage: chunk_buffers(
+            chunk_parameters(run.model, stage, layout, frozen=frozen), layout, run.optim
+        )
         for chunks in stages.stages
         for stage in chunks
     }

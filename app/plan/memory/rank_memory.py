@@ -33,7 +33,6 @@ from app.plan.memory.overheads import (
 )
 from app.plan.model.experts import ExpertWeights
 from app.plan.model.fp8 import fp8_weights
-from app.plan.model.stage import stages_matrices
 from app.plan.parts.dispatch_record import Tokens
 from app.plan.parts.dispatcher import run_dispatcher, tokens_per_rank, with_rows
 from app.plan.parts.paged_buffer import planned_paged_buffer, with_paged_buffer
@@ -42,6 +41,7 @@ from app.plan.parts.static import HEADROOM, PlannedStatic
 from app.plan.parts.trace import BYTES
 from app.plan.recompute import recompute_policy, with_full_recompute
 from app.plan.sharding.blocks import ShardCoords
+from app.plan.sharding.frozen import frozen_numel, trained_matrices
 from app.plan.sharding.optimizers import PLANNED, less_state
 from app.plan.sharding.parameters import ChunkBuffers
 from app.plan.stages import Stage, StagePlan
@@ -186,12 +186,19 @@ class _Rank:
         layout, (dense, expert, owned) = self.layout, self._numels()
         experts = f", {amount(expert)} of them experts" if expert else ""
         count = amount(dense + expert) + experts
-        yield MemoryPart("parameters", params * (dense + expert), f"{params} bytes × {count}")
-        yield MemoryPart("gradients", grads * (dense + expert), f"{grads} bytes × as many")
+        frozen = frozen_numel(self.run, layout, self.stages)
+        more = f", and {amount(frozen)} frozen ones" if frozen else ""
+        size = params * (dense + expert + frozen)
+        yield MemoryPart("parameters", size, f"{params} bytes × {count}{more}")
+        yield MemoryPart(
+            "gradients",
+            grads * (dense + expert),
+            f"{grads} bytes × {count if frozen else 'as many'}",
+        )
         how = f"{params + grads + shard} → {params + grads}+{shard}/d, d = {layout.dp * layout.cp}"
         how += f", experts {layout.edp}" if expert else ""
         own = self._optimizer(shard)
-        if own < shard * owned:
+        if 0 < own < shard * owned:
             how += f"; {own / owned:.2f} with optim.name={self.run.optim.name.value}"
         yield MemoryPart("optimizer", own, how)
         recipe = self.run.precision.fp8.recipe
@@ -202,7 +209,7 @@ class _Rank:
 
     def _update(self, step: Sequence[MemoryPart]) -> Iterator[MemoryPart]:
         """Yield what the update needs beyond forward and backward: gradients in fp32, matrices."""
-        weights = stages_matrices(self.run.model, self.stages)
+        weights = trained_matrices(self.run, self.stages)
         working = PLANNED[self.run.optim.name].work(self.run, self.layout, weights).working
         what = "matrices while they are updated"
         widened = 4 * self._numels()[2]

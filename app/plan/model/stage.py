@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from app.config import LayerSpec, ModelConfig
@@ -46,12 +46,6 @@ def stage_weights(model: ModelConfig, stage: Stage) -> Iterator[NamedWeight]:
         yield NamedWeight("head", table(model))
     elif stage.head and not stage.embedding:
         yield embedding  # a copy, which is this stage's head
-
-
-def stages_matrices(model: ModelConfig, stages: Sequence[Stage]) -> list[Weight]:
-    """Return the weights of linear layers and experts of these stages, in order of use."""
-    weights = (named.weight for stage in stages for named in stage_weights(model, stage))
-    return [weight for weight in weights if weight.linear]
 
 
 def model_weights(model: ModelConfig) -> Iterator[NamedWeight]:

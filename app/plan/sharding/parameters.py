@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -29,6 +29,7 @@ class Parameter:
     shape: tuple[int, ...]
     expert: bool  # belongs to routed experts
     tied: bool = False  # another stage holds a copy
+    frozen: bool = False  # not trained: in no buffer
     # its record; None in a list made by hand, whose parameters AdamW updates
     weight: Weight | None = field(default=None, compare=False)
 
@@ -51,9 +52,15 @@ class ChunkBuffers:
 
 
 def chunk_parameters(
-    model: ModelConfig, stage: Stage, layout: ParallelLayout
+    model: ModelConfig,
+    stage: Stage,
+    layout: ParallelLayout,
+    frozen: Collection[str] = (),
 ) -> tuple[Parameter, ...]:
-    """Return the parameters of a stage on each of its ranks, in order of use (`stage_weights`)."""
+    """Return the parameters of a stage on each of its ranks, in order of use (`stage_weights`).
+
+    `frozen`: names of those that are not trained (`app.plan.sharding.frozen.frozen_in`).
+    """
     coords = ShardCoords.of(layout, 0)  # shapes are equal on every rank
     return tuple(
         Parameter(
@@ -61,6 +68,7 @@ def chunk_parameters(
             coords.shape(each.weight),
             each.weight.expert,
             tied=each.tied,
+            frozen=each.name in frozen,
             weight=each.weight,
         )
         for each in stage_weights(model, stage)
@@ -70,12 +78,13 @@ def chunk_parameters(
 def chunk_buffers(
     parameters: Sequence[Parameter], layout: ParallelLayout, optim: OptimConfig
 ) -> ChunkBuffers:
-    """Return the layout of a chunk's parameters, as the optimizer shards them.
+    """Return the layout of a chunk's trained parameters, as the optimizer shards them.
 
     A tied parameter has a bucket of its own, so that its shards are the same on both stages.
     """
-    dense = [parameter for parameter in parameters if not parameter.expert]
-    expert = [parameter for parameter in parameters if parameter.expert]
+    trained = [parameter for parameter in parameters if not parameter.frozen]
+    dense = [parameter for parameter in trained if not parameter.expert]
+    expert = [parameter for parameter in trained if parameter.expert]
     return ChunkBuffers(
         _aligned(dense, layout.dp * layout.cp, optim), _aligned(expert, layout.edp, optim)
     )
