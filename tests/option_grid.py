@@ -38,7 +38,7 @@ from app.rules import RULES
 
 CONF = Path(__file__).parent.parent / "conf"
 CPU = torch.device("cpu")
-VALUE_ATTEMPTS = 6  # a value that seems refused is in no run of a grid
+VALUE_ATTEMPTS = 9  # a value that seems refused is in no run of a grid
 STARTS = 4  # runs with one value of a pair that a search for the pair begins from
 ON = "on"  # of an optional section: it is there
 Value = Any

@@ -29,7 +29,7 @@ AROUND = dataclasses.replace(
     scale_embedding=True,
     qk_norm=True,
     attention_softcap=2.0,
-    logit_softcap=3.0,
+    logit_softcap=30.0,
     local_rope_theta=1e3,
     no_rope_layers=(),
 )
@@ -51,9 +51,9 @@ def engine_on(run: Run, device: str) -> Engine:
     plan = Plan(run)
     engine = build_engine(plan, create_groups(plan.layout, 0), torch.device(device))
     generator = torch.Generator().manual_seed(0)
+    norms = 0.0 if run.model.norm is NormKind.rms_plus_one else 1.0
     for piece in engine.optimizer.param_shards():
-        piece.main.copy_(
-            torch.randn(piece.main.shape, generator=generator) * 0.05 + (not piece.spec.decay)
-        )
+        start = 0.0 if piece.spec.decay else norms
+        piece.main.copy_(torch.randn(piece.main.shape, generator=generator) * 0.05 + start)
     engine.optimizer.restored(updates=0)
     return engine

@@ -203,6 +203,14 @@ def test_weights_may_be_whole_between_divided_ones():
 
 
 SOURCES = sorted((ROOT / "app").rglob("*.py"))
+# readers of train.frozen, which lists names of weights
+NAMED_BY_USERS = (
+    "app/engine/build.py",
+    "app/model/layers/frozen.py",
+    "app/plan/cost/volumes.py",
+    "app/plan/sharding/frozen.py",
+    "app/rules/frozen.py",
+)
 # words that are names of weights, and elsewhere mean a thing of their own
 OTHER_WORDS = {
     "embedding": {  # groups, layouts, phases
@@ -210,9 +218,16 @@ OTHER_WORDS = {
         "app/plan/stages.py",
         "app/cli/plan_views/tables.py",
         "app/plan/parts/stage.py",
+        *NAMED_BY_USERS,
     },
+    **{name: set(NAMED_BY_USERS) for name in ("layers.", "weight", "wqkv", "w_up", "w_down")},
     # also those that run in FP8
-    "head": {"app/cli/plan_views/tables.py", "app/plan/parts/stage.py", "app/choices.py"},
+    "head": {
+        "app/cli/plan_views/tables.py",
+        "app/plan/parts/stage.py",
+        "app/choices.py",
+        "app/rules/frozen.py",
+    },
     "shared_gate": {
         "app/config/experts.py",
         "app/hf/families.py",

@@ -37,7 +37,7 @@ from app.engine.step.executor import ForwardBackward
 from app.engine.step.step import TrainingStep, Validation
 from app.errors import ConfigError
 from app.model.layers import layers, weight_grads
-from app.moe.phases import Experts
+from app.moe.experts import Experts
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.forks import Patches

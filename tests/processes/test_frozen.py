@@ -20,8 +20,9 @@ from app.engine.step.engine import Engine
 from app.errors import ConfigError
 from app.model.chunk import Chunk
 from app.model.init import init_weights
-from app.plan.sharding.frozen import frozen_in, frozen_numel
+from app.plan.sharding.frozen import frozen_in, frozen_numel, names_of
 from app.planner.plan import Plan
+from app.rules.frozen import check_frozen
 from tests.cases import chosen
 from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed
@@ -254,3 +255,45 @@ def test_resume_in_any_layout(tmp_path: Path, whole: bool):
     reseeded = dataclasses.replace(run, train=dataclasses.replace(run.train, seed=7))
     with pytest.raises(AssertionError, match="saved without frozen weights"):
         run_distributed(resumed, run.world_size, reseeded, path)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matched"),
+    [
+        ("embedding", ["embedding"]),
+        ("layers.0-1", ["layers.0.attn.wo", "layers.1.attn.wo", "layers.1.attn.wqkv"]),
+        ("layers.1-999999999.attn.w?", ["layers.1.attn.wo", "layers.10.attn.wo"]),
+        ("layers.*.wqkv", ["layers.1.attn.wqkv"]),
+        ("!layers.[1]", ["layers.1.attn.wo", "layers.1.attn.wqkv"]),
+        ("layers.1-0", []),
+        ("layers", ["layers.0.attn.wo", *(f"layers.1.attn.{name}" for name in ("wo", "wqkv")),
+                    "layers.10.attn.wo"]),
+        ("embed", []),
+    ],
+)  # fmt: skip
+def test_patterns_of_names(pattern: str, matched: list[str]):
+    layers = ("0.attn.wo", "1.attn.wo", "1.attn.wqkv", "10.attn.wo")
+    names = ["embedding", *(f"layers.{name}" for name in layers)]
+    assert names_of(pattern, names) == matched
+
+
+@pytest.mark.parametrize(
+    ("patterns", "said"),
+    [
+        (("embeding",), "matches no parameter of .*; did you mean embedding"),
+        (("*",), "freezes every parameter"),
+        (("!head",), "is the first; write for example"),
+    ],
+)
+def test_patterns_that_are_refused(patterns: tuple[str, ...], said: str):
+    plain = run_of(alone("dense"))
+    run = dataclasses.replace(plain, train=dataclasses.replace(plain.train, frozen=patterns))
+    with pytest.raises(ConfigError, match=said):
+        check_frozen(run)
+
+
+def test_left_out_weights_need_frozen_ones():
+    plain = run_of(alone("dense"))
+    checkpoint = dataclasses.replace(plain.checkpoint, frozen=False)
+    with pytest.raises(ConfigError, match=r"train\.frozen names none"):
+        check_frozen(dataclasses.replace(plain, checkpoint=checkpoint))

@@ -7,9 +7,9 @@ optimizer's buffers. `train.frozen` lists patterns of names; every reader asks `
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import translate
 
 from app.config import ModelConfig, Run
 from app.plan.layout import ParallelLayout
@@ -28,22 +28,19 @@ def names_of(pattern: str, names: Sequence[str]) -> list[str]:
     `*`, `?` and `[…]` as in a shell, `*` across dots too; `layers.0-3` is each of these layers, and
     a name stands for everything below it.
     """
-    spelt = list(_spelt(pattern.removeprefix(KEEPS)))
-    return [
-        name
-        for name in names
-        if any(fnmatchcase(name, each) or fnmatchcase(name, f"{each}.*") for each in spelt)
-    ]
+    parts = NUMBERS.split(pattern.removeprefix(KEEPS))
+    texts, ranges = parts[::3], list(zip(map(int, parts[1::3]), map(int, parts[2::3]), strict=True))
+    spelt = r"(\d+)".join(translate(text)[len("(?s:") : -len(")\\Z")] for text in texts)
+    expression = re.compile(rf"{spelt}(?:\..*)?")
 
+    def fits(name: str) -> bool:
+        found = expression.fullmatch(name)
+        return found is not None and all(
+            low <= int(number) <= high
+            for number, (low, high) in zip(found.groups(), ranges, strict=True)
+        )
 
-def _spelt(pattern: str) -> Iterator[str]:
-    """Yield a pattern with its first range of numbers replaced by each of them."""
-    found = NUMBERS.search(pattern)
-    if found is None:
-        yield pattern
-        return
-    for number in range(int(found[1]), int(found[2]) + 1):
-        yield from _spelt(f"{pattern[: found.start()]}{number}{pattern[found.end() :]}")
+    return list(filter(fits, names))
 
 
 def frozen_names(model: ModelConfig, patterns: Sequence[str]) -> frozenset[str]:
