@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -20,7 +20,7 @@ from app.choices import BlockKind, Recompute
 from app.config import AttentionSpec, ModelConfig
 from app.model.attention.modules import attention
 from app.model.layers.layer_groups import ALONE, LayerGroups
-from app.model.layers.layers import Context, mlp
+from app.model.layers.layers import Context, RMSNorm, mlp
 from app.model.layers.norms import norm_of_hidden
 from app.plan.model.layer import DenseBodyWeights
 from app.plan.phases import PhaseName
@@ -123,19 +123,43 @@ class Body(nn.Module):
 
 
 class Layer(nn.Module):
-    """Decoder layer: an attention phase, then the phases of its dense or MoE `body`.
+    """Decoder layer: an attention phase, x + attention(norm(x)), then the phases of its dense or
+    MoE `body`.
 
     `phases` read and write the values x (B × s × D), context (Context) and those they declare.
-    Subclasses differ in their norms and residual connections (`BlockKind`).
+    Subclasses have other norms and residual connections (`BlockKind`).
     """
 
-    attn: nn.Module
-    body: Body
-    phases: tuple[Phase, ...]
+    norm_before: ClassVar[bool] = True  # on the residual
+    norm_behind: ClassVar[bool] = False  # on attention's output
+    outputs: ClassVar[tuple[str, ...]] = ("x",)  # of the attention phase
+    attn_norm: RMSNorm
+    attn_out_norm: RMSNorm
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        spec: AttentionSpec,
+        body: Body,
+        layer_groups: LayerGroups = ALONE,
+    ) -> None:
+        super().__init__()
+        if self.norm_before:
+            self.attn_norm = norm_of_hidden(model)
+        self.attn = attention(spec, layer_groups)
+        if self.norm_behind:
+            self.attn_out_norm = norm_of_hidden(model)
+        self.body = body
+        attn = Phase(PhaseName.attn, self._attend, ("x", "context"), outputs=self.outputs)
+        self.phases: tuple[Phase, ...] = (attn, *body.phases)
 
     def attend_with(self, attend: AttendHidden, x_BsD: Tensor, context: Context) -> Outputs:
         """Return what the attention phase returns, with `attend` in place of the layer's own."""
-        raise NotImplementedError
+        x_BsD, h_BsD = self.attn_norm.beside(x_BsD, context.recompute, context.sink)
+        return (x_BsD + attend(h_BsD, context),)
+
+    def _attend(self, x_BsD: Tensor, context: Context) -> Outputs:
+        return self.attend_with(self.attn, x_BsD, context)
 
     def forward(
         self, x_BsD: Tensor, context: Context, run: RunPhases = run_layer
@@ -146,152 +170,81 @@ class Layer(nn.Module):
         return value_of(out, "x", Tensor), report
 
 
-class NormBeforeLayer(Layer):
-    """x + attention(norm(x)), then the body."""
-
-    def __init__(
-        self,
-        model: ModelConfig,
-        spec: AttentionSpec,
-        body: Body,
-        layer_groups: LayerGroups = ALONE,
-    ) -> None:
-        super().__init__()
-        self.attn_norm = norm_of_hidden(model)
-        self.attn = attention(spec, layer_groups)
-        self.body = body
-        attn = Phase(PhaseName.attn, self._attend, ("x", "context"), outputs=("x",))
-        self.phases = (attn, *body.phases)
-
-    def attend_with(self, attend: AttendHidden, x_BsD: Tensor, context: Context) -> Outputs:
-        """See `Layer`."""
-        return (x_BsD + attend(self.attn_norm(x_BsD), context),)
-
-    def _attend(self, x_BsD: Tensor, context: Context) -> tuple[Tensor]:
-        x_BsD, h_BsD = self.attn_norm.beside(x_BsD, context.recompute, context.sink)
-        return (x_BsD + self.attn(h_BsD, context),)
-
-
 class NormAfterLayer(Layer):
     """x + norm(attention(x)), then the body (OLMo 2, arXiv 2501.00656)."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        spec: AttentionSpec,
-        body: Body,
-        layer_groups: LayerGroups = ALONE,
-    ) -> None:
-        super().__init__()
-        self.attn = attention(spec, layer_groups)
-        self.attn_out_norm = norm_of_hidden(model)
-        self.body = body
-        attn = Phase(PhaseName.attn, self._attend, ("x", "context"), outputs=("x",))
-        self.phases = (attn, *body.phases)
+    norm_before = False
+    norm_behind = True
 
     def attend_with(self, attend: AttendHidden, x_BsD: Tensor, context: Context) -> Outputs:
         """See `Layer`."""
         return (x_BsD + self.attn_out_norm(attend(x_BsD, context), context.sink),)
 
-    def _attend(self, x_BsD: Tensor, context: Context) -> Outputs:
-        return self.attend_with(self.attn, x_BsD, context)
-
 
 class NormAroundLayer(Layer):
     """x + norm(attention(norm(x))), then the body (Gemma 2, arXiv 2408.00118)."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        spec: AttentionSpec,
-        body: Body,
-        layer_groups: LayerGroups = ALONE,
-    ) -> None:
-        super().__init__()
-        self.attn_norm = norm_of_hidden(model)
-        self.attn = attention(spec, layer_groups)
-        self.attn_out_norm = norm_of_hidden(model)
-        self.body = body
-        attn = Phase(PhaseName.attn, self._attend, ("x", "context"), outputs=("x",))
-        self.phases = (attn, *body.phases)
+    norm_behind = True
 
     def attend_with(self, attend: AttendHidden, x_BsD: Tensor, context: Context) -> Outputs:
         """See `Layer`."""
         x_BsD, h_BsD = self.attn_norm.beside(x_BsD, context.recompute, context.sink)
         return (x_BsD + self.attn_out_norm(attend(h_BsD, context), context.sink),)
 
-    def _attend(self, x_BsD: Tensor, context: Context) -> Outputs:
-        return self.attend_with(self.attn, x_BsD, context)
-
 
 class ParallelLayer(Layer):
     """x + attention(h), then the body, which adds feed-forward(h), with h = norm(x) for both."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        spec: AttentionSpec,
-        body: Body,
-        layer_groups: LayerGroups = ALONE,
-    ) -> None:
-        super().__init__()
-        self.attn_norm = norm_of_hidden(model)
-        self.attn = attention(spec, layer_groups)
-        self.body = body
-        attn = Phase(PhaseName.attn, self._attend, ("x", "context"), outputs=("x", "h"))
-        self.phases = (attn, *body.phases)
+    outputs = ("x", "h")
 
     def attend_with(self, attend: AttendHidden, x_BsD: Tensor, context: Context) -> Outputs:
         """See `Layer`."""
         x_BsD, h_BsD = self.attn_norm.beside(x_BsD, context.recompute, context.sink)
         return x_BsD + attend(h_BsD, context), h_BsD
 
-    def _attend(self, x_BsD: Tensor, context: Context) -> Outputs:
-        return self.attend_with(self.attn, x_BsD, context)
-
 
 class DenseBody(Body):
-    """Feed-forward part of a dense layer, one phase: x + mlp(norm(x))."""
+    """Feed-forward part of a dense layer, one phase: x + mlp(norm(x)).
+
+    Subclasses have other norms, as in `Layer`.
+    """
+
+    norm_before: ClassVar[bool] = True
+    norm_behind: ClassVar[bool] = False
+    norm: RMSNorm
+    out_norm: RMSNorm
 
     def __init__(self, model: ModelConfig, layer_groups: LayerGroups = ALONE) -> None:
         super().__init__()
-        weights = DenseBodyWeights.of(model)
-        self.norm = norm_of_hidden(model)
-        self.mlp = mlp(model, weights.mlp, layer_groups)
+        if self.norm_before:
+            self.norm = norm_of_hidden(model)
+        self.mlp = mlp(model, DenseBodyWeights.of(model).mlp, layer_groups)
+        if self.norm_behind:
+            self.out_norm = norm_of_hidden(model)
         self.phases = (Phase(PhaseName.mlp, self._feed_forward, ("x", "context"), outputs=("x",)),)
 
-    def _feed_forward(self, x_BsD: Tensor, context: Context) -> tuple[Tensor]:
+    def _feed_forward(self, x_BsD: Tensor, context: Context) -> Outputs:
         x_BsD, h_BsD = self.norm.beside(x_BsD, context.recompute, context.sink)
         return (x_BsD + self.mlp(h_BsD, context.sink, context.recompute),)
 
 
-class NormAfterBody(Body):
+class NormAfterBody(DenseBody):
     """Feed-forward part of a dense layer, one phase: x + norm(mlp(x))."""
 
-    def __init__(self, model: ModelConfig, layer_groups: LayerGroups = ALONE) -> None:
-        super().__init__()
-        weights = DenseBodyWeights.of(model)
-        self.mlp = mlp(model, weights.mlp, layer_groups)
-        self.out_norm = norm_of_hidden(model)
-        self.phases = (Phase(PhaseName.mlp, self._feed_forward, ("x", "context"), outputs=("x",)),)
+    norm_before = False
+    norm_behind = True
 
-    def _feed_forward(self, x_BsD: Tensor, context: Context) -> tuple[Tensor]:
+    def _feed_forward(self, x_BsD: Tensor, context: Context) -> Outputs:
         out_BsD = self.mlp(x_BsD, context.sink, context.recompute)
         return (x_BsD + self.out_norm(out_BsD, context.sink),)
 
 
-class NormAroundBody(Body):
+class NormAroundBody(DenseBody):
     """Feed-forward part of a dense layer, one phase: x + norm(mlp(norm(x)))."""
 
-    def __init__(self, model: ModelConfig, layer_groups: LayerGroups = ALONE) -> None:
-        super().__init__()
-        weights = DenseBodyWeights.of(model)
-        self.norm = norm_of_hidden(model)
-        self.mlp = mlp(model, weights.mlp, layer_groups)
-        self.out_norm = norm_of_hidden(model)
-        self.phases = (Phase(PhaseName.mlp, self._feed_forward, ("x", "context"), outputs=("x",)),)
+    norm_behind = True
 
-    def _feed_forward(self, x_BsD: Tensor, context: Context) -> tuple[Tensor]:
+    def _feed_forward(self, x_BsD: Tensor, context: Context) -> Outputs:
         x_BsD, h_BsD = self.norm.beside(x_BsD, context.recompute, context.sink)
         out_BsD = self.mlp(h_BsD, context.sink, context.recompute)
         return (x_BsD + self.out_norm(out_BsD, context.sink),)
@@ -306,7 +259,7 @@ class ParallelBody(Body):
         read = ("x", "h", "context")
         self.phases = (Phase(PhaseName.mlp, self._feed_forward, read, outputs=("x",)),)
 
-    def _feed_forward(self, x_BsD: Tensor, h_BsD: Tensor, context: Context) -> tuple[Tensor]:
+    def _feed_forward(self, x_BsD: Tensor, h_BsD: Tensor, context: Context) -> Outputs:
         return (x_BsD + self.mlp(h_BsD, context.sink, context.recompute),)
 
 
@@ -319,7 +272,7 @@ class BlockClasses:
 
 
 BLOCKS = {
-    BlockKind.norm_before: BlockClasses(NormBeforeLayer, DenseBody),
+    BlockKind.norm_before: BlockClasses(Layer, DenseBody),
     BlockKind.norm_after: BlockClasses(NormAfterLayer, NormAfterBody),
     BlockKind.norm_around: BlockClasses(NormAroundLayer, NormAroundBody),
     BlockKind.parallel: BlockClasses(ParallelLayer, ParallelBody),

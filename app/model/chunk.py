@@ -161,11 +161,11 @@ class Chunk(nn.Module):
             x_BsD,
             self.table.weight,
             labels_BS,
-            backend=self.logit_map.backend(self.table.backend),
+            backend=self.table.backend,
             group=self.layer_groups.tp,
             chunk_tokens=self.chunk_tokens,
             sink=sink,
-            into_gradient=self.logit_map.into_gradient,
+            logits=self.logit_map,
         )
 
     def logits(self, x_BsD: Tensor) -> Tensor:

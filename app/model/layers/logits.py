@@ -1,4 +1,4 @@
-"""What happens to logits between the head's GEMM and the loss: nothing, or a scale and a softcap.
+"""A scale and a softcap between the head's GEMM and the loss.
 
 Shapes: C tokens, V rows of this rank of the vocabulary.
 """
@@ -13,26 +13,8 @@ from torch import Tensor, nn
 from app.config import ModelConfig
 from app.model.layers.layer_groups import OptionalGroup
 from app.model.layers.linear import LinearBackend
-from app.model.layers.loss import ROWS, into_gradient
+from app.model.layers.loss import PLAIN, ROWS, PlainLogits, into_gradient
 from app.model.layers.weight_grads import WeightGrad, WeightGradSink
-
-
-class PlainLogits:
-    """Logits as the head's GEMM makes them."""
-
-    def of(self, logits: Tensor) -> Tensor:
-        """Return the model's logits, differentiable."""
-        return logits
-
-    def backend(self, of_head: LinearBackend) -> LinearBackend:
-        """Return the back end whose outputs the loss takes."""
-        return of_head
-
-    def into_gradient(
-        self, logits_CV: Tensor, row_C: Tensor, lse_C: Tensor, weight_C: Tensor
-    ) -> None:
-        """Replace the model's logits in place by the gradient of the head's GEMM."""
-        into_gradient(logits_CV, row_C, lse_C, weight_C)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +92,7 @@ class _MappedBackend:
 def logits_of(model: ModelConfig) -> PlainLogits:
     """Return what the model does with its logits."""
     if model.logit_scale is None and model.logit_softcap is None:
-        return PlainLogits()
+        return PLAIN
     return MappedLogits(
         1.0 if model.logit_scale is None else model.logit_scale, model.logit_softcap
     )

@@ -14,7 +14,6 @@ B · S, C tokens of a block of logits, D hidden, V rows of this rank of the voca
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,8 +28,6 @@ from app.model.layers.layer_groups import OptionalGroup, gathered, rank, scatter
 from app.model.layers.linear import LinearBackend
 from app.model.layers.weight_grads import ComputedGrad, WeightGrad, WeightGradSink
 
-# replaces outputs of the head by their gradient, given labels, log-sum-exp and weights of tokens
-IntoGradient = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 ROWS = 1024  # tokens whose logits are cast to fp32 at once by plain torch
 
 
@@ -42,17 +39,17 @@ def summed_loss(
     group: OptionalGroup = None,
     chunk_tokens: int | None = None,
     sink: WeightGradSink | None = None,
-    into_gradient: IntoGradient | None = None,
+    logits: PlainLogits | None = None,
 ) -> Tensor:
     """Return the cross-entropy of h · weightᵀ, nats, summed over labels >= 0; an fp32 scalar.
 
     All ranks of `group` return the same. `backend` computes the GEMMs. With `chunk_tokens`, only
     logits of that many tokens exist at once; otherwise all, which are saved for backward in the
     dtype of the weight. `sink` takes the weight's gradient as in `app.model.layers.linear`.
-    `into_gradient` replaces outputs of `backend` by their gradient; None is the function below.
+    `logits` maps outputs of the head to logits; None leaves them as they are.
     """
     loss: Tensor = _SummedLoss.apply(
-        h_BsD, weight_VD, labels_BS.flatten(), backend, group, chunk_tokens, sink, into_gradient
+        h_BsD, weight_VD, labels_BS.flatten(), backend, group, chunk_tokens, sink, logits or PLAIN
     )
     return loss
 
@@ -121,6 +118,27 @@ def into_gradient(logits_CV: Tensor, row_C: Tensor, lse_C: Tensor, weight_C: Ten
         logits.copy_(probs.mul_(weight[:, None]))
 
 
+class PlainLogits:
+    """Logits as the head's GEMM makes them."""
+
+    def of(self, logits: Tensor) -> Tensor:
+        """Return the model's logits, differentiable."""
+        return logits
+
+    def backend(self, of_head: LinearBackend) -> LinearBackend:
+        """Return the back end whose outputs the loss takes."""
+        return of_head
+
+    def into_gradient(
+        self, logits_CV: Tensor, row_C: Tensor, lse_C: Tensor, weight_C: Tensor
+    ) -> None:
+        """Replace the model's logits in place by the gradient of the head's GEMM."""
+        into_gradient(logits_CV, row_C, lse_C, weight_C)
+
+
+PLAIN = PlainLogits()
+
+
 class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -132,8 +150,9 @@ class _SummedLoss(torch.autograd.Function):
         group: OptionalGroup,
         chunk_tokens: int | None,
         sink: WeightGradSink | None,
-        into: IntoGradient | None,
+        logits: PlainLogits,
     ) -> Tensor:
+        backend = logits.backend(backend)
         h_TD = gathered(h_BsD, group).flatten(0, 1)
         row_T = labels_T - rank(group) * len(weight_VD)
         chunk = chunk_tokens or len(h_TD)
@@ -151,7 +170,7 @@ class _SummedLoss(torch.autograd.Function):
         ctx.group = group
         ctx.chunk = chunk
         ctx.sink = sink
-        ctx.into_gradient = into or into_gradient
+        ctx.logits = logits
         return torch.where(counts_T, lse_T - label_T, 0.0).sum()
 
     @staticmethod
@@ -162,12 +181,12 @@ class _SummedLoss(torch.autograd.Function):
         h_TD = gathered(h_BsD, ctx.group).flatten(0, 1)
         weight_T = counts_T * grad
         if kept:
-            ctx.into_gradient(kept[0], row_T, lse_T, weight_T)
+            ctx.logits.into_gradient(kept[0], row_T, lse_T, weight_T)
             grad_TD, weight_gradient = ctx.backend.gradients(kept[0], h_TD, weight_VD)
         else:
             grad_TD, weight_gradient = _chunked(
                 ctx.backend,
-                ctx.into_gradient,
+                ctx.logits,
                 ctx.chunk,
                 h_TD,
                 weight_VD=weight_VD,
@@ -184,7 +203,7 @@ class _SummedLoss(torch.autograd.Function):
 
 def _chunked(
     backend: LinearBackend,
-    into_gradient: IntoGradient,
+    logits: PlainLogits,
     chunk: int,
     h_TD: Tensor,
     weight_VD: Tensor,
@@ -200,7 +219,7 @@ def _chunked(
     parts = (part.split(chunk) for part in (grad_TD, h_TD, row_T, lse_T, weight_T))
     for grad_CD, h_CD, row_C, lse_C, weight_C in zip(*parts, strict=True):
         logits_CV = backend.output(h_CD, weight_VD)
-        into_gradient(logits_CV, row_C, lse_C, weight_C)
+        logits.into_gradient(logits_CV, row_C, lse_C, weight_C)
         _, weight_grad = backend.gradients(logits_CV, h_CD, weight_VD, out=grad_CD)
         sum_VD += weight_grad()
     return grad_TD, ComputedGrad(sum_VD)
