@@ -198,7 +198,7 @@ def _attention(run: Run, groups: Groups, device: torch.device) -> Attend:
     """Choose the attention backend. Raises ConfigError, the same on every rank, if missing."""
     dtype = DTYPES[run.precision.params]
     if run.model.attention_softcap is not None:
-        return SoftcapAttention(run.model.attention_softcap)
+        return _attention_alone(run)
     if run.train.attention_backend is AttentionBackendKind.torch:
         return all_succeed(groups, lambda: torch_attention(run, dtype, device))
     return all_succeed(groups, lambda: library_attention(run, dtype, device))
