@@ -135,6 +135,21 @@ BUGS = {
         "(keys_K >= places_S1 - window)",
         "tensors/test_model.py",
     ),
+    "the sign of a sink's gradient": Bug(
+        "model/attention/sinks.py", ".sum(0).neg_()", ".sum(0)", "tensors/test_sinks.py"
+    ),
+    "a gate clamped on both sides": Bug(
+        "kernels/clamped_swiglu.py",
+        ".clamp(max=limit)",
+        ".clamp(-limit, limit)",
+        "tensors/test_hf_parity.py",
+    ),
+    "a range of frozen layers without its last": Bug(
+        "plan/sharding/frozen.py",
+        "low <= int(number) <= high",
+        "low <= int(number) < high",
+        "processes/test_frozen.py",
+    ),
     "Muon's updates scaled by the shorter side": Bug(
         "optim/muon.py",
         "sqrt(max(rows, columns))",
