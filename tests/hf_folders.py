@@ -20,7 +20,8 @@ from app.hf.chunks import fill_chunks
 from app.hf.pretrained import Pretrained
 from app.model.chunk import Chunk
 from app.plan.sharding.blocks import ShardCoords
-from tests.tensors.hf_parity import CASES, spread_weights
+from tests.tensors.hf_parity import CASES
+from tests.tensors.hf_weights import spread_weights
 from tests.tensors.models import make_chunk
 
 transformers = pytest.importorskip("transformers")

@@ -9,7 +9,7 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tests.hf_folders import transformers
-from tests.tensors.hf_parity import spread_weights
+from tests.tensors.hf_weights import spread_weights
 
 CONTEXT = 64
 MARKER = "<|endoftext|>"

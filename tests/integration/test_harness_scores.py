@@ -20,7 +20,7 @@ from app.planner.plan import Plan
 from tests.distributed import run_distributed
 from tests.hf_folders import transformers
 from tests.integration.model_ends import SIZE, tokenizer_of_words
-from tests.tensors.hf_parity import spread_weights
+from tests.tensors.hf_weights import spread_weights
 
 CONTEXT = 16
 QUESTIONS = [

@@ -24,7 +24,8 @@ from tests.parity import few_steps
 from tests.processes.captured import WHOLE, local, same, several
 from tests.processes.init_from import engine_from, run_from
 from tests.runs import batches_of, make_run, train_steps, whole_parameters
-from tests.tensors.hf_parity import CASES, converted
+from tests.tensors.hf_parity import CASES
+from tests.tensors.hf_weights import converted
 
 BLOCKS = ["olmo2", "olmo3-yarn", "gemma2", "gemma3_text", "exaone4", "cohere2"]  # unlike Llama's
 TABLES = ["seed_oss", "qwen2_moe", "glm4_moe_lite", "kimi_k2"]

@@ -14,7 +14,8 @@ from app.engine.decoding.scoring import perplexity, windows
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.runs import engine_of, make_run
-from tests.tensors.hf_parity import CASES, converted, copy_weights, spread_weights
+from tests.tensors.hf_parity import CASES
+from tests.tensors.hf_weights import converted, copy_weights, spread_weights
 from tests.tensors.models import draw_tokens
 
 NEW = 8

@@ -1,18 +1,13 @@
-"""Shared by test_hf_parity.py and other tests."""
+"""Small models of Hugging Face families: their class and configuration, and ours."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 from app.choices import ActivationKind, BlockKind, LayerType, NormKind, Score
 from app.config import Llama3RopeConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
-from app.model.chunk import Chunk
-from app.model.layers.linear import named_parameters
 
 transformers = pytest.importorskip("transformers")
 
@@ -656,159 +651,3 @@ CASES = {
         3, q_rank=24, groups=False, top_k=1, normalised=False
     ),
 }
-
-
-def spread_weights(model: nn.Module) -> None:
-    """Random weights that make every one of them count: matrices keep the scale of what they
-    multiply, norms are not 1.
-    """
-    random = torch.Generator().manual_seed(3)
-    for param in model.parameters():
-        noise = torch.randn(param.shape, generator=random)
-        param.data.copy_(
-            noise / math.sqrt(param.shape[-1]) * 1.5 if param.dim() > 1 else 1 + 0.3 * noise
-        )
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.copy_(torch.randn(buffer.shape, generator=random) * 0.2)
-
-
-def fused_qkv(hf: dict[str, Tensor], prefix: str, kv_heads: int, kind: str = "weight") -> Tensor:
-    """Per key/value head: its queries, its key, its value."""
-    q, k, v = (hf[f"{prefix}.{name}_proj.{kind}"].unflatten(0, (kv_heads, -1)) for name in "qkv")
-    return torch.cat((q, k, v), dim=1).flatten(0, 1)
-
-
-def halves(hf: dict[str, Tensor], prefix: str, width: int) -> dict[str, Tensor]:
-    """Queries and keys of heads whose neighbouring values rotate, as heads whose halves do."""
-    names = (f"{prefix}.{name}_proj.weight" for name in "qk")
-    return {name: torch.cat([hf[name].unflatten(0, (-1, width))[:, first::2] for first in (0, 1)],
-                            dim=1).flatten(0, 1) for name in names}  # fmt: skip
-
-
-def latents(hf: dict[str, Tensor], ours: str, theirs: str) -> dict[str, Tensor]:
-    """Return the modules that make queries, keys and values with multi-head latent attention."""
-    names = {
-        "q_a": "q_a_proj",
-        "q_a_norm.weight": "q_a_layernorm",
-        "q_b": "q_b_proj" if f"{theirs}.q_b_proj.weight" in hf else "q_proj",
-        "kv_a": "kv_a_proj_with_mqa",
-        "kv_a_norm.weight": "kv_a_layernorm",
-        "kv_b": "kv_b_proj",
-    }
-    found = {own: f"{theirs}.{name}.weight" for own, name in names.items()}
-    return {f"{ours}.{own}": hf[name] for own, name in found.items() if name in hf}
-
-
-def dense_mlp(hf: dict[str, Tensor], ours: str, theirs: str) -> dict[str, Tensor]:
-    """The weights of a dense feed-forward part or of a shared expert; none where there is none."""
-    if f"{theirs}.gate_proj.weight" not in hf:
-        return {}
-    gate, up, down = (hf[f"{theirs}.{name}_proj.weight"] for name in ("gate", "up", "down"))
-    return {f"{ours}.w_up": torch.cat((gate, up)), f"{ours}.w_down": down}
-
-
-def gpt_oss_experts(hf: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The weights of `body`, where gate and up alternate in the last dimension."""
-    experts = f"{prefix}.experts"
-
-    def halves(x: Tensor) -> Tensor:
-        return torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
-
-    return {
-        "router.weight": hf[f"{prefix}.router.weight"],
-        "router.bias": hf[f"{prefix}.router.bias"],
-        "experts.w_up": halves(hf[f"{experts}.gate_up_proj"]),
-        "experts.b_up": halves(hf[f"{experts}.gate_up_proj_bias"]),
-        "experts.w_down": hf[f"{experts}.down_proj"],
-        "experts.b_down": hf[f"{experts}.down_proj_bias"],
-    }
-
-
-def feed_forward(hf: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The weights of `body` besides its norm."""
-    plain = {
-        "router.weight": "gate.weight",
-        "router.bias_E": "gate.e_score_correction_bias",
-        "shared_gate": "shared_expert_gate.weight",
-        "experts.w_up": "experts.gate_up_proj",
-        "experts.w_down": "experts.down_proj",
-    }
-    weights = {
-        ours: hf[f"{prefix}.{theirs}"]
-        for ours, theirs in plain.items()
-        if f"{prefix}.{theirs}" in hf
-    }
-    if f"{prefix}.router.weight" in hf:
-        return gpt_oss_experts(hf, prefix)
-    weights = {
-        name: value.transpose(1, 2) if name.startswith("experts") else value
-        for name, value in weights.items()
-    }
-    for ours, theirs in (
-        ("mlp", prefix),
-        ("shared", f"{prefix}.shared_expert"),
-        ("shared", f"{prefix}.shared_experts"),
-    ):
-        weights |= dense_mlp(hf, ours, theirs)
-    return weights
-
-
-# of a layer, by the model's block
-NORMS = {
-    BlockKind.norm_before: {"attn_norm": "input", "body.norm": "post_attention"},
-    BlockKind.norm_around: {
-        "attn_norm": "input",
-        "attn_out_norm": "post_attention",
-        "body.norm": "pre_feedforward",
-        "body.out_norm": "post_feedforward",
-    },
-    BlockKind.parallel: {"attn_norm": "input"},
-    BlockKind.norm_after: {"attn_out_norm": "post_attention", "body.out_norm": "post_feedforward"},
-}
-
-
-def converted(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """Our parameter names -> Hugging Face weights."""
-    weights = {"embedding": hf["model.embed_tokens.weight"], "norm.weight": hf["model.norm.weight"]}
-    if not model.tie_embeddings:
-        weights["head"] = hf["lm_head.weight"]
-    for index in range(model.num_layers):
-        ours, theirs = f"layers.{index}", f"model.layers.{index}"
-        for own, name in NORMS[model.block].items():
-            weights[f"{ours}.{own}.weight"] = hf[f"{theirs}.{name}_layernorm.weight"]
-        if model.mla is None:
-            of_heads = f"{theirs}.self_attn", model.num_kv_heads
-            if model.block is BlockKind.parallel:
-                hf = hf | halves(hf, f"{theirs}.self_attn", model.head_width)
-            weights[f"{ours}.attn.wqkv"] = fused_qkv(hf, *of_heads)
-            if model.qkv_bias:
-                weights[f"{ours}.attn.bqkv"] = fused_qkv(hf, *of_heads, kind="bias")
-            if model.attn_out_bias:
-                weights[f"{ours}.attn.bo"] = hf[f"{theirs}.self_attn.o_proj.bias"]
-            if model.sinks:
-                weights[f"{ours}.attn.sinks"] = hf[f"{theirs}.self_attn.sinks"]
-        else:
-            weights |= latents(hf, f"{ours}.attn", f"{theirs}.self_attn")
-        weights[f"{ours}.attn.wo"] = hf[f"{theirs}.self_attn.o_proj.weight"]
-        for norm in ("q_norm", "k_norm") if model.qk_norm else ():
-            weights[f"{ours}.attn.{norm}.weight"] = hf[f"{theirs}.self_attn.{norm}.weight"]
-        weights |= {
-            f"{ours}.body.{name}": value
-            for name, value in feed_forward(hf, f"{theirs}.mlp").items()
-        }
-    return weights
-
-
-@torch.no_grad()
-def copy_weights(weights: dict[str, Tensor], chunk: Chunk) -> None:
-    """Fill every parameter of the chunk, and the buffers that are given; a missing, superfluous
-    or misshapen one fails.
-    """
-    own = dict(named_parameters(chunk)) | {
-        name: buffer for name, buffer in chunk.named_buffers() if name in weights
-    }
-    assert own.keys() == weights.keys()
-    for name, param in own.items():
-        assert param.shape == weights[name].shape, name
-        param.copy_(weights[name])

@@ -16,7 +16,8 @@ from app.model.chunk import Chunk
 from app.model.layers.linear import named_parameters
 from tests.cases import chosen
 from tests.rounding import expect_alike, numbered, plain_and_exact
-from tests.tensors.hf_parity import CASES, converted, copy_weights, spread_weights
+from tests.tensors.hf_parity import CASES
+from tests.tensors.hf_weights import converted, copy_weights, spread_weights
 from tests.tensors.models import draw_tokens, forward, make_chunk
 
 

@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.hf_folders import FAMILIES, loaded, their_logits
-from tests.tensors.hf_parity import CASES, spread_weights
+from tests.tensors.hf_parity import CASES
 from tests.tensors.hf_spellings import config_of_4
+from tests.tensors.hf_weights import spread_weights
 from tests.tensors.models import draw_tokens, forward
 
 PER_EXPERT = "{prefix}.mlp.experts.{expert}.{part}_proj.weight"

@@ -16,7 +16,8 @@ from app.model.chunk import Chunk
 from app.moe.phases import Router
 from app.plan.sharding.reshard import Block
 from tests.hf_folders import FAMILIES, transformers
-from tests.tensors.hf_parity import CASES, spread_weights
+from tests.tensors.hf_parity import CASES
+from tests.tensors.hf_weights import spread_weights
 from tests.tensors.models import draw_tokens, forward, make_chunk
 
 
