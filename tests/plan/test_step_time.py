@@ -326,6 +326,20 @@ def test_attention_by_transformer_engine_in_a_fixed_order():
     assert ordered < found(True, AttentionBackendKind.torch)[Work.ordered_attention.value]
 
 
+@pytest.mark.parametrize(
+    ("model", "layers", "measured_ms"),
+    [("gemma2_9b", 4, 286), ("gpt_oss_20b", 2, 125)],
+)
+def test_steps_with_caps_and_sinks(model: str, layers: int, measured_ms: float):
+    """As one graph on an H100 (bench/LOG.md); of capped scores and logits the passes decide."""
+    run = load_overrides([
+        f"model={model}", f"model.num_layers={layers}", "hardware=h100", "parallel.dp=1",
+        "precision=bf16", "train.seq_len=2048", "train.global_batch=4", "train.micro_batch=1",
+        "cuda_graph=full_iteration",
+    ], 1)  # fmt: skip
+    assert Plan(run).step_seconds * 1e3 == pytest.approx(measured_ms, rel=0.1)
+
+
 def test_attention_to_gathered_keys_takes_flash():
     """Whose rates are the last two of a row; in any order backward is faster."""
     ranks = ParallelConfig(cp=2)

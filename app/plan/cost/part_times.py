@@ -21,6 +21,7 @@ ATTENTION = (
     Work.ordered_attention,
     Work.gathered_attention,
     Work.cudnn_ordered_attention,
+    Work.capped_attention,
 )
 # compute-bound kinds, which slow down with the clock
 ARITHMETIC = (*(work.value for work in (*MATMULS, *ATTENTION)), RECOMPUTED_MATMULS)

@@ -14,6 +14,7 @@ from app.plan.cost.traffic import share_across
 from app.plan.groups import ETP_EP, Group, Way
 from app.plan.layout import ParallelLayout
 from app.plan.nodes import NodeSpan, node_span
+from app.plan.parts.attention import MOST_QUERIES
 from app.plan.parts.dispatcher import run_dispatcher
 from app.plan.parts.fp8 import MOVED_ROWS, RECIPES
 from app.plan.parts.static import PlannedStatic
@@ -25,6 +26,10 @@ SUMS = 8  # bytes of reading and writing an element's fp32 main gradient
 # speed of cuDNN's deterministic backward over its fastest one, by head width
 CUDNN_ORDERED = ((64, 0.76), (128, 0.89), (192, 0.75))
 FLASH_ANY_ORDER = 1.66  # speed of torch's Flash backward over its deterministic one
+# bytes moved per pair of a query and a key of a block with capped scores, forward and backward, and
+# passes over logits in units of reading them once: plain, scaled, capped (bench/LOG.md)
+CAPPED_BYTES = 88, 205
+PLAIN_LOGITS, SCALED_LOGITS, CAPPED_LOGITS = (1, 2), (3, 4), (7, 23)
 FLASH = (Work.ordered_attention, Work.gathered_attention)
 
 Pair = tuple[float, ...]  # forward, backward
@@ -117,6 +122,8 @@ class Kernels:
         Speeds are interpolated linearly between measured widths, and between lengths by their
         logarithms.
         """
+        if op.work is Work.capped_attention:
+            return self._capped(op, width, length)
         ordered = 2 if op.work in FLASH else 0
         forward, backward = (
             self._attention_rate(width, length, column + ordered) for column in (2, 3)
@@ -126,6 +133,17 @@ class Kernels:
         elif op.work is Work.cudnn_ordered_attention:
             backward *= _between(CUDNN_ORDERED, width)
         return op.flops / (forward * TERA), 2 * op.flops / (backward * TERA)
+
+    def _capped(self, op: Operation, width: int, length: int) -> tuple[float, float]:
+        """Return seconds of attention with capped scores, bound by memory: in blocks on the
+        diagonal, half of the scores are masked.
+        """
+        pairs = op.flops / (4 * width) * (1 + MOST_QUERIES / length)
+        forward, backward = CAPPED_BYTES
+        return (
+            self.moved(forward * pairs, Work.other),
+            self.moved(backward * pairs, Work.other, backward=True),
+        )
 
     def _attention_rate(self, width: int, length: int, column: int) -> float:
         by_width: dict[float, list[tuple[float, float]]] = defaultdict(list)

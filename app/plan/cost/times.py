@@ -22,7 +22,7 @@ from app.plan.cost.part_times import (
     Seconds,
 )
 from app.plan.cost.power import at_clocks
-from app.plan.cost.rates import MICRO, Kernels, Links
+from app.plan.cost.rates import CAPPED_LOGITS, MICRO, PLAIN_LOGITS, SCALED_LOGITS, Kernels, Links
 from app.plan.dependencies import Pipeline
 from app.plan.layout import ParallelLayout
 from app.plan.memory.overheads import BACKWARD_KERNELS
@@ -224,10 +224,17 @@ class _Clock:
         assert op.sends is not None
         return self.links.seconds(op.sends.group, op.sends.way, size)
 
+    @property
+    def _logit_passes(self) -> tuple[int, int]:
+        """Return how often forward and backward of the loss pass over the logits."""
+        if self.run.model.logit_softcap is not None:
+            return CAPPED_LOGITS
+        return PLAIN_LOGITS if self.run.model.logit_scale is None else SCALED_LOGITS
+
     def _touched(self, op: Operation) -> float:
         """Return bytes that a forward reads and writes; sends are timed apart."""
         if op.work is Work.loss:
-            return op.reads
+            return self._logit_passes[0] * op.reads
         if op.kernels == 0 or (op.sends and op.work is not Work.rows):
             return 0.0
         return op.used * (op.reads + op.makes)
@@ -235,7 +242,7 @@ class _Clock:
     def _touched_back(self, op: Operation) -> float:
         """Return bytes that a backward reads and writes."""
         if op.work is Work.loss:
-            return 2.0 * op.reads
+            return self._logit_passes[1] * op.reads
         if op.sends and op.work is not Work.rows:
             return 0.0
         return op.used * (op.reads + op.makes + max(op.saves, op.restores))

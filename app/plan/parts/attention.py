@@ -160,7 +160,7 @@ def attend(
         mask = train.micro_batch * own * keys if s.run.data.document_mask else 0
         scratch = (mask + 3 * scores, mask + 5 * scores + 2 * kv * 4 // s.size)
         return t.op(
-            Work.ordered_attention, q + kv, q, saves, scratch=scratch, kernels=12, flops=flops
+            Work.capped_attention, q + kv, q, saves, scratch=scratch, kernels=12, flops=flops
         )
     if _stores_scores(s, spec):
         # GEMMs and an fp32 softmax, which saves all probabilities, and q, k and v per query head

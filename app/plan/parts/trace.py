@@ -36,6 +36,7 @@ class Work(Enum):
     # the same kernel, not deterministic: queries that are the last of more keys, and documents
     gathered_attention = "attention to gathered keys"
     cudnn_ordered_attention = "ordered attention of cuDNN"  # deterministic gradients
+    capped_attention = "attention with capped scores"  # by GEMMs and passes over scores
     activation = "activation"
     heads = "heads"
     norm = "norms"
