@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from app.config import Run
-from app.plan.cost.flops import flops_per_token
+from app.plan.cost.flops import run_flops_per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Cost:
     def of(cls, run: Run, seconds: float, tokens: float) -> Cost:
         """Build the cost of a run whose step takes `seconds`, for so many tokens."""
         rate = run.train.global_batch * run.train.seq_len / seconds
-        flops = flops_per_token(run.model, run.train.seq_len)
+        flops = run_flops_per_token(run)
         hours = tokens / rate / 3600
         return cls(
             seconds,

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from app.config import Run
-from app.plan.cost.flops import PLANNED_PEAK, flops_per_token, parameter_count
+from app.plan.cost.flops import PLANNED_PEAK, parameter_count, run_flops_per_token
 from app.plan.groups import GROUPS
 from app.planner.decoding import decoding_memory, padded, texts_that_fit
 from app.planner.plan import Plan
@@ -67,7 +67,7 @@ class Estimate:
         seconds = plan.step_seconds
         peak = assumed_peak(run)
         rate = run.train.global_batch * run.train.seq_len / seconds / run.world_size
-        mfu = rate * flops_per_token(run.model, run.train.seq_len) / (peak * 1e12)
+        mfu = rate * run_flops_per_token(run) / (peak * 1e12)
         return cls(
             seconds,
             rate,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from app.config import Fp8Config, PrecisionConfig
-from app.plan.cost.flops import flops_per_token, parameter_count
+from app.plan.cost.flops import parameter_count, run_flops_per_token
 from app.plan.formatting import GIB, amount, count_of
 from app.plan.parts.dispatcher import run_dispatcher, tokens_per_rank
 from app.plan.sharding.frozen import counts
@@ -43,7 +43,7 @@ def summary_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     )
     sequences = f"{count_of(train.global_batch, 'sequence')} of {train.seq_len:,}"
     yield "step", f"{tokens:,} tokens: {sequences}, {micro}"
-    flops = train.steps * tokens * flops_per_token(model, train.seq_len)
+    flops = train.steps * tokens * run_flops_per_token(run)
     seen = amount(train.steps * tokens)
     yield "run", f"{count_of(train.steps, 'step')}, {seen} tokens, {flops:.2e} FLOPs"
 

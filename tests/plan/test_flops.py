@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from app.choices import Recompute
+from app.cli.options.compose import load_overrides
 from app.config import (
     HardwareConfig,
     LossConfig,
@@ -23,6 +24,7 @@ from app.plan.cost.flops import (
     flops_per_token,
     parameter_count,
     peak_tflops,
+    run_flops_per_token,
     stage_flops,
     stage_seconds,
 )
@@ -471,3 +473,12 @@ def test_seconds_are_operations_over_the_expected_rate():
     assert seconds_of(moe, experts, select_layout(moe)).forward == pytest.approx(
         busiest.forward / 395.6e12
     )
+
+
+def test_frozen_parameters_save_gradients():
+    """Where the head alone is trained: a forward, and the head's weight gradient."""
+    run = load_overrides(["model=llama3_8b", "train.frozen=['*','!head']", "train.seq_len=8192"], 1)
+    forward = flops_per_token(run.model, 8192) / 3
+    assert run_flops_per_token(run) == pytest.approx(forward + 2 * parameter_count(run.model).head)
+    plain = dataclasses.replace(run, train=dataclasses.replace(run.train, frozen=()))
+    assert run_flops_per_token(plain) == flops_per_token(run.model, 8192)

@@ -24,7 +24,7 @@ from app.engine.report.fp8 import Fp8Meter
 from app.engine.step.engine import Engine
 from app.engine.step.records import StepReport, StepTotals
 from app.moe.clones.cloning import Cloning
-from app.plan.cost.flops import flops_per_token, peak_tflops
+from app.plan.cost.flops import peak_tflops, run_flops_per_token
 
 GIB = 2**30
 
@@ -38,7 +38,7 @@ class Meter:
         self.first_step = first_step
         run = self.run
         self.tokens_per_step = run.train.global_batch * run.train.seq_len
-        self.flops_per_step = self.tokens_per_step * flops_per_token(run.model, run.train.seq_len)
+        self.flops_per_step = self.tokens_per_step * run_flops_per_token(run)
         self.peak = run.hardware.peak_tflops or _known_peak(engine.device)
         self.fp8 = Fp8Meter(engine)
         self.counts: dict[tuple[int, int], Tensor] = {}
