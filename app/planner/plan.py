@@ -38,7 +38,7 @@ from app.plan.pipeline.lowering import lower_all
 from app.plan.pipeline.timeline import Timeline, Times, ordered_timeline
 from app.plan.schedule import build_schedule
 from app.plan.select import select_graphs, select_schedule, select_stages
-from app.plan.sharding.frozen import backward_shares, frozen_in
+from app.plan.sharding.frozen import frozen_in
 from app.plan.sharding.parameters import ChunkBuffers, Parameter, chunk_buffers, chunk_parameters
 from app.plan.stages import Stage, StagePlan
 
@@ -178,17 +178,15 @@ class Plan:
         """
         if self.profile is None:
             return ()
-        found = stage_times(
-            self.run,
-            self.stages.in_order,
-            self.layout,
-            self.profile,
-            pipeline=self.stages.pipeline,
+        return tuple(
+            stage_times(
+                self.run,
+                self.stages.in_order,
+                self.layout,
+                self.profile,
+                pipeline=self.stages.pipeline,
+            )
         )
-        if self.run.train.frozen:
-            left = zip(found, backward_shares(self.run, self.stages.in_order), strict=True)
-            found = [times.scaled(share.inputs, share.weights) for times, share in left]
-        return tuple(found)
 
     @cached_property
     def stage_seconds(self) -> tuple[StageSeconds, ...]:
@@ -197,18 +195,7 @@ class Plan:
         With a profile, exposed traffic included.
         """
         if self.profile is None:
-            found = stage_seconds(self.run, self.stages.in_order, self.layout)
-            if not self.run.train.frozen:
-                return found
-            left = zip(found, backward_shares(self.run, self.stages.in_order), strict=True)
-            return tuple(
-                StageSeconds(
-                    each.forward,
-                    share.inputs * each.backward_input,
-                    share.weights * each.backward_weight,
-                )
-                for each, share in left
-            )
+            return stage_seconds(self.run, self.stages.in_order, self.layout)
         return tuple(
             StageSeconds(
                 sum(times.forward.values()),

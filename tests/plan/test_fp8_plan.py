@@ -38,7 +38,14 @@ from app.plan.memory.activations import MicrobatchMemory, chunk_activations
 from app.plan.memory.overheads import FP8_WORKSPACE
 from app.plan.memory.rank_memory import RankMemory
 from app.plan.parts.fp8 import EXPERTS_SPEEDUP, RECIPES, fp8_copy
-from app.plan.parts.stage import LayerPart, StageEnd, part_operations, sizes_of, stage_parts
+from app.plan.parts.stage import (
+    LayerPart,
+    StageEnd,
+    StagePart,
+    part_operations,
+    sizes_of,
+    stage_parts,
+)
 from app.plan.parts.trace import Work
 from app.plan.stages import Stage
 from app.planner.plan import Plan
@@ -118,18 +125,22 @@ def microbatch(run: Run, stage: Stage = WHOLE) -> MicrobatchMemory:
     return chunk_activations(run, stage, select_layout(run)).usual
 
 
+def parts_of_stage(model: ModelConfig, stage: Stage, fp8: Fp8Config) -> list[StagePart]:
+    return stage_parts(Run(model, precision=PrecisionConfig(fp8=fp8)), stage)
+
+
 def test_layers_left_out_are_planned_as_before():
-    parts = stage_parts(MODEL, WHOLE, in_fp8(first_layers=1, last_layers=1))
+    parts = parts_of_stage(MODEL, WHOLE, in_fp8(first_layers=1, last_layers=1))
     wide = LayerPart(MODEL.layer_specs[0])
     narrow = dataclasses.replace(wide, in_fp8=True)
     assert parts == [StageEnd.embedding, wide, narrow, narrow, wide, StageEnd.head]
     moe = dataclasses.replace(MODEL, moe=MoEConfig(first_k_dense=1))
     dense, routed, *_ = moe.layer_specs
-    assert stage_parts(moe, Stage((0, 1), False, False), in_fp8()) == [
+    assert parts_of_stage(moe, Stage((0, 1), False, False), in_fp8()) == [
         LayerPart(dense, in_fp8=True),
         LayerPart(routed, in_fp8=True),
     ]
-    assert stage_parts(moe, Stage((1,), False, False), in_fp8(include=(Fp8Part.head,))) == [
+    assert parts_of_stage(moe, Stage((1,), False, False), in_fp8(include=(Fp8Part.head,))) == [
         LayerPart(routed)
     ]
 
@@ -307,7 +318,7 @@ def test_rows_of_experts_are_kept_as_they_come():
 
 
 def test_only_layers_with_experts_change_where_only_experts_do():
-    parts = stage_parts(MOE, Stage((0, 1), False, False), in_fp8(include=EXPERTS))
+    parts = parts_of_stage(MOE, Stage((0, 1), False, False), in_fp8(include=EXPERTS))
     assert parts == [LayerPart(MOE.layer_specs[0]), LayerPart(MOE.layer_specs[1], in_fp8=True)]
     s = sizes_of(moe_run(EXPERTS), select_layout(moe_run(EXPERTS)))
     ops = part_operations(s, parts[1], s.recompute.usual)

@@ -208,6 +208,7 @@ NAMED_BY_USERS = (
     "app/engine/build.py",
     "app/model/layers/frozen.py",
     "app/plan/cost/volumes.py",
+    "app/plan/memory/activations.py",
     "app/plan/sharding/frozen.py",
     "app/rules/frozen.py",
 )
@@ -226,6 +227,7 @@ OTHER_WORDS = {
         "app/cli/plan_views/tables.py",
         "app/plan/parts/stage.py",
         "app/choices.py",
+        "app/plan/sharding/frozen.py",
         "app/rules/frozen.py",
     },
     "shared_gate": {

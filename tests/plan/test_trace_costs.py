@@ -73,7 +73,7 @@ def operations(run: Run, part: StagePart) -> list[Operation]:
 def flops_by_phase(run: Run) -> dict[str, int]:
     """Return FLOPs by phase, every part counted once."""
     found: dict[str, int] = {}
-    for part in stage_parts(run.model, WHOLE):
+    for part in stage_parts(run, WHOLE):
         for op in operations(run, part):
             found[op.phase] = found.get(op.phase, 0) + op.flops
     return found
@@ -81,9 +81,9 @@ def flops_by_phase(run: Run) -> dict[str, int]:
 
 def test_a_stage_is_a_row_of_parts():
     assert not DENSE.spec.routed and MOE.spec.routed
-    assert stage_parts(MODEL, WHOLE) == [StageEnd.embedding, DENSE, MOE, StageEnd.head]
-    assert stage_parts(MODEL, Stage((1,), False, True)) == [MOE, StageEnd.head]
-    assert stage_parts(MODEL, Stage((), False, False)) == []
+    assert stage_parts(Run(MODEL), WHOLE) == [StageEnd.embedding, DENSE, MOE, StageEnd.head]
+    assert stage_parts(Run(MODEL), Stage((1,), False, True)) == [MOE, StageEnd.head]
+    assert stage_parts(Run(MODEL), Stage((), False, False)) == []
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_windows_cost_their_query_key_pairs(cp: int):
 def test_only_what_has_a_weight_has_a_gradient_of_it():
     ops = [
         op
-        for part in stage_parts(MODEL, WHOLE)
+        for part in stage_parts(Run(MODEL), WHOLE)
         for op in operations(planned(tp=2), part)
         if op.flops and not op.weight
     ]
@@ -169,7 +169,7 @@ def test_weights_of_the_traces_are_those_of_the_descriptions(parallel: dict):
     ]
     traced = [
         op.weight // 4  # fp32
-        for part in stage_parts(MODEL, WHOLE)
+        for part in stage_parts(Run(MODEL), WHOLE)
         for op in operations(run, part)
         if op.weight
     ]
@@ -243,7 +243,7 @@ def test_rows_that_a_capacity_drops_are_not_computed():
 def sent_by_phase(run: Run, group: Group) -> dict[str, tuple[int, int]]:
     """Bytes forward and backward, of every part once."""
     found: dict[str, tuple[int, int]] = {}
-    for part in stage_parts(run.model, WHOLE):
+    for part in stage_parts(run, WHOLE):
         for op in operations(run, part):
             if op.sends and op.sends.group is group and op.sends.forward:
                 forward, backward = found.get(op.phase, (0, 0))

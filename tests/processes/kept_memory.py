@@ -29,6 +29,7 @@ from app.engine.build import build_chunks
 from app.engine.dispatchers import build_dispatcher
 from app.engine.ranks.groups import create_groups
 from app.model.chunk import Chunk
+from app.model.layers.frozen import freeze
 from app.model.layers.layer_groups import own_tokens
 from app.model.layers.weight_grads import WeightGradQueue, WeightGradSink
 from app.moe.dispatch.paged_buffer import PagedBuffer
@@ -38,6 +39,7 @@ from app.plan.memory.activations import MicrobatchMemory, chunk_activations
 from app.plan.parts.paged_buffer import PlannedPagedBuffer, planned_paged_buffer
 from app.plan.recompute import recompute_policy
 from app.plan.select import select_stages
+from app.plan.sharding.frozen import frozen_in
 from app.rules import check
 from tests.tensors.activation_memory import Alive, attention_of, sums_of
 
@@ -93,10 +95,12 @@ def measured(rank: int, run: Run) -> tuple[dict[str, int], int, int, int, int]:
     (chunk,) = build_chunks(
         run, select_stages(run), groups, dispatcher=built.dispatcher, device=cpu
     )
+    freeze(chunk, {named.name: param for named, param in chunk.weights()}, frozen_in(run))
     torch.manual_seed(rank)
     for param in chunk.parameters():
         torch.nn.init.normal_(param, 0.0, 0.02)
-        param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
     places = own_tokens(LENGTH, layout.cp, layout.coords(rank)["cp"])
     tokens, labels = torch.randint(0, run.model.vocab_size, (2, SEQUENCES, LENGTH))[:, :, places]
     positions = places.expand(SEQUENCES, -1)

@@ -130,6 +130,30 @@ SENT = {
 }
 
 
+FROZEN: dict[str, tuple[ModelConfig, tuple[str, ...], dict[str, Any]]] = {
+    "first layer": (DENSE, ("embedding", "layers.0"), {}),
+    "head alone trained": (dataclasses.replace(DENSE, vocab_size=4000), ("*", "!head"), {}),
+    "linear layers, tp 2": (GROUPED, ("*.w*",), {"tp": 2}),
+    "head, whole": (DENSE, ("head", "*.wo"), {}),
+    "head, by chunks": (DENSE, ("head",), {"chunk_tokens": 64}),
+    "latent": (LATENT, ("*_a", "*.w_up"), {"tp": 2}),
+    "experts": (moe(), ("*.experts",), {"ep": 2, "dp": 2}),
+    "layer of experts": (moe(), ("embedding", "layers.0"), {"ep": 2, "dp": 2}),
+    "clones": (moe(**STATIC, echo=EchoConfig(spares=2)), ("*.experts",), {"ep": 4, "dp": 4}),
+}
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("name", FROZEN)
+def test_frozen_parameters_keep_less(name: str):
+    model, frozen, choices = FROZEN[name]
+    run = run_of(model, **choices)
+    some = dataclasses.replace(run, train=dataclasses.replace(run.train, frozen=frozen))
+    less, more = planned(some), planned(run)
+    assert less.total + less.backward < more.total + more.backward
+    compare(some)
+
+
 RECOMPUTED: dict[str, tuple[Recompute, ...]] = {
     "nothing": (),
     "activations": (Recompute.experts_act,),

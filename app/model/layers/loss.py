@@ -215,11 +215,12 @@ def _chunked(
     fp32.
     """
     grad_TD = torch.empty_like(h_TD)
-    sum_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
+    sum_VD: Tensor | None = None
     parts = (part.split(chunk) for part in (grad_TD, h_TD, row_T, lse_T, weight_T))
     for grad_CD, h_CD, row_C, lse_C, weight_C in zip(*parts, strict=True):
         logits_CV = backend.output(h_CD, weight_VD)
         logits.into_gradient(logits_CV, row_C, lse_C, weight_C)
         _, weight_grad = backend.gradients(logits_CV, h_CD, weight_VD, out=grad_CD)
-        sum_VD += weight_grad()
+        sum_VD = weight_grad().float() if sum_VD is None else sum_VD.add_(weight_grad())
+    assert sum_VD is not None, "a microbatch has tokens"
     return grad_TD, ComputedGrad(sum_VD)

@@ -20,7 +20,6 @@ from app.plan.model.weight import Weight
 from app.plan.parts.dispatcher import busiest_load
 from app.plan.parts.stage import fold_stages, sizes_of
 from app.plan.parts.trace import Operation
-from app.plan.sharding.frozen import backward_shares
 from app.plan.stages import Stage
 
 # Dense bf16 tensor-core peaks without sparsity, TFLOP/s per GPU, from the vendors' data sheets:
@@ -92,29 +91,19 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> float:
 
     Recomputation is not counted: this is the numerator of model FLOPs utilisation.
     """
-    flops = _sequence_flops(model, seq_len)
-    return float((flops.forward + flops.backward) // seq_len)
+    return _flops_per_token(model, seq_len)
 
 
 def run_flops_per_token(run: Run) -> float:
     """Return `flops_per_token` of a run, without gradients that frozen parameters save."""
-    model, length = run.model, run.train.seq_len
-    if not run.train.frozen:
-        return flops_per_token(model, length)
-    flops = _sequence_flops(model, length)
-    (share,) = backward_shares(run, [_whole(model)])
-    backward = flops.backward_input * share.inputs + flops.backward_weight * share.weights
-    return (flops.forward + backward) / length
+    return _flops_per_token(run.model, run.train.seq_len, frozen=run.train.frozen)
 
 
-def _sequence_flops(model: ModelConfig, seq_len: int) -> Flops:
-    run = Run(model, train=TrainConfig(seq_len=seq_len, micro_batch=1))
-    (flops,) = stage_flops(run, [_whole(model)], ParallelLayout(1))
-    return flops
-
-
-def _whole(model: ModelConfig) -> Stage:
-    return Stage(tuple(range(model.num_layers)), embedding=True, head=True)
+def _flops_per_token(model: ModelConfig, seq_len: int, frozen: tuple[str, ...] = ()) -> float:
+    run = Run(model, train=TrainConfig(seq_len=seq_len, micro_batch=1, frozen=frozen))
+    whole = Stage(tuple(range(model.num_layers)), embedding=True, head=True)
+    (flops,) = stage_flops(run, [whole], ParallelLayout(1))
+    return float((flops.forward + flops.backward) // seq_len)
 
 
 def peak_tflops(device_name: str) -> float | None:
@@ -166,8 +155,10 @@ def _part_flops(ops: Sequence[Operation], timed: bool = False) -> Flops:
         own, of_weight = op.fp8.speedups if timed and op.fp8 else (1.0, 1.0)
         once = op.flops if own == 1 else round(op.flops / own)
         forward += once
+        if not op.reached:
+            continue
         inputs += once if op.weight else 2 * once
-        if op.weight:
+        if op.weight and op.trained:
             weight += op.flops if of_weight == 1 else round(op.flops / of_weight)
         recompute += again if own == 1 else round(again / own)
     return Flops(forward, inputs, weight, recompute=recompute)

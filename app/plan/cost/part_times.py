@@ -53,14 +53,6 @@ class PartTimes:
             operations=sum(part.operations * times for part, times in parts),
         )
 
-    def scaled(self, inputs: float, weights: float) -> PartTimes:
-        """Return the times with these shares of the gradients of inputs and of weights."""
-        return replace(
-            self,
-            backward_input={kind: inputs * time for kind, time in self.backward_input.items()},
-            backward_weight={kind: weights * time for kind, time in self.backward_weight.items()},
-        )
-
     def by_kind(self) -> Seconds:
         """Return all passes together."""
         return _sum([(self.forward, 1), (self.backward_input, 1), (self.backward_weight, 1)])

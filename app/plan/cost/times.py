@@ -118,11 +118,12 @@ class _Clock:
                 self._forward(op, again)
                 for kind, seconds in again.items():
                     inputs[RECOMPUTED_MATMULS if kind in ARITHMETIC else RECOMPUTED] += seconds
-            self._backward(op, inputs, weights)
+            if op.reached:
+                self._backward(op, inputs, weights)
         launched = self._launched(ops)
         forward[LAUNCHES] += self._waited(ops)
         again_launched = self._launched([op for op in ops if op.rerun])
-        back = BACKWARD_KERNELS * launched + again_launched
+        back = BACKWARD_KERNELS * self._launched([op for op in ops if op.reached]) + again_launched
         return PartTimes(
             forward,
             inputs,
@@ -135,8 +136,11 @@ class _Clock:
     def _operations(self, op: Operation) -> float:
         """Return FLOPs of all passes, weighed by the energy that they take."""
         again = op.flops if op.rerun else op.flops_recomputed
-        gradient = op.flops / self.kernels.speedup(op, gradient=True)
-        return (2 * op.flops + again) / self.kernels.speedup(op) + gradient
+        passes = (1 + op.reached) * op.flops + again
+        # attention has as many FLOPs again in backward
+        second = op.reached and (op.trained or not op.weight)
+        gradient = op.flops / self.kernels.speedup(op, gradient=True) if second else 0.0
+        return passes / self.kernels.speedup(op) + gradient
 
     def _launched(self, ops: Sequence[Operation]) -> float:
         """Return host seconds of a forward's launches outside of graphs, quantization included."""
@@ -177,9 +181,10 @@ class _Clock:
         own = 0.0
         if op.work in MATMULS:
             own = kernels.gemm(op) + kernels.started(op.kernels)
-            weights[kind] += kernels.gemm(op, gradient=True)
-            weights[kind] += kernels.sums(op) * self._summed(op)
-            weights[kind] += kernels.started(1)
+            if op.trained:
+                weights[kind] += kernels.gemm(op, gradient=True)
+                weights[kind] += kernels.sums(op) * self._summed(op)
+                weights[kind] += kernels.started(1)
             eight = op.fp8
             if eight is not None:
                 inputs[QUANTISED] += kernels.quantised(eight.grads, eight.recipe)
@@ -192,7 +197,7 @@ class _Clock:
         elif op.reads and (op.work is Work.loss or not op.passes):
             own = kernels.moved(self._touched_back(op), op.work, backward=True)
             own += kernels.started(op.kernels)
-        elif op.weight:
+        elif op.weight and op.trained:
             weights[kind] += kernels.moved(3 * op.weight, op.work) + kernels.sums(op)
         inputs[kind] += own
         if op.sends:

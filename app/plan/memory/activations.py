@@ -16,10 +16,11 @@ from app.config import Run
 from app.plan.actions import Action, Compute, MicrobatchChunk
 from app.plan.layout import ParallelLayout
 from app.plan.model.vocabulary import table
-from app.plan.parts.stage import StageEnd, part_operations, sizes_of, stage_parts
+from app.plan.parts.stage import part_operations, saved_positions, sizes_of, stage_parts
 from app.plan.parts.trace import Sizes, trace_memory
 from app.plan.recompute import RecomputeChoice
 from app.plan.select import captured_phases
+from app.plan.sharding.frozen import frozen_in
 from app.plan.stages import Stage
 
 
@@ -53,7 +54,7 @@ class ChunkActivations:
 def chunk_activations(run: Run, stage: Stage, layout: ParallelLayout) -> ChunkActivations:
     """Return the memory of one microbatch in a stage, at the planned imbalance of experts."""
     s = sizes_of(run, layout)
-    parts = stage_parts(s.model, stage, run.precision.fp8)
+    parts = stage_parts(run, stage)
     again = s.recompute
     every = {part: part_operations(s, part, again.usual) for part in set(parts)}
     ops = [op for part in parts for op in every[part]]
@@ -71,10 +72,10 @@ def chunk_activations(run: Run, stage: Stage, layout: ParallelLayout) -> ChunkAc
 
 
 def _microbatch(s: Sizes, stage: Stage, recompute: RecomputeChoice) -> MicrobatchMemory:
-    parts = stage_parts(s.model, stage, s.run.precision.fp8)
+    parts = stage_parts(s.run, stage)
     found = {part: trace_memory(part_operations(s, part, recompute), s.stream) for part in parts}
     kept: Counter[str] = Counter()
-    ropes = {s.model.layer_specs[layer].attention.rope for layer in stage.layers} - {None}
+    ropes = {*map(saved_positions, parts)} - {None}
     if ropes:
         # cosines and sines of each kind of positions
         kept["rotary"] = len(ropes) * s.rotary
@@ -82,10 +83,11 @@ def _microbatch(s: Sizes, stage: Stage, recompute: RecomputeChoice) -> Microbatc
     waiting = waits = sum(found[part].waiting for part in parts)
     # the gradient of a tied embedding is alive from the head's backward to the embedding's
     tied = stage.embedding and stage.head and s.model.tie_embeddings and not s.splits
+    tied = tied and "embedding" not in frozen_in(s.run)
     for part in parts:
         memory = found[part]
         waits -= memory.waiting
-        carried = s.weight(table(s.model)) if tied and part is not StageEnd.head else 0
+        carried = s.weight(table(s.model)) if tied and part is not parts[-1] else 0
         forward = max(forward, saved + memory.forward)
         backward = max(backward, saved + memory.backward + waits + carried)
         kept.update(memory.kept)

@@ -118,7 +118,7 @@ class _Known:
         return [self._chunk(run, stage) for stage in stages]
 
     def _chunk(self, run: Run, stage: Stage) -> ChunkActivations:
-        key = run, *stage_parts(run.model, stage, run.precision.fp8)
+        key = run, *stage_parts(run, stage)
         if key not in self.found:
             self.found[key] = chunk_activations(run, stage, self.layout)
         return self.found[key]

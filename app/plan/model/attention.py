@@ -32,6 +32,11 @@ class AttentionWeights(Part):
     q_norm: NormWeights | None
     k_norm: NormWeights | None
 
+    @property
+    def first(self) -> Weight:
+        """The first matrix that reads the layer's hidden states."""
+        return self.wqkv
+
     @classmethod
     def of(cls, spec: AttentionSpec) -> AttentionWeights:
         """Build the weights of one layer."""
@@ -72,6 +77,11 @@ class LatentAttentionWeights(Part):
     kv_a_norm: NormWeights  # of the latent
     kv_b: Weight  # per head: its key without the rotary part, then its value
     wo: Weight
+
+    @property
+    def first(self) -> Weight:
+        """The first matrix that reads the layer's hidden states."""
+        return self.q_a or self.q_b
 
     @classmethod
     def of(cls, spec: AttentionSpec, mla: MLAConfig) -> LatentAttentionWeights:

@@ -7,10 +7,11 @@ whose gradients belong together).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from math import prod
+from typing import Self
 
 
 class Initial(Enum):
@@ -42,6 +43,7 @@ class Weight:
     linear: bool = True
     # of a weight in which rows of several matrices alternate: rows of each in turn
     fused: tuple[int, ...] = ()
+    trained: bool = True  # False for a parameter of `train.frozen`
 
     @property
     def expert(self) -> bool:
@@ -83,3 +85,14 @@ class Part:
                 yield path + field.name, inner
             elif isinstance(inner, Part):
                 yield from inner.weights(f"{path}{field.name}.")
+
+    def without(self, frozen: Collection[str], path: str = "") -> Self:
+        """Return the part with the weights of these names not trained."""
+        changed: dict[str, Weight | Part] = {}
+        for field in fields(self):
+            inner, name = getattr(self, field.name), path + field.name
+            if isinstance(inner, Weight) and name in frozen:
+                changed[field.name] = replace(inner, trained=False)
+            elif isinstance(inner, Part):
+                changed[field.name] = inner.without(frozen, f"{name}.")
+        return replace(self, **changed)

@@ -67,7 +67,7 @@ def grouped_attention(
             t.op(Work.other, qkv, qkv, qkv, scratch=(wide, 2 * wide), kernels=14, sends=sends)
         normed = weights.q_norm is not None and not spec.qk_norm_whole
         t.op(Work.heads, qkv, qkv, qkv if normed else 0)
-        out = attend_all(t, spec, q, k, k)
+        out = attend_all(t, spec, q, k, k, saved=not weights.wo.trained)
     out = row_parallel(t, out, weights.wo)
     return out if weights.bo is None else t.op(Work.other, out, out, passes=True)
 
@@ -83,7 +83,7 @@ def latent_attention(
     else:
         latent = norm(t, column_parallel(t, h, weights.q_a, saved=saved))
         q = column_parallel(t, latent, weights.q_b)
-    made = column_parallel(t, h, weights.kv_a, saved=False)
+    made = column_parallel(t, h, weights.kv_a, saved=saved and not weights.first.trained)
     narrow = made * mla.kv_lora_rank // (mla.kv_lora_rank + mla.qk_rope_head_dim)
     t.op(Work.other, narrow, narrow)  # the norm's kernel takes no strides
     kv = column_parallel(t, norm(t, narrow), weights.kv_b)
@@ -97,15 +97,19 @@ def latent_attention(
             wide = rotated // s.size * 4
             t.op(Work.other, rotated, rotated, scratch=(rotated + 3 * wide, 2 * wide), kernels=8)
         t.op(Work.other, q + kv + key, 3 * q, kernels=3)
-        out = attend_all(t, spec, q, q, q)
+        out = attend_all(t, spec, q, q, q, saved=not weights.wo.trained)
         values = q * mla.v_head_dim // mla.key_width
         if values < out:  # cuts off the padding
             t.op(Work.other, out, values, out)
     return row_parallel(t, values, weights.wo)
 
 
-def attend_all(t: Trace, spec: AttentionSpec, q: int, k: int, v: int) -> int:
+def attend_all(
+    t: Trace, spec: AttentionSpec, q: int, k: int, v: int, *, saved: bool = False
+) -> int:
     """Attention over all context-parallel ranks.
+
+    saved: its result stays for its own backward, as no other operation saves it.
 
     With all-gathered keys and values, rank r attends from chunks r and 2P − 1 − r of the 2P that a
     sequence is divided into, each to the keys up to its own end; listed are the first rank's. With
@@ -115,7 +119,7 @@ def attend_all(t: Trace, spec: AttentionSpec, q: int, k: int, v: int) -> int:
     stored = 0 if spec.softcap is None and _stores_scores(s, spec) else 1
     if ranks == 1:
         # its result is the output projection's input, of which FP8 saves a copy instead
-        saves = stored * (q + k + v + (q if s.in_fp8 else 0))
+        saves = stored * (q + k + v + (q if saved or s.in_fp8 else 0))
         return attend(t, spec, q, k + v, saves=saves, keys=length)
     if s.run.parallel.cp_comm_type is CpComm.all_gather:
         whole, ring = ranks * (k + v), (ranks - 1) * (k + v)

@@ -117,6 +117,8 @@ def routed(t: Trace, dispatcher: PlannedDispatcher, weights: MoEBodyWeights) -> 
         filled=filled,
         saved=not (paged or again),
         ready=True,
+        # the dispatch's record holds the tokens, saved or not
+        alive=0 if weights.experts.w_up.trained else x,
     )
     expert_bias(t, bias[1], out, width=weights.experts.w_down)
     if paged:  # copies to pages and back
@@ -139,7 +141,7 @@ def expert_bias(t: Trace, bias: Weight | None, rows: int, *, width: Weight) -> N
     back = count * ONES * s.size + ONES * s.weight(bias) + (copy if held < made else 0)
     scratch = 16 * count + copy, back
     t.op(Work.other, rows, rows, weight=s.weight(bias), stored=True, scratch=scratch,
-         passes=True, kernels=5)  # fmt: skip
+         passes=True, kernels=5, trained=bias.trained)  # fmt: skip
 
 
 def grouped(
@@ -151,11 +153,12 @@ def grouped(
     filled: int,
     saved: bool,
     ready: bool = False,
+    alive: int = 0,
 ) -> int:
     """Grouped GEMM of rows with their expert's weight, or this rank's etp part of it.
 
     filled: rows with a token. ready: the kernel that produced the rows has also written their FP8
-    copies, if any.
+    copies, if any. alive: bytes that stay while its forward runs and are not saved.
     """
     s = t.sizes
     _, taken, made = s.shape(weight)
@@ -170,12 +173,13 @@ def grouped(
     transfer = dispatcher.clone_transfer(taken * made, s.size)
     if transfer is not None:
         scratch, launches = transfer.scratch, launches + transfer.kernels
+    scratch = scratch[0] + alive, scratch[1]
     return t.op(
         Work.grouped,
         x,
         out,
-        x if saved else 0,
-        restores=x if paged and not t.open else 0,
+        x if saved and weight.trained else 0,
+        restores=x if paged and weight.trained and not t.open else 0,
         weight=s.weight(weight),
         stored=not (s.fused or s.splits),
         waits=0 if paged else x + out,
@@ -186,4 +190,5 @@ def grouped(
         fp8=fp8,
         sends=None if transfer is None else transfer.sends,
         used=min(1.0, filled / rows),
+        trained=weight.trained,
     )

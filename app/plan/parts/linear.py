@@ -29,8 +29,8 @@ def column_parallel(
 ) -> int:
     """Linear layer of all tokens, gathered over tp; of a rank's own ones if the weight is whole.
 
-    saved: its input stays for the weight gradient, and no other operation has saved it. stored: the
-    weight gradient is stored even if GEMMs could accumulate it.
+    saved: its input stays for the weight gradient of a trained weight, and no other operation has
+    saved it. stored: the weight gradient is stored even if GEMMs could accumulate it.
     """
     gathers = weight.tp is not None and t.sizes.layout.tp > 1
     return _linear(t, x, weight, saved=saved, gathers=gathers, stored=stored)
@@ -51,17 +51,19 @@ def _linear(
     copies = min(s.run.train.micro_batch, 2)
     rows = (whole or x) // (taken * s.size)
     out = rows * made * s.size
-    fp8, launches, keeps, waits = None, 0, x if saved else 0, x + out
-    scratch = whole, (1 + copies) * whole
+    fp8, launches, keeps, waits = None, 0, x if saved and weight.trained else 0, x + out
+    again = copies if weight.trained else 0  # gathers the tokens for the weight gradient
+    scratch = whole, (1 + again) * whole
     if s.in_fp8 is not None:
         # backward quantizes gathered tokens again; of others the FP8 copy is saved
         given, back = fp8_copy(s.in_fp8, rows * taken), fp8_copy(s.in_fp8, rows * made)
         fp8 = Fp8Work(s.in_fp8, rows * taken, rows * made + (rows * taken if gathers else 0))
         launches, scratch = (
             RECIPES[s.in_fp8].launches,
-            (whole + given, (1 + copies) * whole + 2 * back),
+            (whole + given, (1 + again) * whole + 2 * back),
         )
-        keeps, waits = (keeps, x + back) if gathers else (given, given + back)
+        keeps = keeps if gathers else given * weight.trained
+        waits = (x if gathers else given) + back
     return t.op(
         Work.gemm,
         x,
@@ -75,7 +77,8 @@ def _linear(
         kernels=1 + launches + gathers * copies,
         flops=2 * rows * made * taken,
         fp8=fp8,
-        sends=s.tp_sends(x, forward=1, backward=2) if gathers else None,
+        sends=s.tp_sends(x, forward=1, backward=1 + weight.trained) if gathers else None,
+        trained=weight.trained,
     )
 
 

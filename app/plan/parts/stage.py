@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from app.choices import Fp8Part, Recompute
 from app.config import Fp8Config, LayerSpec, ModelConfig, Run
+from app.config.attention import Rope
 from app.plan.layout import ParallelLayout
 from app.plan.model.experts import MoEBodyWeights
 from app.plan.model.fp8 import parts_in_fp8
@@ -22,10 +23,11 @@ from app.plan.parts.attention import attention
 from app.plan.parts.dispatcher import busiest_load
 from app.plan.parts.experts import moe_body
 from app.plan.parts.linear import column_parallel, norm, scattered, swiglu
-from app.plan.parts.trace import Operation, Sizes, Trace, Work
+from app.plan.parts.trace import Operation, Sizes, Trace, Work, forward_only
 from app.plan.phases import PhaseName
 from app.plan.recompute import RecomputeChoice, recompute_policy
 from app.plan.sharding.blocks import ShardCoords
+from app.plan.sharding.frozen import FrozenByPlace
 from app.plan.stages import Stage
 
 # bytes that the loss saves per token: index of its label, log-sum-exp, validity
@@ -51,7 +53,16 @@ class LayerPart:
     in_fp8: bool = False  # has FP8 GEMMs
 
 
-StagePart = StageEnd | LayerPart  # equal parts have equal operations
+@dataclass(frozen=True, slots=True)
+class FrozenPart:
+    """Part of a stage in a run with frozen parameters."""
+
+    part: StageEnd | LayerPart
+    frozen: frozenset[str]  # names of its weights that are not trained, without the layer's number
+    reached: bool  # backward reaches it
+
+
+StagePart = StageEnd | LayerPart | FrozenPart  # equal parts have equal operations
 
 
 def sizes_of(run: Run, layout: ParallelLayout, load: float | None = None) -> Sizes:
@@ -65,33 +76,74 @@ def sizes_of(run: Run, layout: ParallelLayout, load: float | None = None) -> Siz
     )
 
 
-def stage_parts(model: ModelConfig, stage: Stage, fp8: Fp8Config | None = None) -> list[StagePart]:
+def stage_parts(run: Run, stage: Stage) -> list[StagePart]:
     """Return the parts of a stage, in the order of its forward."""
+    parts = _parts(run.model, stage, run.precision.fp8)
+    if not run.train.frozen:
+        return [*parts]
+    held = FrozenByPlace.of(run)
+    places = [
+        *(["embedding"] if stage.embedding else []),
+        *map(str, stage.layers),
+        *(["head"] if stage.head else []),
+    ]
+    return [
+        FrozenPart(part, held.names[place], held.reached(place))
+        for part, place in zip(parts, places, strict=True)
+    ]
+
+
+def _parts(model: ModelConfig, stage: Stage, fp8: Fp8Config) -> list[StageEnd | LayerPart]:
     specs = model.layer_specs
     layers = [
-        LayerPart(specs[layer], bool(parts_in_fp8(model, fp8 or Fp8Config(), layer)))
-        for layer in stage.layers
+        LayerPart(specs[layer], bool(parts_in_fp8(model, fp8, layer))) for layer in stage.layers
     ]
     first = [StageEnd.embedding] if stage.embedding else []
     return [*first, *layers, *([StageEnd.head] if stage.head else [])]
 
 
+def saved_positions(part: StagePart) -> Rope | None:
+    """Return the rotary positions that backward of a part reads; None: it reads none."""
+    if isinstance(part, FrozenPart):
+        return saved_positions(part.part) if part.reached else None
+    return part.spec.attention.rope if isinstance(part, LayerPart) else None
+
+
 def part_operations(s: Sizes, part: StagePart, recompute: RecomputeChoice) -> list[Operation]:
     """Return the operations of one part; layers are recomputed in part or whole."""
+    if isinstance(part, FrozenPart):
+        ops = _operations(s, part.part, recompute, frozen=part.frozen)
+        if part.reached:
+            return ops
+        # backward of the head's table ends behind the final norm, the first operation
+        end = 1 if part.part is StageEnd.head else len(ops)
+        return [*map(forward_only, ops[:end]), *ops[end:]]
+    return _operations(s, part, recompute)
+
+
+def _operations(
+    s: Sizes,
+    part: StageEnd | LayerPart,
+    recompute: RecomputeChoice,
+    *,
+    frozen: frozenset[str] = frozenset(),
+) -> list[Operation]:
     fp8 = s.run.precision.fp8
-    if part is StageEnd.embedding:
-        return embedding(s, table(s.model))
-    if part is StageEnd.head:
+    if isinstance(part, StageEnd):
+        name = "embedding" if s.model.tie_embeddings else part.name
+        weight = replace(table(s.model), trained=name not in frozen)
+        if part is StageEnd.embedding:
+            return embedding(s, weight)
         in_fp8 = fp8.recipe if Fp8Part.head in fp8.include else None
-        return head(replace(s, in_fp8=in_fp8), table(s.model))
-    assert isinstance(part, LayerPart)
+        return head(replace(s, in_fp8=in_fp8), weight)
     if part.in_fp8:
         s = replace(
             s,
             in_fp8=fp8.recipe if Fp8Part.linear in fp8.include else None,
             experts_in_fp8=Fp8Part.experts in fp8.include,
         )
-    return layer(s, part.spec, LayerWeights.of(s.model, part.spec), recompute)
+    weights = LayerWeights.of(s.model, part.spec)
+    return layer(s, part.spec, weights.without(frozen) if frozen else weights, recompute)
 
 
 def layer(
@@ -112,7 +164,8 @@ def layer(
             body = weights.body
             h = _input(t, x, body.norm)
             # in parallel to attention, which has saved the same input already
-            shared = body.norm is None and weights.attn_norm is not None
+            kept = weights.attn.first.trained
+            shared = body.norm is None and weights.attn_norm is not None and kept
             saved = not shared and (body.norm is None or not again)
             swiglu(t, h, body.mlp, saved=saved, part=Recompute.mlp_act)
             _added(t, x, body.out_norm)
@@ -137,7 +190,8 @@ def embedding(s: Sizes, weight: Weight) -> list[Operation]:
     cut = s.layout.tp > 1
     whole = s.tokens * weight.shape[1] * s.size
     saves, kernels = (9 * s.tokens, 5) if cut else (0, 1)
-    t.op(Work.other, 0, whole, saves, weight=s.weight(weight), stored=True, kernels=kernels)
+    t.op(Work.other, 0, whole, saves * weight.trained, weight=s.weight(weight), stored=True,
+         kernels=kernels, trained=weight.trained)  # fmt: skip
     local = scattered(t, whole)
     if s.model.scale_embedding:
         t.op(Work.other, local, local)
@@ -162,10 +216,11 @@ def head(s: Sizes, weight: Weight) -> list[Operation]:
     # logits of a chunk of tokens at a time, recomputed in backward; the weight gradient is fp32
     chunk = min(s.run.loss.chunk_tokens, s.tokens)
     whole = s.layout.tp * h
-    table_sum = 4 * s.weight(weight) // s.size
+    table_sum = 4 * s.weight(weight) // s.size * weight.trained
     logits = chunk * s.shape(weight)[0] * s.size
     following = logits if chunk < s.tokens else 0  # made before these are freed
-    least = logits + max(following, s.weight(weight))  # beside the chunk's weight gradient
+    # beside the chunk's weight gradient
+    least = logits + max(following, s.weight(weight) * weight.trained)
     column = Trace(s)
     column_parallel(column, h, weight)
     (gemm,) = column.ops
@@ -183,6 +238,7 @@ def head(s: Sizes, weight: Weight) -> list[Operation]:
         flops_recomputed=gemm.flops,
         fp8=gemm.fp8,
         sends=gemm.sends,
+        trained=gemm.trained,
     )
     return t.ops
 
@@ -194,8 +250,7 @@ def fold_stages(
 
     The operations are those of microbatches that are not spared.
     """
-    fp8 = s.run.precision.fp8
-    counts = [Counter(stage_parts(s.model, stage, fp8)) for stage in stages]
+    counts = [Counter(stage_parts(s.run, stage)) for stage in stages]
     kinds = set(chain.from_iterable(counts))
     folded = {part: fold(part_operations(s, part, s.recompute.usual)) for part in kinds}
     return [[(folded[part], times) for part, times in count.items()] for count in counts]

@@ -67,7 +67,7 @@ class Operation:
     restores: int  # kept from its rerun to its backward
     part: int | None  # number of the rerun part that it belongs to; None: none
     rerun: bool  # backward runs its forward again
-    weight: int  # its parameter's gradient
+    weight: int  # its parameter, and the gradient of that if it is trained
     stored: bool  # that gradient is stored before it is added to the main gradient
     waits: int  # what a split backward keeps for the weight gradient
     deferred: int  # memory of that gradient in the second part of a split backward
@@ -83,12 +83,32 @@ class Operation:
     used: float  # share of its rows that hold a token; kernels skip the others
     window: int | None = None  # most keys that a query sees; None: all before it
     summed: bool = False  # added to the residual stream, whose gradient is its output's
+    trained: bool = True  # its parameter, if any, has a gradient
+    reached: bool = True  # backward reaches it: a parameter at or before it is trained
 
     @property
     def working(self) -> int:
         """Gradients and buffers that are alive while its backward runs."""
+        if not self.reached:
+            return 0
         gradients = 0 if self.passes else self.reads + (0 if self.summed else self.makes)
         return gradients + self.stored * self.weight + self.scratch[1]
+
+
+def forward_only(op: Operation) -> Operation:
+    """Return the operation where backward does not reach it."""
+    return replace(
+        op,
+        saves=0,
+        restores=0,
+        rerun=False,
+        waits=0,
+        deferred=0,
+        scratch=(op.scratch[0] + op.reads, 0),  # its input is there while it runs
+        flops_recomputed=0,
+        sends=op.sends and replace(op.sends, backward=0),
+        reached=False,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,13 +225,17 @@ class Trace:
         sends: Sends | None = None,
         used: float = 1.0,
         window: int | None = None,
+        trained: bool = True,
     ) -> int:
         """Add an operation; return the bytes that it makes.
 
         saves: what stays for backward, of inputs and outputs not counted before. restores: what is
-        saved elsewhere, and copied back for its backward alone. The rest is as in `Operation`.
+        saved elsewhere, and copied back for its backward alone. The rest is as in `Operation`;
+        what stays or waits for a weight gradient counts only if the parameter is trained.
         """
         inside = self.open
+        if not trained:  # nothing keeps its input, which is still there while it runs
+            scratch = scratch[0] + reads, scratch[1]
         if restores and not inside:
             self.parts += 1
         self.ops.append(
@@ -225,9 +249,9 @@ class Trace:
                 part=self._part if inside or not restores else self.parts,
                 rerun=rerun or inside,
                 weight=weight,
-                stored=stored,
-                waits=waits if self.sizes.splits else 0,
-                deferred=deferred if self.sizes.splits else 0,
+                stored=stored and trained,
+                waits=waits if trained and self.sizes.splits else 0,
+                deferred=deferred if trained and self.sizes.splits else 0,
                 scratch=scratch,
                 passes=passes,
                 kernels=kernels,
@@ -237,6 +261,7 @@ class Trace:
                 sends=sends,
                 used=used,
                 window=window,
+                trained=trained,
             )
         )
         self._input = 0

@@ -7,13 +7,15 @@ optimizer's buffers. `train.frozen` lists patterns of names; every reader asks `
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
+from math import inf
 
 from app.config import ModelConfig, Run
 from app.plan.layout import ParallelLayout
-from app.plan.model.stage import NamedWeight, model_weights, stage_weights
+from app.plan.model.stage import model_weights, stage_weights
 from app.plan.model.weight import Weight
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.stages import Stage
@@ -86,12 +88,6 @@ def counts(run: Run) -> tuple[int, int]:
     return sum(size for _, size in sizes) - held, held
 
 
-def trains(run: Run, stage: Stage) -> bool:
-    """Return whether a stage has a trained parameter."""
-    frozen = frozen_in(run)
-    return any(each.name not in frozen for each in stage_weights(run.model, stage))
-
-
 def needs_input_grads(run: Run, stages: Sequence[Stage]) -> list[bool]:
     """Return for each stage, in stage order, whether the gradient of its input is of use: whether a
     stage before it has a trained parameter.
@@ -101,60 +97,56 @@ def needs_input_grads(run: Run, stages: Sequence[Stage]) -> list[bool]:
     """
     if run.cuda_graph.of_parts:
         return [True] * len(stages)
-    trained = [trains(run, stage) for stage in stages]
+    frozen = frozen_in(run)
+    trained = [
+        any(each.name not in frozen for each in stage_weights(run.model, stage))
+        for stage in stages
+    ]
     return [any(trained[:place]) for place in range(len(stages))]
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardShare:
-    """Parts of a stage's backward that are left, relative to training all of its parameters."""
+class FrozenByPlace:
+    """Frozen parameters of a model by place: "embedding", a layer's number, "head"."""
 
-    inputs: float
-    weights: float
+    names: Mapping[str, frozenset[str]]  # place -> their names, a layer's without its number
+    first: float  # first layer with a trained parameter; −1 the embedding, num_layers the norm
 
+    @classmethod
+    def of(cls, run: Run) -> FrozenByPlace:
+        """Sort the parameters of a run's model."""
+        frozen, names = frozen_in(run), defaultdict[str, set[str]](set)
+        trained = [inf]
+        for each in model_weights(run.model):
+            place, name = _place(each.name)
+            if each.name in frozen:
+                names[place].add(name)
+            elif place == "embedding":
+                trained.append(-1)
+            elif place != "head":
+                trained.append(int(place))
+            elif name != "head":
+                trained.append(run.model.num_layers)  # the final norm
+        if run.model.tie_embeddings:
+            names["head"] |= names["embedding"]
+        # a graph of a layer has hidden states as its only input with a gradient
+        first = -1 if run.cuda_graph.of_parts else min(trained)
+        places = ("embedding", *map(str, range(run.model.num_layers)), "head")
+        return cls({place: frozenset(names[place]) for place in places}, first)
 
-def backward_shares(run: Run, stages: Sequence[Stage]) -> list[BackwardShare]:
-    """Return what is left of each stage's backward, in stage order.
-
-    Weight gradients count by FLOPs, 2 per token and element that the token uses. Backward ends at
-    the first layer with a trained parameter, and layers count alike.
-    """
-    frozen, needed = frozen_in(run), needs_input_grads(run, stages)
-    return [
-        BackwardShare(
-            1.0 if whole else _layers_above(run.model, stage, frozen),
-            _trained_share(run.model, stage, frozen),
-        )
-        for whole, stage in zip(needed, stages, strict=True)
-    ]
-
-
-def _trained_share(model: ModelConfig, stage: Stage, frozen: frozenset[str]) -> float:
-    """Return the share of FLOPs of weight gradients that are computed."""
-    sizes = [
-        (each.name in frozen, _used(model, each, stage)) for each in stage_weights(model, stage)
-    ]
-    total = sum(size for _, size in sizes)
-    return sum(size for is_frozen, size in sizes if not is_frozen) / total if total else 1.0
-
-
-def _used(model: ModelConfig, named: NamedWeight, stage: Stage) -> float:
-    """Return the elements of a matrix that a token uses; 0 for norms and looked-up tables."""
-    weight, moe = named.weight, model.moe
-    looked_up = named.name == "embedding" and not (model.tie_embeddings and stage.head)
-    if len(weight.shape) == 1 or looked_up:
-        return 0
-    return weight.numel / moe.num_experts * moe.top_k if moe and weight.expert else weight.numel
+    def reached(self, place: str) -> bool:
+        """Return whether backward reaches a place: whether it, or one before it, has a trained
+        parameter, the head's own table left out.
+        """
+        if place == "embedding":
+            return self.first < 0
+        return self.first < inf if place == "head" else int(place) >= self.first
 
 
-def _layers_above(model: ModelConfig, stage: Stage, frozen: frozenset[str]) -> float:
-    """Return the share of a stage's layers that backward reaches, if none before it is trained."""
-    trained = [each.name for each in stage_weights(model, stage) if each.name not in frozen]
-    if not stage.layers or (stage.embedding and "embedding" in trained):
-        return 1.0
-    reached = [
-        place
-        for place, layer in enumerate(stage.layers)
-        if any(name.startswith(f"layers.{layer}.") for name in trained)
-    ]
-    return (len(stage.layers) - min(reached)) / len(stage.layers) if reached else 0.0
+def _place(name: str) -> tuple[str, str]:
+    """Return the place of a parameter and its name there."""
+    layers, _, rest = name.partition(".")
+    if layers == "layers":
+        number, _, inner = rest.partition(".")
+        return number, inner
+    return ("embedding" if name == "embedding" else "head"), name
