@@ -206,7 +206,8 @@ class TensorFiles:
         scales, extents = self._scale_of[name], self.quantised.extents
         have: list[int] = list(self._slice(scales).get_shape())
         fits = fp8.extent_of(have, shape, extents) is not None
-        self._checked(scales, have if fits else fp8.scales_shape(shape, extents[0]), [*DTYPES])
+        want = have if fits else fp8.scales_shapes(shape, extents[0])[0]
+        self._checked(scales, want, [*DTYPES])
 
     def _scaled(self, part: Tensor, name: str, region: Region) -> Tensor:
         """Return a checked FP8 weight's region times its scales."""

@@ -11,22 +11,19 @@ from app.hf.quantisation import PER_TENSOR, Extent
 Bounds = tuple[int, int]
 
 
-def scales_shape(shape: Sequence[int], extent: Extent) -> list[int]:
-    """Return the shape of the scales of a weight."""
+def scales_shapes(shape: Sequence[int], extent: Extent) -> list[list[int]]:
+    """Return the shapes that the scales of a weight may have, the usual one first."""
     sizes = zip(shape, extent, strict=True)
-    return [1 if block is None else -(-size // block) for size, block in sizes]
+    grid = [1 if block is None else -(-size // block) for size, block in sizes]
+    return [[], [1], grid] if extent == PER_TENSOR else [grid]
 
 
 def extent_of(
     scales: Sequence[int], shape: Sequence[int], extents: Iterable[Extent]
 ) -> Extent | None:
     """Return which extent the shape of a weight's scales tells; None if it fits none."""
-    for extent in extents:
-        if [*scales] == scales_shape(shape, extent):
-            return extent
-        if extent == PER_TENSOR and [*scales] in ([], [1]):
-            return extent
-    return None
+    fits = (extent for extent in extents if [*scales] in scales_shapes(shape, extent))
+    return next(fits, None)
 
 
 def scales_of(region: Sequence[Bounds], extent: Extent) -> tuple[Bounds, ...]:

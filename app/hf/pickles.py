@@ -10,12 +10,16 @@ import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+from zipfile import ZIP_STORED, ZipFile
 
 import torch
 from torch import Tensor
 
 # beginning of files of before torch 1.6, which cannot be mapped into memory
 LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+PROTOCOL = torch.serialization.DEFAULT_PROTOCOL
 CALLED = re.compile(r"GLOBAL (\S+)")  # in torch's message on what a pickle would call
 NAMES = {
     torch.float32: "F32",
@@ -70,18 +74,25 @@ class PickledTensors:
         return PickledSlice(self._tensors[name])
 
 
-def _unpickled(path: Path) -> object:
+def _unpickled(path: Path) -> Any:
     with path.open("rb") as file:
         if file.read(len(LEGACY)) == LEGACY:
             again = "torch.save of what torch.load(…, weights_only=True) returns mends it"
             raise PickleFault(f"is as torch saved before 1.6, and cannot be read by part; {again}")
     try:
+        with ZipFile(path) as archive:
+            compressed = any(each.compress_type != ZIP_STORED for each in archive.infolist())
         with warnings.catch_warnings():
             # of other pickle protocols, which torch reads or refuses
             warnings.filterwarnings("ignore", "Detected pickle protocol")
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     # a damaged file raises errors of many kinds, whose messages may advise to unpickle all of it
     except Exception as error:
         if called := CALLED.search(str(error)):
             raise PickleFault(f"has more than tensors ({called[1]}), and no code is run") from None
+        if isinstance(error, UnpicklingError):
+            raise PickleFault(f"is damaged, or not of pickle protocol {PROTOCOL}") from None
         raise PickleFault("is truncated or no file of torch.save") from None
+    if compressed:  # torch takes the bytes of the file for those of tensors
+        raise PickleFault("is a compressed archive, which torch.save does not write")
+    return found

@@ -15,6 +15,8 @@ ORIGINAL = "name the model that it was quantised from, or save it with its weigh
 Extent = tuple[int | None, int | None]  # rows and columns that share a scale; None: all of them
 PER_TENSOR: Extent = (None, None)
 PER_ROW: Extent = (1, None)
+BLOCK_SIZE = "weight_block_size"
+USUAL_BLOCK: Extent = (128, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,7 @@ class Quantisation:
         if method == FP8:
             for name, values in FP8_NEUTRAL.items():
                 how.only(name, *values)
-            blocks = how.value("weight_block_size") is not None
-            return cls(FP8, (_block(how, "weight_block_size") if blocks else PER_TENSOR,))
+            return cls(FP8, _of_fp8(how))
         if method == COMPRESSED:
             return cls(COMPRESSED, _of_groups(how))
         if method == MXFP4:
@@ -45,6 +46,13 @@ class Quantisation:
         what = f"weights quantised by {shortened(str(method))} are not supported, only {READ}"
         error = config.refusal(what)
         raise ConfigError(error.key, error.value, error.rule, advice=ORIGINAL)
+
+
+def _of_fp8(how: TheirConfig) -> tuple[Extent, ...]:
+    """Return what shares a scale; without the key, what vLLM takes, or else `transformers`."""
+    if how.value(BLOCK_SIZE) is not None:
+        return (_block(how, BLOCK_SIZE),)
+    return (PER_TENSOR,) if BLOCK_SIZE in how.values else (PER_TENSOR, USUAL_BLOCK)
 
 
 def _block(section: TheirConfig, name: str) -> Extent:
