@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import zipfile
 from argparse import Namespace
@@ -13,38 +12,25 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from app.errors import ConfigError
+from app.hf.file_names import PICKLE as BIN
 from app.hf.pretrained import Pretrained
-from tests.hf_folders import KEY, edit_config, loaded, save_random, their_logits
+from tests.hf_folders import (
+    KEY,
+    edit_config,
+    loaded,
+    pickle,
+    save_random,
+    split_pickle,
+    their_logits,
+)
 from tests.quantised_folders import of_groups, per_row, save_fp8
 from tests.tensors.models import draw_tokens, forward
 
-BIN = "pytorch_model.bin"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 NORM = "model.norm.weight"
-
-
-def pickle(folder: Path, edit: Callable[[dict[str, Any]], object] = len, **how: Any) -> Path:
-    """Have torch.save's file in the place of the safetensors."""
-    tensors: dict[str, Any] = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    edit(tensors)
-    torch.save(tensors, folder / BIN, **how)
-    return folder / BIN
-
-
-def split(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    index = {}
-    for number, part in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2]), start=1):
-        file = f"pytorch_model-{number:05d}-of-00002.bin"
-        torch.save({name: tensors[name] for name in part}, folder / file)
-        index |= dict.fromkeys(part, file)
-    (folder / f"{BIN}.index.json").write_text(json.dumps({"weight_map": index}))
 
 
 def strange(tensors: dict[str, Any]) -> None:
@@ -60,7 +46,7 @@ def strange(tensors: dict[str, Any]) -> None:
 
 SAVED: dict[str, Callable[[Path], object]] = {
     "one file": pickle,
-    "an index": split,
+    "an index": split_pickle,
     "protocol 3": lambda folder: pickle(folder, pickle_protocol=3),
     "views": lambda folder: pickle(folder, strange),
 }
@@ -133,7 +119,7 @@ def with_value(value: object) -> Callable[[Path], object]:
 
 
 def missing_part(folder: Path) -> None:
-    split(folder)
+    split_pickle(folder)
     (folder / "pytorch_model-00002-of-00002.bin").unlink()
 
 

@@ -70,10 +70,6 @@ FAULTS_OF_MXFP4: dict[str, tuple[Callable[[Path], object], str]] = {
         "has quantization_config in config.json, and no weight is quantised; take "
         "quantization_config out of it if that is right",
     ),
-    "another width": (
-        lambda folder: edit_config(folder, intermediate_size=80),
-        f"{FILE}: {GATE}_blocks has the shape [8, 192, 2, 16] instead of [8, 160, 2, 16]",
-    ),
 }
 FAULTS_OF_FP8: dict[str, tuple[Callable[[Path], object], str]] = {
     "no scale": (
@@ -121,6 +117,15 @@ def test_faults_of_mxfp4_files_are_one_line(fault: str, tmp_path: Path):
     break_it, expected = FAULTS_OF_MXFP4[fault]
     break_it(tmp_path)
     expect(tmp_path, expected)
+
+
+def test_mxfp4_holds_whole_blocks_only(tmp_path: Path):
+    save_mxfp4(tmp_path)
+    files = Pretrained(tmp_path, KEY).files
+    files.check(GATE, (8, 64, 192))
+    for shape in (8, 80, 192), (64, 192):
+        with pytest.raises(ConfigError, match=rf"cannot hold a weight of the shape \[{shape[0]}, "):
+            files.check(GATE, shape)
 
 
 @pytest.mark.parametrize("fault", FAULTS_OF_FP8)
