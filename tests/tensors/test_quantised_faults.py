@@ -16,7 +16,7 @@ from app.errors import ConfigError
 from app.hf.pretrained import Pretrained
 from app.hf.their_model import TheirModel
 from tests.hf_folders import KEY, edit_config, edit_tensors, loaded, save_random
-from tests.quantised_folders import MXFP4, of_groups, per_block, per_row, save_fp8, save_mxfp4
+from tests.quantised_folders import of_groups, per_block, per_row, save_fp8, save_mxfp4
 from tests.tensors.test_hf_faults import JUNK
 
 GATE = "model.layers.0.mlp.experts.gate_up_proj"
@@ -211,30 +211,6 @@ def test_junk_in_compressed_tensors_is_one_line(tmp_path: Path):
                 assert "\n" not in str(error) and len(str(error)) < 500
                 told += 1
     assert told > 100
-
-
-def test_config_of_gpt_oss_as_published_is_read(tmp_path: Path):
-    """openai/gpt-oss-20b, whose plan is that of any other weights."""
-    types = ["sliding_attention", "full_attention"] * 12
-    values = {
-        "model_type": "gpt_oss", "attention_bias": True, "attention_dropout": 0.0, "head_dim": 64,
-        "experts_per_token": 4, "hidden_act": "silu", "hidden_size": 2880,
-        "initial_context_length": 4096, "intermediate_size": 2880, "layer_types": types,
-        "max_position_embeddings": 131072, "num_attention_heads": 64, "num_experts_per_tok": 4,
-        "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32,
-        "quantization_config": MXFP4, "rms_norm_eps": 1e-5, "rope_theta": 150000,
-        "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
-                         "original_max_position_embeddings": 4096, "truncate": False},
-        "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
-        "tie_word_embeddings": False, "vocab_size": 201088,
-    }  # fmt: skip
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(values))
-    quantised = TheirModel.read(tmp_path, KEY)
-    path.write_text(json.dumps(values | {"quantization_config": None}))
-    plain = TheirModel.read(tmp_path, KEY)
-    assert quantised.quantised is not None and quantised.quantised.method == "mxfp4"
-    assert (plain.model, plain.quantised) == (quantised.model, None)
 
 
 def test_truncated_mxfp4_files_are_one_line(tmp_path: Path):
