@@ -113,7 +113,7 @@ both, `max_position_embeddings` takes its place. Other types are refused.
 
 ## Quantised weights
 
-They are dequantised as they are read, and exported in bf16. `quant_method` of
+They are dequantised as they are read; a conversion exports them in bf16. `quant_method` of
 `quantization_config` is one of:
 
 - `fp8`: a scale per block of `weight_block_size`, per tensor where that is null; where it is

@@ -47,4 +47,8 @@ def dequantised(blocks: Tensor, scales: Tensor, inputs: Bounds) -> Tensor:
     values = embedding(blocks.int(), pairs).flatten(-2)
     values *= scales.view(torch.float8_e8m0fnu).bfloat16()[..., None]
     low, high = inputs
-    return values.flatten(-2).narrow(2, low % VALUES, high - low).transpose(1, 2)
+    values = values.flatten(-2).narrow(2, low % VALUES, high - low)
+    found = values.new_empty(len(values), high - low, values.shape[1])
+    for expert, each in zip(found, values, strict=True):
+        expert.copy_(each.t())  # three times as fast as all of them together
+    return found
