@@ -129,6 +129,10 @@ def a_list(folder: Path) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (shorten, f"{BIN} is truncated or no file of torch.save"),
+    "a pointer": (
+        lambda folder: pickle(folder).write_text("version https://git-lfs.github.com/spec/v1\n"),
+        f"{BIN} is a pointer of git-lfs in the place of the file; git lfs pull brings it",
+    ),
     "compressed": (
         deflate,
         f"{BIN} is a compressed archive, which torch.save does not write",
