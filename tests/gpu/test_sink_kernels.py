@@ -51,7 +51,12 @@ def test_kernels_with_sinks_equal_fp64(
     generator = torch.Generator("cuda").manual_seed(1)
     sinks_N = torch.randn(HEADS, generator=generator, device="cuda").bfloat16()
     choices = {"window": window, "documents": documents if packed else None}
-    found = results(backend, heads, sinks_N, **choices)
+    try:
+        found = results(backend, heads, sinks_N, **choices)
+    except RuntimeError as error:
+        # of documents alone; a run is refused before it starts
+        assert packed and "Known cuDNN < 9.26.0 issue" in str(error)
+        pytest.skip(str(error).splitlines()[0])
     wanted = results(None, heads, sinks_N, **choices)
     for each, exact in zip(found, wanted, strict=True):
         assert (each.double() - exact).norm() < 1e-2 * exact.norm()

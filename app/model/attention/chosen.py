@@ -42,10 +42,12 @@ def library_attention(
     if most is not None:
         ends_BD = torch.full((1, most), TRIED, dtype=torch.int32, device=device)
         documents = DocumentOffsets.of(ends_BD, leaves[0].shape[1], leaves[1].shape[1])
-    window = _shortest_window(run)
+    window, kernels = _shortest_window(run), attend
+    if any(spec.attention.sinks for spec in run.model.layer_specs):
+        kernels = attend.with_sinks(torch.zeros(leaves[0].shape[2], dtype=dtype, device=device))
     try:
         for tried in dict.fromkeys((None, window and min(window, TRIED // 4))):
-            out = attend(*leaves, window=tried, documents=documents, scale=None)
+            out = kernels(*leaves, window=tried, documents=documents, scale=None)
             torch.autograd.grad(out, leaves, torch.zeros_like(out))
     except (RuntimeError, ValueError) as error:
         width, what = run.model.head_width, str(error).splitlines()[0]
