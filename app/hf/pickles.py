@@ -20,6 +20,7 @@ from torch import Tensor
 # beginning of files of before torch 1.6, which cannot be mapped into memory
 LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 PROTOCOL = torch.serialization.DEFAULT_PROTOCOL
+MOST_TOLD = 100  # characters of an error of torch
 CALLED = re.compile(r"GLOBAL (\S+)")  # in torch's message on what a pickle would call
 NAMES = {
     torch.float32: "F32",
@@ -54,7 +55,7 @@ class PickledSlice:
 
 
 class PickledTensors:
-    """Tensors of a file by name. Raises PickleFault, or OSError."""
+    """Tensors of a file by name. Raises PickleFault."""
 
     def __init__(self, path: Path) -> None:
         found = _unpickled(path)
@@ -75,10 +76,14 @@ class PickledTensors:
 
 
 def _unpickled(path: Path) -> Any:
-    with path.open("rb") as file:
-        if file.read(len(LEGACY)) == LEGACY:
-            again = "torch.save of what torch.load(…, weights_only=True) returns mends it"
-            raise PickleFault(f"is as torch saved before 1.6, and cannot be read by part; {again}")
+    try:
+        with path.open("rb") as file:
+            legacy = file.read(len(LEGACY)) == LEGACY
+    except OSError as error:
+        raise PickleFault(f"cannot be read: {error.strerror}") from None
+    if legacy:
+        again = "torch.save of what torch.load(…, weights_only=True) returns mends it"
+        raise PickleFault(f"is as torch saved before 1.6, and cannot be read by part; {again}")
     try:
         with ZipFile(path) as archive:
             compressed = any(each.compress_type != ZIP_STORED for each in archive.infolist())
@@ -92,7 +97,8 @@ def _unpickled(path: Path) -> Any:
             raise PickleFault(f"has more than tensors ({called[1]}), and no code is run") from None
         if isinstance(error, UnpicklingError):
             raise PickleFault(f"is damaged, or not of pickle protocol {PROTOCOL}") from None
-        raise PickleFault("is truncated or no file of torch.save") from None
+        told = str(error).partition("\n")[0][:MOST_TOLD]
+        raise PickleFault(f"is truncated or no file of torch.save: {told}") from None
     if compressed:  # torch takes the bytes of the file for those of tensors
         raise PickleFault("is a compressed archive, which torch.save does not write")
     return found

@@ -205,7 +205,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another file by the name of pickles": (
         lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
-        "pytorch_model.bin is truncated or no file of torch.save",
+        "pytorch_model.bin is truncated or no file of torch.save: File is not a zip file",
     ),
     "nothing": (
         lambda folder: (folder / "model.safetensors").unlink(),

@@ -128,7 +128,7 @@ def a_list(folder: Path) -> None:
 
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (shorten, f"{BIN} is truncated or no file of torch.save"),
+    "truncated": (shorten, f"{BIN} is truncated or no file of torch.save: File is not a zip file"),
     "a pointer": (
         lambda folder: pickle(folder).write_text("version https://git-lfs.github.com/spec/v1\n"),
         f"{BIN} is a pointer of git-lfs in the place of the file; git lfs pull brings it",
