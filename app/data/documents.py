@@ -15,8 +15,8 @@ from pyarrow import parquet
 
 from app.choices import Source
 from app.config import DataConfig
-from app.data.faults import Fault, check_utf8, file_format, without_mark
-from app.data.json_lines import json_texts
+from app.data.faults import STREAMS, Fault, check_utf8, file_format, without_mark
+from app.data.json_lines import json_texts, opened
 
 MOST_BYTES = 2**28  # of a document
 BATCH_BYTES = 2**22  # of rows of parquet that are read at once, by the mean of their row group
@@ -50,7 +50,9 @@ def documents(path: str, config: DataConfig, keys: set[str]) -> Iterator[bytes]:
     """
     try:
         yield from bounded(_documents(path, config, keys))
-    except (EOFError, lzma.LZMAError, zlib.error) as error:
+    except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the system's; those of decompressors have no number
         raise Fault(f"is not a whole compressed file: {error}") from error
 
 
@@ -87,11 +89,12 @@ def _replaced(path: str) -> bytes:
 
 
 def _text(path: str) -> bytes:
-    with open(path, "rb") as file:
-        content = file.read(MOST_BYTES + 4)  # a mark does not count
+    content = _unpacked(path)
     text = without_mark(content)
     if len(text) > MOST_BYTES:
         return text
+    if text[257:262] == b"ustar":  # else it would be read as text, with zeros
+        raise Fault("is a tar archive, not text", advice="unpack it")
     try:
         check_utf8(text, len(content) - len(text))
     except Fault:
@@ -100,6 +103,21 @@ def _text(path: str) -> bytes:
         advice = "read it with data.source=parquet" if found == "parquet" else "unpack it"
         raise Fault(f"is a {found} file, not text", advice=advice) from None
     return text
+
+
+def _unpacked(path: str) -> bytes:
+    """The first bytes of a text, more than MOST_BYTES only of one that is too long."""
+    most = MOST_BYTES + 4  # a mark does not count
+    with open(path, "rb") as file:
+        content = file.read(most)
+    if file_format(content) not in STREAMS:
+        return content
+    try:
+        check_utf8(content)  # a text may begin with "BZh"
+    except Fault:
+        with opened(path) as file:
+            return file.read(most)
+    return content
 
 
 def _parquet_texts(path: str, field: str) -> Iterator[bytes]:

@@ -264,7 +264,10 @@ def explained(config: DataConfig, load: Callable[[], Loaded]) -> Loaded:
             rule = f"is not in the cache, and {constants.ENDPOINT} cannot be reached"
             raise ConfigError(*source_option(config), rule) from error
         text = in_one_line(f"{type(reason).__name__}: {reason}")
-        raise ConfigError(*source_option(config), f"cannot be loaded: {text}") from error
+        zstd = "Compression type zstd" in text or "zstandard" in text
+        advice = "type pip install zstandard" if zstd else None
+        rule = f"cannot be loaded: {text}"
+        raise ConfigError(*source_option(config), rule, advice=advice) from error
 
 
 def silence() -> None:

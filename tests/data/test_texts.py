@@ -9,6 +9,7 @@ import lzma
 import random
 import re
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pyarrow as pa
@@ -130,13 +131,52 @@ def test_what_is_no_text_is_named_by_line(kind: str, line: str, tmp_path: Path):
     assert refused(corpus(tmp_path, kind)) == told
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
-def test_compressed_lines_are_unpacked(pack, tmp_path: Path):
-    packed = pack((RAIN * 2).encode())
+def zstd(text: bytes) -> bytes:
+    return pa.Codec("zstd").compress(text, asbytes=True)
+
+
+PACKS = [gzip.compress, bz2.compress, lzma.compress, zstd]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "text"])
+@pytest.mark.parametrize("pack", PACKS)
+def test_compressed_files_are_unpacked(kind: str, pack, tmp_path: Path):
+    text = (RAIN * 2).encode()
+    packed = pack(MARK + text)
     put(tmp_path, packed)
-    assert read(corpus(tmp_path, "jsonl")) == ["rain"] * 2
+    found = ["rain"] * 2 if kind == "jsonl" else [RAIN * 2]
+    assert read(corpus(tmp_path, kind)) == found
     (tmp_path / "d/0part.jsonl").write_bytes(packed[:-9])
-    assert "0part.jsonl: is not a whole compressed file" in refused(corpus(tmp_path, "jsonl"))
+    told = refused(corpus(tmp_path, kind))
+    assert "0part.jsonl: is not a whole compressed file" in told
+    (tmp_path / "d/1part.jsonl").write_bytes(text)
+    config = corpus(tmp_path, kind, on_bad_file=BadFile.skip)
+    assert read(config) == found
+
+
+def test_compressed_lines_are_streamed(tmp_path: Path):
+    from app.data import hub
+
+    put(tmp_path, gzip.compress((RAIN * 2).encode()), name="part.jsonl.gz")
+    streaming = corpus(tmp_path, "hub", streaming=True)
+    assert [row["text"] for row in hub.streamed(streaming)] == ["rain"] * 2
+
+
+@pytest.mark.skipif(find_spec("zstandard") is not None, reason="zstandard is installed")
+def test_streams_of_zstd_name_their_package(tmp_path: Path):
+    put(tmp_path, zstd(RAIN.encode()), name="part.jsonl.zst")
+    for streaming in (True, False):
+        with pytest.raises(ConfigError, match=r"; type pip install zstandard$"):
+            config = corpus(tmp_path, "hub", streaming=streaming)
+            load_data(config, 8, 1, tokenizer=TOKENIZER)
+
+
+def test_texts_that_begin_like_packed_ones(tmp_path: Path):
+    """Bytes decide, not names; an archive in a packed file is refused."""
+    put(tmp_path, "BZh9 is a mark.", name=".gz")
+    assert read(corpus(tmp_path, "text")) == ["BZh9 is a mark."]
+    (tmp_path / "d/0.gz").write_bytes(gzip.compress(b"a.txt" + bytes(252) + b"ustar\x00" + b"00"))
+    assert refused(corpus(tmp_path, "text")).endswith("is a tar archive, not text; unpack it")
 
 
 def test_long_lines_are_read_in_parts(monkeypatch: pytest.MonkeyPatch):
