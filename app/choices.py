@@ -260,6 +260,7 @@ class Source(Enum):
     text = "text"  # one document per file
     jsonl = "jsonl"  # one JSON object per line
     parquet = "parquet"
+    megatron = "megatron"  # tokens in .bin and .idx files of Megatron-LM
     hub = "hub"  # a dataset by name, or a local folder in the same format
 
 

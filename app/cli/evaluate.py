@@ -34,7 +34,7 @@ from app.cli.start.use_model import loaded_model
 from app.config import Run
 from app.data.faults import Fault
 from app.data.load import prepare
-from app.data.prepared import left_out, map_tokens
+from app.data.prepared import check_ends, left_out, map_tokens
 from app.data.sources import find_sources
 from app.data.tokenizer import Tokenizer
 from app.engine.decoding.decoder import Decoder
@@ -56,6 +56,8 @@ KINDS = {
     ".json": Source.jsonl,
     ".parquet": Source.parquet,
     ".pq": Source.parquet,
+    ".bin": Source.megatron,
+    ".idx": Source.megatron,
 }
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
 HELP = """\
@@ -68,7 +70,7 @@ Usage:  python -m app.cli.evaluate RUN_OR_CHECKPOINT data.path=PATH [option …]
   data.path=PATH     perplexity of documents; a list or globs, as in training. Read with the run's
                      data.source and data.text_field; if the run was trained on the standard
                      library or the hub, by suffix: .jsonl, .json, .parquet, otherwise as text
-  data.source=KIND   text, jsonl or parquet, instead of the run's
+  data.source=KIND   text, jsonl, parquet or megatron, instead of the run's
   stride=N           documents longer than the context (train.seq_len) are cut into windows that
                      start N tokens apart; every token counts once; default: half the context
   choices=PATH       multiple choice: one JSON object per line, with "prompt", "choices" (possible
@@ -118,6 +120,7 @@ class Task:
         """
         folder = prepare(self.run.data, self.tokenizer, say=_note)
         assert folder is not None, "files are prepared, not streamed"
+        check_ends(folder, "evaluate")
         return folder
 
     def left_out(self) -> str | None:
@@ -150,11 +153,11 @@ def read_as(words: Words, own: Source) -> list[str]:
         return []
     if "data.source" in keys:
         return ["data.streaming=false"]
-    of_files = own in (Source.text, Source.jsonl, Source.parquet)
+    of_files = own not in (Source.stdlib, Source.hub)
     named = {_kind(path) for path in _paths(words.overrides)}
     kinds = named - {None}
     if len(named) > 1 and not of_files:
-        rule = "has files of several kinds (text, jsonl, parquet), and a call reads one kind"
+        rule = "has files of several kinds (text, jsonl, parquet, …), and a call reads one kind"
         raise ConfigError("data.path", _typed(words), rule, advice="give files of one kind")
     found = next((kind for kind in kinds if kind is not None), Source.text)
     if own is Source.text and kinds:

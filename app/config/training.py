@@ -111,6 +111,8 @@ def _kind_of(path: str) -> Source:
     path = path.lower().removesuffix(".gz").removesuffix(".zst")
     if path.endswith((".jsonl", ".json", ".ndjson")):
         return Source.jsonl
+    if path.endswith((".bin", ".idx")):
+        return Source.megatron
     return Source.parquet if path.endswith(".parquet") else Source.text
 
 
@@ -119,7 +121,7 @@ class DataConfig:
     """Documents, their tokenization and their packing into sequences."""
 
     source: Source = Source.stdlib  # kind of corpus
-    # a file or glob, or a list of them, for text, jsonl and parquet; a tuple once checked
+    # a file or glob, or a list of them, for text, jsonl, parquet and megatron; a tuple once checked
     path: Any = ()
     name: str | None = None  # dataset name or local folder for source=hub
     config_name: str | None = None  # the dataset's configuration for source=hub
@@ -153,7 +155,7 @@ class DataConfig:
             rule = "is read with data.document_mask=true, which keeps documents apart"
             near = ("null", Instead("data.document_mask=true"))
             raise ConfigError("data.max_documents", self.max_documents, rule, nearest=near)
-        files = self.source in (Source.text, Source.jsonl, Source.parquet)
+        files = self.source not in (Source.stdlib, Source.hub)
         if files and not self.path:
             raise ConfigError(
                 "data.path", "", f"data={self.source.value} needs files or globs", advice=EXAMPLE
@@ -165,9 +167,7 @@ class DataConfig:
                 f"is not read by data={self.source.value}, which is chosen or the default",
                 nearest=Instead(f"data={_kind_of(paths[-1]).value}"),
             )
-        if self.text_field != "text" and self.source in (Source.stdlib, Source.text):
-            rule = f"is not read by data={self.source.value}, whose documents are whole files"
-            raise ConfigError("data.text_field", self.text_field, rule, nearest="text")
+        self._check_unread()
         if self.source is Source.hub and not self.name:
             raise ConfigError(
                 "data.name", self.name, "data=hub needs a dataset name or a local folder"
@@ -186,6 +186,18 @@ class DataConfig:
                 "must be between 0 and 1, both excluded",
                 nearest=0.1,
             )
+
+    def _check_unread(self) -> None:
+        """Refuse keys of other kinds of documents."""
+        tokens = self.source is Source.megatron
+        unread = {}
+        if tokens or self.source in (Source.stdlib, Source.text):
+            unread = {"text_field": "text"} | ({"num_proc": 1} if tokens else {})
+        held = "tokens" if tokens else "whole files"
+        for name, usual in unread.items():
+            if (value := getattr(self, name)) != usual:
+                rule = f"is not read by data={self.source.value}, whose documents are {held}"
+                raise ConfigError(f"data.{name}", value, rule, nearest=usual)
 
     def most_documents(self, seq_len: int) -> int | None:
         """Return the most documents of a sequence of so many tokens; None: they are not told apart.

@@ -40,6 +40,8 @@ class Written:
 
     names: tuple[str, ...]
     left_out: tuple[tuple[str, str], ...]
+    mapped: tuple[str, ...] = ()  # source files whose tokens are read where they are
+    open_end: tuple[str, int] | None = None  # first document of these, from 1, without its end
 
 
 def write_tokens(

@@ -8,7 +8,7 @@ from pathlib import Path
 from app.config import DataConfig
 from app.data.feed import DataSplit
 from app.data.packing import Documents, EndsInside, PackedSequences
-from app.data.prepared import map_tokens, prepare_tokens
+from app.data.prepared import check_ends, map_tokens, prepare_tokens
 from app.data.sources import Sources, find_sources
 from app.data.stream import StreamedSequences
 from app.data.tokenizer import Tokenizer
@@ -50,6 +50,8 @@ def load_data(
     else:
         folder = prepared or prepare(config, tokenizer)
         assert folder
+        if boundary is not None:
+            check_ends(folder, "data.document_mask=true")
         documents, held_out = map_tokens(folder).split(config.validation_fraction)
         train = PackedSequences(
             documents.lengths_D,

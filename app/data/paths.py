@@ -20,6 +20,9 @@ STDLIB_SUFFIXES = (".py", ".rst", ".txt")
 LOOKED_AT = 1000  # files of a folder, to know their kind
 
 
+BIN, INDEX = ".bin", ".idx"  # of Megatron
+
+
 NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
@@ -45,6 +48,21 @@ def stdlib_files() -> list[str]:
         rule = "this interpreter's standard library is not a folder of files"
         raise ConfigError("data.source", Source.stdlib, rule, nearest="text")
     return sorted(found)
+
+
+def index_of(path: str) -> str:
+    """The .idx beside a .bin of Megatron."""
+    return path.removesuffix(BIN) + INDEX
+
+
+def local_files(config: DataConfig) -> list[str]:
+    """Absolute paths of local files; of Megatron's the .bin alone, however data.path names the
+    pair: by either file, or as Megatron does, without an ending.
+    """
+    if config.source is not Source.megatron:
+        return matching_files(config.path)
+    names = [path.removesuffix(BIN).removesuffix(INDEX) for path in config.path]
+    return matching_files([name + BIN for name in names])
 
 
 def matching_files(patterns: Sequence[str]) -> list[str]:

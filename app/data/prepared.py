@@ -3,6 +3,8 @@
     <cache>/graphfold/<key>/contents.json     sizes and sums of the others
     <cache>/graphfold/<key>/tokens.arrow      documents as lists of ids; num_proc > 1: several files
 
+Of tokens that are used as they are, contents.json says that they have been checked.
+
 The key covers contents, sizes and times of the sources, the tokenizer and what is read of them, so
 that a changed file makes another entry. A folder is written under a hidden name and renamed when it
 is complete; one that is not as `contents.json` says is made anew.
@@ -19,10 +21,11 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
-from app.choices import BadFile
+from app.choices import BadFile, Source
 from app.config import DataConfig
 from app.data.packing import Documents
 from app.data.sources import Sources, check_unchanged, file_sum
@@ -63,16 +66,33 @@ def prepare_tokens(
 
 def map_tokens(folder: Path) -> Documents:
     """The documents of a folder that `prepare_tokens` has returned, mapped into memory."""
-    names = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))["files"]
+    contents = _contents(folder)
+    if "mapped" in contents:
+        from app.data.megatron import map_pairs
+
+        return map_pairs(contents["mapped"])
+    names = contents["files"]
     tables = [pa.ipc.open_stream(pa.memory_map(str(folder / name))).read_all() for name in names]
     chunks = [chunk for table in tables for chunk in table["ids"].chunks]
     return Documents.from_arrow(pa.chunked_array(chunks))
 
 
+def check_ends(folder: Path, why: str) -> None:
+    """Raise ConfigError for a document without the token that ends it; `why` says who needs it."""
+    if (found := _contents(folder).get("open_end")) is not None:
+        path, document = found
+        rule = f"document {document} does not end with the end-of-document token of data.tokenizer"
+        raise ConfigError("data.path", path, f"{rule}, as {why} needs")
+
+
+def _contents(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))
+    return found
+
+
 def left_out(folder: Path, sources: Sources) -> str | None:
     """Which files of a corpus data.on_bad_file=skip has left out, in a line; None: none."""
-    contents = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))
-    found = [*sources.unreadable, *contents.get("left_out", ())]
+    found = [*sources.unreadable, *_contents(folder).get("left_out", ())]
     if not found:
         return None
     named = "; ".join(f"{path}: {fault}" for path, fault in found[:MOST_NAMED])
@@ -93,7 +113,9 @@ def _key(config: DataConfig, tokenizer: Tokenizer, sources: Sources) -> str:
     read = (FORMAT, config.source.value, config.config_name, config.split, config.text_field)
     # Added where it matters only: caches of earlier versions keep their names.
     bad = (config.on_bad_file.value,) if config.on_bad_file is BadFile.skip else ()
-    made_of = repr(((*read, *bad), sources.record(), sources.times())).encode()
+    # Their tokens stay where they are.
+    paths = [file.path for file in sources.files] if config.source is Source.megatron else []
+    made_of = repr(((*read, *bad, *paths), sources.record(), sources.times())).encode()
     return hashlib.sha256(made_of + pickle.dumps(tokenizer)).hexdigest()[:32]
 
 
@@ -130,15 +152,21 @@ def _alone(folder: Path) -> Iterator[None]:
 
 def _write(config: DataConfig, tokenizer: Tokenizer, sources: Sources, *, folder: Path) -> None:
     from app.data.corpus import write_tokens
+    from app.data.megatron import check_pairs
 
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
     try:
-        written = write_tokens(config, tokenizer, sources, folder=temporary)
+        if config.source is Source.megatron:
+            written = check_pairs(config, tokenizer, sources)
+        else:
+            written = write_tokens(config, tokenizer, sources, folder=temporary)
         shutil.rmtree(temporary / "raw", ignore_errors=True)
         check_unchanged(config, sources)
         paths = [temporary / name for name in written.names]
         files = {path.name: (path.stat().st_size, file_sum(path)) for path in paths}
-        contents = {"files": files, "left_out": written.left_out}
+        contents: dict[str, Any] = {"files": files, "left_out": written.left_out}
+        if written.mapped:
+            contents |= {"mapped": written.mapped, "open_end": written.open_end}
         (temporary / CONTENTS).write_text(json.dumps(contents) + "\n", encoding="utf-8")
         temporary.chmod(0o755)  # from that of a private folder: others may use a shared cache
         _replace(temporary, folder)

@@ -20,7 +20,7 @@ import xxhash
 
 from app.choices import BadFile, Source
 from app.config import DataConfig
-from app.data.paths import matching_files, source_option, stdlib_files
+from app.data.paths import index_of, local_files, source_option, stdlib_files
 from app.errors import ConfigError
 
 TOKENIZER_KEY = "data.tokenizer"
@@ -136,8 +136,11 @@ def source_files(config: DataConfig) -> tuple[list[str], str | None]:
             from app.data.hub import hub_files  # imports `datasets`
 
             return hub_files(config)
+        case Source.megatron:
+            pairs = [(path, index_of(path)) for path in local_files(config)]
+            return [path for pair in pairs for path in pair if os.path.exists(path)], None
         case _:
-            return matching_files(config.path), None
+            return local_files(config), None
 
 
 def same_documents(was: Record, now: Record) -> bool:

@@ -19,7 +19,7 @@ from app.cli.options.old_names import read_files_by_present_names, with_present_
 from app.cli.options.pretrained import adopt, check_agreement, of_config_json
 from app.cli.options.unknown import no_such_key
 from app.config import Run
-from app.data.paths import matching_files
+from app.data.paths import local_files
 from app.errors import ConfigError
 from app.errors import typed as as_typed
 from app.hf.families import family_of
@@ -213,7 +213,7 @@ def check_named(run: Run, overrides: Sequence[str]) -> None:
     if "data.tokenizer" in keys and tokenizer != BYTES and not Path(tokenizer).is_file():
         raise ConfigError("data.tokenizer", tokenizer, "no such file")
     if "data.path" in keys and run.data.source not in (Source.stdlib, Source.hub):
-        matching_files(run.data.path)
+        local_files(run.data)
     if "data.name" in keys and not Path(run.data.name or "").is_dir():
         raise ConfigError("data.name", run.data.name, "is on the hub")
     if "resume" in keys and resume not in (None, "auto") and not Path(resume).exists():
