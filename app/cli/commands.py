@@ -28,6 +28,11 @@ def report() -> None:
     _run("report")
 
 
+def data() -> None:
+    """Show what training reads (`python -m app.cli.data`)."""
+    _run("data")
+
+
 def convert() -> None:
     """Convert models from and to Hugging Face format (`python -m app.cli.convert`)."""
     _run("convert")

@@ -1,0 +1,197 @@
+"""Show what training reads: `python -m app.cli.data inspect` with the overrides of train.py."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from app.cli.processes.ctrl_c import stop_quietly
+
+if __name__ == "__main__":
+    stop_quietly("data")  # before the imports, which take a second
+
+import numpy as np
+
+from app.cli.options.arguments import Typed
+from app.cli.options.compose import load_typed
+from app.cli.options.messages import readable_errors
+from app.cli.options.unknown import no_such_flag
+from app.cli.processes.output import exit_by, table_width
+from app.data.feed import IGNORED, DataSplit, make_batch
+from app.data.load import load_data, prepare
+from app.data.packing import PADDING, PackedSequences
+from app.data.prepared import left_out
+from app.data.sources import find_sources
+from app.data.tokenizer import Tokenizer
+from app.engine.start.start import check_tokenizer
+from app.errors import ConfigError, warn
+from app.plan.formatting import count_of
+
+INSPECT = "inspect"
+NUMBERS = {"--sequence": 0, "--over": 100}  # and what they are by default
+WIDTH = 100  # columns unless the terminal or COLUMNS says otherwise
+HELP = """\
+== Graphfold: show what training reads ==
+Usage:  python -m app.cli.data inspect [--sequence N] [--over N] [override …]
+
+  --sequence N  the N-th sequence of the run, from 0: its documents with their first words, where
+                they end, which tokens have a loss, and padding
+  --over N      sequences that the shares of padding and of tokens with a loss are taken from;
+                default: 100
+  override      any override of train.py
+
+Documents are tokenized into the cache, as a start of the run does; no model is built.
+
+Examples:
+  python -m app.cli.data inspect +experiment=smoke --sequence 3
+  python -m app.cli.data inspect data=text data.path='docs/*.md' data.document_mask=true"""
+
+
+@dataclass(frozen=True, slots=True)
+class InspectRequest:
+    """The command line."""
+
+    sequence: int
+    over: int
+    typed: Typed  # overrides that describe the run
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str]) -> InspectRequest:
+        """Separate this command's own options from overrides. Raises ConfigError."""
+        if not arguments or arguments[0] != INSPECT:
+            word = arguments[0] if arguments else ""
+            raise ConfigError("command", word, f"must be {INSPECT}")
+        numbers, overrides = dict(NUMBERS), list[str]()
+        words = iter(arguments[1:])
+        for word in words:
+            key, equals, value = word.partition("=")
+            if key in NUMBERS:
+                numbers[key] = _whole(key, value if equals else next(words, ""))
+            else:
+                overrides.append(word)
+        if error := no_such_flag(overrides, tuple(NUMBERS)):
+            raise error
+        return cls(numbers["--sequence"], numbers["--over"], typed=Typed.parse(overrides))
+
+
+def _whole(key: str, text: str) -> int:
+    least = int(key == "--over")
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigError(key, text, f"must be a whole number from {least} on")
+    return int(text)
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePart:
+    """A document, or part of one, in a sequence; or its padding."""
+
+    start: int
+    stop: int  # behind its last token
+    losses: int  # of its tokens
+    ends: bool  # with the end-of-document token
+    ids: list[int]  # none: padding
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Sums over several sequences."""
+
+    sequences: int = 0
+    padding: int = 0  # positions
+    losses: int = 0
+    parts: int = 0
+
+    def __add__(self, other: Sequence[SequencePart]) -> Shares:
+        padding = sum(part.stop - part.start for part in other if not part.ids)
+        losses = sum(part.losses for part in other)
+        documents = sum(bool(part.ids) for part in other)
+        return Shares(
+            self.sequences + 1,
+            self.padding + padding,
+            self.losses + losses,
+            parts=self.parts + documents,
+        )
+
+
+def parts_of(row: np.ndarray, dataset: DataSplit, eod: int) -> list[SequencePart]:
+    """What a sequence of S + 1 tokens is made of, by the microbatch that training makes of it."""
+    batch = make_batch([row], dataset.boundary, dataset.max_documents)
+    loss_S = batch.labels_BS[0].numpy() != IGNORED
+    tokens_S = row[:-1]
+    held = int((tokens_S != PADDING).sum())
+    ends = np.flatnonzero(tokens_S[:held] == eod) + 1
+    borders = sorted({0, *ends.tolist(), held, len(tokens_S)})
+    return [
+        SequencePart(
+            start,
+            stop,
+            int(loss_S[start:stop].sum()),
+            ends=bool(tokens_S[stop - 1] == eod),
+            ids=tokens_S[start:stop].tolist() if start < held else [],
+        )
+        for start, stop in pairwise(borders)
+    ]
+
+
+def lines_of(parts: Sequence[SequencePart], tokenizer: Tokenizer, width: int) -> Iterator[str]:
+    """A table of the parts, in lines of at most `width` columns."""
+    yield "   tokens     loss  end  begins with"[:width]
+    for part in parts:
+        place = f"{part.start}-{part.stop - 1}"
+        head = f"{place:>9}  {part.losses:>7,}  {'yes' if part.ends else '':>3}  "
+        room = max(8, width - len(head))
+        text = " ".join(tokenizer.decode(part.ids[: 4 * room]).split()) if part.ids else "(padding)"
+        yield head + (text if len(text) <= room else text[: room - 1] + "…")
+
+
+def inspect(asked: InspectRequest) -> Iterator[str]:
+    """Yield what is printed. Raises ConfigError for what training would refuse."""
+    run = load_typed(asked.typed)
+    tokenizer = check_tokenizer(run)
+    sources = find_sources(run.data)
+    folder = prepare(run.data, tokenizer, sources, say=warn)
+    if folder is not None and (line := left_out(folder, sources)):
+        warn(line)
+    length = run.train.seq_len
+    dataset, _ = load_data(run.data, length, run.train.seed, tokenizer=tokenizer, prepared=folder)
+    sequences = dataset.sequences
+    reader = sequences.reader(0, 1, 0, None)
+    shares, shown = Shares(), list[SequencePart]()
+    for index in range(max(asked.over, asked.sequence + 1)):
+        # A stream gives its sequences in order only; of others, those that are asked for are read.
+        if isinstance(sequences, PackedSequences) and asked.over <= index != asked.sequence:
+            continue
+        found = parts_of(reader.sample(index), dataset, tokenizer.eod)
+        if index < asked.over:
+            shares += found
+        if index == asked.sequence:
+            shown = found
+    of = ""
+    if isinstance(sequences, PackedSequences):
+        of = f" of {sequences.per_epoch:,} in the first epoch"
+    yield f"sequence {asked.sequence:,}{of}: {length:,} tokens"
+    width = table_width(sys.stdout, WIDTH)
+    yield from lines_of(shown, tokenizer, width)
+    positions = shares.sequences * length
+    yield ""
+    yield f"{count_of(shares.sequences, 'sequence')} from 0 on:"
+    yield f"{shares.padding / positions:8.1%}  padding"
+    yield f"{shares.losses / positions:8.1%}  tokens with a loss"
+    yield f"{shares.parts / shares.sequences:8.1f}  documents per sequence"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print what was asked for; return the exit code."""
+    if {"--help", "-h"} & set(arguments):
+        print(HELP)
+        return 0
+    with readable_errors("data", speak=True):
+        for line in inspect(InspectRequest.parse(arguments)):
+            print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    exit_by(main)
