@@ -253,6 +253,14 @@ class BadFile(Enum):
     skip = "skip"  # read nothing of it; a line at the start says so
 
 
+class Packing(Enum):
+    """How documents become sequences."""
+
+    stream = "stream"  # end to end, cut where a sequence is full
+    # whole where they fit, each in the sequence that it fills best; padding fills the rest
+    best_fit = "best_fit"
+
+
 class Source(Enum):
     """Source of documents."""
 

@@ -180,6 +180,7 @@ LEFT_OUT = {
     "data.validation_fraction": HOST,
     "data.validation_documents": HOST,
     "data.max_documents": "packs sequences; tests/data/test_packing.py",
+    "data.packing": "packs sequences; tests/data/test_best_fit.py",
     "data.num_proc": HOST,
     "data.cache_dir": HOST,
     "data.accept_changed": HOST,

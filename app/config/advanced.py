@@ -53,6 +53,7 @@ ADVANCED = (
     # files and reactions
     "data.validation_documents",
     "data.max_documents",
+    "data.packing",
     "data.cache_dir",
     "data.accept_changed",
     "checkpoint.frozen",

@@ -15,6 +15,7 @@ from app.choices import (
     MuonTp,
     Normalize,
     OptimizerKind,
+    Packing,
     Source,
     WandbMode,
     WsdDecay,
@@ -133,6 +134,7 @@ class DataConfig:
     validation_fraction: float = 0.1  # share of the documents kept for validation
     validation_documents: int = 100  # documents kept for validation when streaming
     document_mask: bool = False  # attention stays within a document, positions restart with it
+    packing: Packing = Packing.stream  # best_fit cuts no document that fits into a sequence
     # most documents of a sequence with document_mask; further ones go into the next sequence, after
     # padding; null: a 64th of train.seq_len, at least 16
     max_documents: int | None = None
@@ -188,7 +190,16 @@ class DataConfig:
             )
 
     def _check_unread(self) -> None:
-        """Refuse keys of other kinds of documents."""
+        """Refuse keys of other kinds of documents, and a packing without what it needs."""
+        if self.packing is Packing.best_fit:
+            if not self.document_mask:
+                rule = "pads sequences, which needs data.document_mask=true"
+                near = ("stream", Instead("data.document_mask=true"))
+                raise ConfigError("data.packing", self.packing, rule, nearest=near)
+            if self.streaming:
+                rule = "needs the lengths of all documents, which a stream does not know"
+                near = ("stream", Instead("data.streaming=false"))
+                raise ConfigError("data.packing", self.packing, rule, nearest=near)
         tokens = self.source is Source.megatron
         unread = {}
         if tokens or self.source in (Source.stdlib, Source.text):

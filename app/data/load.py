@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from app.choices import Packing
 from app.config import DataConfig
+from app.data.best_fit import BestFitSequences, apart
 from app.data.feed import DataSplit
 from app.data.packing import Documents, EndsInside, PackedSequences
 from app.data.prepared import check_ends, map_tokens, prepare_tokens
@@ -53,28 +56,46 @@ def load_data(
         if boundary is not None:
             check_ends(folder, "data.document_mask=true")
         documents, held_out = map_tokens(folder).split(config.validation_fraction)
-        train = PackedSequences(
-            documents.lengths_D,
-            documents.read,
-            seq_len,
-            seed=seed,
-            name="training split",
-            max_documents=most,
-            inside=_inside(documents, boundary),
-        )
+        train = _packed(config, documents, seq_len, seed, tokenizer, name="training split")
     share, larger = _validation_share(config)
-    validation = PackedSequences(
-        held_out.lengths_D,
-        held_out.read,
+    validation = _packed(
+        config,
+        held_out,
         seq_len,
-        seed=VALIDATION_SEED,
+        VALIDATION_SEED,
+        tokenizer,
         name="validation split",
         share=share,
         larger=larger,
-        max_documents=most,
-        inside=_inside(held_out, boundary),
     )
     return DataSplit(train, boundary, most), DataSplit(validation, boundary, most)
+
+
+def _packed(
+    config: DataConfig,
+    documents: Documents,
+    seq_len: int,
+    seed: int,
+    tokenizer: Tokenizer,
+    **named: Any,
+) -> PackedSequences:
+    boundary = tokenizer.eod if config.document_mask else None
+    most = config.most_documents(seq_len)
+    if config.packing is Packing.best_fit:
+        assert boundary is not None and most is not None, "DataConfig has refused it"
+        whole = apart(documents, boundary)
+        return BestFitSequences(
+            whole.lengths_D, whole.read, seq_len, seed=seed, max_documents=most, **named
+        )
+    return PackedSequences(
+        documents.lengths_D,
+        documents.read,
+        seq_len,
+        seed=seed,
+        max_documents=most,
+        inside=_inside(documents, boundary),
+        **named,
+    )
 
 
 def _inside(documents: Documents, boundary: int | None) -> EndsInside | None:

@@ -123,18 +123,18 @@ class EndsInside:
         """The ends in tokens of a stream in which these texts start at these tokens."""
         counts = self.counts_D[texts]
         first_D = np.cumsum(self.counts_D) - self.counts_D
-        ends: np.ndarray = np.repeat(starts, counts) + self.offsets[_runs(first_D[texts], counts)]
+        ends: np.ndarray = np.repeat(starts, counts) + self.offsets[runs(first_D[texts], counts)]
         return ends
 
 
-def _runs(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def runs(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """first[0], first[0] + 1, … as many as counts[0], then those of the next."""
     before = np.cumsum(counts) - counts
     return np.repeat(first - before, counts) + np.arange(counts.sum())
 
 
 @dataclass(frozen=True)
-class _Epoch:
+class Epoch:
     """Order of one epoch: document `documents_D[d]` covers tokens [bounds[d], bounds[d + 1])."""
 
     index: int
@@ -143,6 +143,7 @@ class _Epoch:
     bounds: np.ndarray  # [D + 1]
     stretches: np.ndarray  # stretch k covers the tokens [stretches[k], stretches[k + 1])
     sequences_K: np.ndarray  # which stretch of the epoch is its k-th sequence
+    starts_D: np.ndarray | None = None  # first token in its document, of parts of documents
 
 
 def cut_stretches(ends: np.ndarray, length: int, most: int) -> np.ndarray:
@@ -253,7 +254,7 @@ class PackedSequences:
         row[: stop - start] = np.concatenate(self._pieces(epoch, start, stop))
         return row
 
-    def _epoch_of(self, index: int) -> _Epoch:
+    def _epoch_of(self, index: int) -> Epoch:
         """The epoch of a sequence; indices rise, so one epoch at a time is enough."""
         epoch = self._epoch
         if self.max_documents is None:  # all are equally long
@@ -284,7 +285,7 @@ class PackedSequences:
         """At most `limit` tokens, in epoch 0's order of documents: [T], in the stored type."""
         return np.concatenate(self._pieces(self._order(0, 0), 0, min(limit, self.num_tokens)))
 
-    def _order(self, epoch: int, first: int) -> _Epoch:
+    def _order(self, epoch: int, first: int) -> Epoch:
         """An epoch, of which the global index of the first sequence is known."""
         generator = np.random.default_rng([self.seed, epoch])
         documents_D = generator.permutation(len(self.lengths_D))
@@ -297,7 +298,7 @@ class PackedSequences:
             if self.inside is not None and len(self.inside.offsets):
                 ends = np.sort(np.concatenate((ends, self.inside.along(documents_D, bounds[:-1]))))
             stretches = cut_stretches(ends, self.seq_len, self.max_documents)
-        return _Epoch(
+        return Epoch(
             epoch,
             first,
             documents_D,
@@ -306,7 +307,19 @@ class PackedSequences:
             sequences_K=generator.permutation(len(stretches) - 1),
         )
 
-    def _pieces(self, epoch: _Epoch, start: int, stop: int) -> list[np.ndarray]:
+    def padding_with(self, max_documents: int) -> float:
+        """Share of padding with another `max_documents`."""
+        other = type(self)(
+            self.lengths_D,
+            self.read,
+            self.seq_len,
+            seed=self.seed,
+            max_documents=max_documents,
+            inside=self.inside,
+        )
+        return other.padding
+
+    def _pieces(self, epoch: Epoch, start: int, stop: int) -> Sequence[np.ndarray]:
         """Tokens [start, stop) of an epoch, document by document."""
         first = int(np.searchsorted(epoch.bounds, start, side="right")) - 1
         last = int(np.searchsorted(epoch.bounds, stop, side="left"))

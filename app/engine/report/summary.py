@@ -10,6 +10,7 @@ import torch
 
 from app.config import Run
 from app.data.baseline import ngram_loss
+from app.data.best_fit import BestFitSequences
 from app.data.feed import DataSplit
 from app.data.packing import PADDING, PackedSequences
 from app.engine.export.export import EXPORTED
@@ -32,6 +33,7 @@ from app.version import VERSION, Version
 FILES = ("config.yaml", "plan.json", "metrics.jsonl", LOSS)  # written by every run
 BASELINE_TOKENS = 20_000_000  # maximum of training tokens counted by the n-gram models
 NO_PADDING = 0.001  # share of positions
+MOST_TRIED = 1_000_000  # documents of a corpus that is packed anew to advise on data.max_documents
 BASELINE_VOCAB = 1024  # n-gram tables of larger vocabularies are too sparse to compare with
 
 
@@ -82,10 +84,31 @@ def _padding(train: DataSplit) -> str | None:
     sequences = train.sequences
     if not isinstance(sequences, PackedSequences) or sequences.padding < NO_PADDING:
         return None
-    return (
-        f"{sequences.padding:.1%} of positions are padding: a sequence ends after "
-        f"data.max_documents={train.max_documents} documents, also where more would fit"
-    )
+    said = f"{sequences.padding:.1%} of positions are padding"
+    fewer = _fewer_padding(sequences)
+    if isinstance(sequences, BestFitSequences):
+        said += ", as data.packing=best_fit cuts no document that fits"
+        return f"{said}; {fewer}" if fewer else said
+    said += f": a sequence ends after data.max_documents={train.max_documents} documents, also "
+    return f"{said}where more would fit{f'; {fewer}' if fewer else ''}"
+
+
+def _fewer_padding(sequences: PackedSequences) -> str | None:
+    """Say which data.max_documents leaves less padding; None: none, or there are too many
+    documents to try it.
+    """
+    most, best = sequences.max_documents, sequences.padding
+    if most is None or len(sequences.lengths_D) > MOST_TRIED:
+        return None
+    found = most
+    while (most := min(2 * most, sequences.seq_len)) > found and best >= NO_PADDING:
+        share = sequences.padding_with(most)
+        if best - share < NO_PADDING:
+            break
+        found, best = most, share
+    if found == sequences.max_documents:
+        return None
+    return f"data.max_documents={found} leaves {best:.1%}"
 
 
 def _continued(run: Run, start: Start, version: Version) -> Iterator[tuple[str, str]]:

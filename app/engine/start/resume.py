@@ -34,7 +34,7 @@ FIXED = frozenset((
     # Documents, their split, tokenizer and attention mask.
     "data.source", "data.path", "data.name", "data.config_name", "data.split", "data.streaming",
     "data.text_field", "data.tokenizer", "data.validation_fraction", "data.validation_documents",
-    "data.document_mask", "data.max_documents",
+    "data.document_mask", "data.max_documents", "data.packing",
     # Packing of tokens into sequences, and their order.
     "train.seq_len", "train.seed",
     # Parameters without optimizer state.
