@@ -128,6 +128,6 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path, monkeypatch: pytest.M
     assert str(error.value) == f"data.path={folder}/a.txt: cannot be read: Permission denied"
     monkeypatch.undo()
     config = DataConfig(source=Source.text, path=(f"{folder}/*.txt",))
-    monkeypatch.setattr(sources, "matching_files", lambda patterns: [f"{folder}/gone.txt"])
+    monkeypatch.setattr(sources, "local_files", lambda patterns: [f"{folder}/gone.txt"])
     with pytest.raises(ConfigError, match=r"gone\.txt: is no longer there"):
         find_sources(config)
