@@ -78,6 +78,7 @@ FREE_SECTIONS = ("parallel.", "hardware.", "schedule.", "recompute.", "cuda_grap
 PLACES = ("data.path", "data.name", "data.tokenizer")
 # Not reported as changes: start-up paths, and the world size, which follows from `parallel`.
 SOURCES = "data.sources"
+BIAS_RATE = "model.moe.bias_update_rate"
 # Keys of a source that may differ: its share, and its place, whose contents count instead.
 SHARES = ("weight", "after_end", "path", "name")
 UNREPORTED = ("run_dir", "resume", "parallel.world_size", "data.accept_changed")
@@ -114,12 +115,15 @@ def allowed_changes(
         key, was, now = misfit
         rule = f"the checkpoint {checkpoint} was trained with {typed(was)}"
         advice = None
-        if not is_fixed(key):
+        if key == BIAS_RATE:
             rule += ", and 0 would drop the biases that its routers have learnt"
+        elif key == "data.validation":
+            rule += ", which leaves other documents for training"
         elif key in PLACES and data.change() is not None:
             rule += f", which held other data: {data.change()}"
             advice = "otherwise data.accept_changed=true"
-        raise ConfigError(key, now, rule, nearest=FirstOf([was]), advice=advice)
+        near = None if key == SOURCES else FirstOf([was])
+        raise ConfigError(key, now, rule, nearest=near, advice=advice)
     data.check(checkpoint)
     idle = set(unread(saved)) & set(unread(current))
     quiet = (*UNREPORTED, *idle)
@@ -217,7 +221,7 @@ def _misfit(differences: Iterable[Difference], data: _DataThen) -> Difference | 
         if key == "data.validation" and bool(was) != bool(now):
             return key, was, now  # other documents would be left for training
         # With a rate of 0 a router ignores its bias, and so would drop what it has learnt.
-        drops_biases = key == "model.moe.bias_update_rate" and was and not now
+        drops_biases = key == BIAS_RATE and was and not now
         if is_fixed(key) or drops_biases:
             return key, was, now
     return None
@@ -229,7 +233,8 @@ def _other_source(was: Any, now: Any) -> Difference | None:
     for entry in now:
         for key, value in before.get(entry["label"], entry).items():
             if key not in SHARES and value != entry[key]:
-                return f"{SOURCES} {entry['label']}: {key}", value, entry[key]
+                lead = f"{entry['label']}: {key}="
+                return SOURCES, lead + typed(value), lead + typed(entry[key])
     return None
 
 
