@@ -23,12 +23,12 @@ class SourceConfig:
     weight: float = 1.0  # of its tokens, relative to those of the others
     after_end: AfterEnd = AfterEnd.repeat  # what happens when all of its documents were read
     source: Source | None = None  # null: by the path's suffix
-    path: Any = None
-    name: str | None = None
-    config_name: str | None = None
-    split: str | None = None
-    text_field: str | None = None
-    streaming: bool | None = None
+    path: Any = None  # a file or glob, or a list of them
+    name: str | None = None  # of a dataset
+    config_name: str | None = None  # of that dataset
+    split: str | None = None  # of that dataset
+    text_field: str | None = None  # column that holds the text
+    streaming: bool | None = None  # read while training
 
     def given(self) -> dict[str, Any]:
         """Return the keys of `data` that it sets."""
@@ -99,7 +99,7 @@ def _typed(key: str, name: str, value: Any) -> Any:
     if name == "path":
         listed = (value,) if isinstance(value, str) else tuple(value)
         return listed
-    kind: type = bool if name == "streaming" else str
+    kind = bool if name == "streaming" else str
     if not isinstance(value, kind):
         raise ConfigError(key, value, f"{name} of a source is a {kind.__name__}")
     return value

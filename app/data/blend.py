@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from app.data.packing import PackedSequences
+from app.data.reader import Reader
 from app.errors import ConfigError
 
 if TYPE_CHECKING:
-    from app.data.feed import Reader
     from app.data.stream import StreamedSequences
 
 KEY = "data.sources"

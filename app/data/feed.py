@@ -7,30 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from app.data.blend import BlendedSequences, BlendReader
 from app.data.packing import PADDING, PackedSequences
+from app.data.reader import Reader
 from app.data.stream import StreamedSequences
 
 IGNORED = -100  # label of a position without a target
-
-
-class Reader(Protocol):
-    """Where a data-parallel rank gets its sequences: `PackedSequences`, `StreamReader`, or
-    `BlendReader` of several of these.
-    """
-
-    def sample(self, index: int) -> np.ndarray:
-        """Tokens of global sequence `index`, PADDING at the end of a short one: int64 [S + 1]; a
-        stream's next ones instead.
-        """
-
-    def state(self, sequences: int) -> dict[str, Any] | None:
-        """Position beyond the count of used sequences, as plain values."""
 
 
 @dataclass(frozen=True)

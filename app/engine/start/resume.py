@@ -34,7 +34,7 @@ FIXED = frozenset((
     # Documents, their split, tokenizer and attention mask.
     "data.source", "data.path", "data.name", "data.config_name", "data.split", "data.streaming",
     "data.text_field", "data.tokenizer", "data.validation_fraction", "data.validation_documents",
-    "data.document_mask", "data.max_documents",
+    "data.document_mask", "data.max_documents", "data.validation",
     # Packing of tokens into sequences, and their order.
     "train.seq_len", "train.seed",
     # Parameters without optimizer state.
@@ -63,8 +63,8 @@ FREE = frozenset((
     "precision.loss_scale_window", "precision.loss_scale_hysteresis",
     # Preparation of the same documents, and its cache.
     "data.num_proc", "data.cache_dir", "data.accept_changed", "data.on_bad_file",
-    # Sources may come and go (`_other_source`), and so may validation documents of their own.
-    "data.sources", "data.validation",
+    # Sources may come and go, but keep their texts (`_other_source`).
+    "data.sources",
     # Length and batches of training; the data cursor counts sequences, whatever the batch.
     "train.steps", "train.global_batch", "train.micro_batch",
     # Validation, sample, and reaction to non-finite steps.
@@ -218,8 +218,8 @@ def _misfit(differences: Iterable[Difference], data: _DataThen) -> Difference | 
             continue
         if key == SOURCES and (changed := _other_source(was, now)) is not None:
             return changed
-        if key == "data.validation" and bool(was) != bool(now):
-            return key, was, now  # other documents would be left for training
+        if key == "data.validation" and was and now:
+            continue  # the same documents are left for training
         # With a rate of 0 a router ignores its bias, and so would drop what it has learnt.
         drops_biases = key == BIAS_RATE and was and not now
         if is_fixed(key) or drops_biases:

@@ -10,7 +10,6 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -177,8 +176,8 @@ class ValidationReport:
 
 
 def _with_sources(
-    values: dict[str, Any], of_sources: Mapping[str, Mapping[str, float]]
-) -> dict[str, Any]:
+    values: dict[str, float], of_sources: Mapping[str, Mapping[str, float]]
+) -> dict[str, float]:
     """Return metrics with those of every source under its label: `val_loss/<label>`."""
     values.pop("by_source", None)
     for key, found in of_sources.items():
