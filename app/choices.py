@@ -261,6 +261,13 @@ class Packing(Enum):
     best_fit = "best_fit"
 
 
+class AfterEnd(Enum):
+    """What a source of several does when all of its documents were read."""
+
+    repeat = "repeat"  # start anew, in another order
+    stop = "stop"  # leave the tokens to the others
+
+
 class Source(Enum):
     """Source of documents."""
 

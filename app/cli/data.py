@@ -19,11 +19,10 @@ from app.cli.options.compose import load_typed
 from app.cli.options.messages import readable_errors
 from app.cli.options.unknown import no_such_flag
 from app.cli.processes.output import exit_by, table_width
+from app.data.blend import BlendReader
+from app.data.corpora import Corpora, all_left_out, load_all, prepare_all
 from app.data.feed import IGNORED, DataSplit, make_batch
-from app.data.load import load_data, prepare
 from app.data.packing import PADDING, PackedSequences
-from app.data.prepared import left_out
-from app.data.sources import find_sources
 from app.data.tokenizer import Tokenizer
 from app.engine.start.start import check_tokenizer
 from app.errors import ConfigError, warn
@@ -150,17 +149,17 @@ def inspect(asked: InspectRequest) -> Iterator[str]:
     """Yield what is printed. Raises ConfigError for what training would refuse."""
     run = load_typed(asked.typed)
     tokenizer = check_tokenizer(run)
-    sources = find_sources(run.data)
-    folder = prepare(run.data, tokenizer, sources, say=warn)
-    if folder is not None and (line := left_out(folder, sources)):
+    found_data = Corpora.find(run.data)
+    folders = prepare_all(run.data, tokenizer, found_data, say=warn)
+    for line in all_left_out(folders, found_data):
         warn(line)
     length = run.train.seq_len
-    dataset, _ = load_data(run.data, length, run.train.seed, tokenizer=tokenizer, prepared=folder)
+    dataset, _ = load_all(run.data, length, run.train.seed, tokenizer=tokenizer, folders=folders)
     sequences = dataset.sequences
     reader = sequences.reader(0, 1, 0, None)
-    shares, shown = Shares(), list[SequencePart]()
+    shares, shown, source = Shares(), list[SequencePart](), ""
     for index in range(max(asked.over, asked.sequence + 1)):
-        # A stream gives its sequences in order only; of others, those that are asked for are read.
+        # Streams and blends give their sequences in order only; of others, unused ones are skipped.
         if isinstance(sequences, PackedSequences) and asked.over <= index != asked.sequence:
             continue
         found = parts_of(reader.sample(index), dataset, tokenizer.eod)
@@ -168,10 +167,11 @@ def inspect(asked: InspectRequest) -> Iterator[str]:
             shares += found
         if index == asked.sequence:
             shown = found
+            source = f" (source {reader.source})" if isinstance(reader, BlendReader) else ""
     of = ""
     if isinstance(sequences, PackedSequences):
         of = f" of {sequences.per_epoch:,} in the first epoch"
-    yield f"sequence {asked.sequence:,}{of}: {length:,} tokens"
+    yield f"sequence {asked.sequence:,}{of}{source}: {length:,} tokens"
     width = table_width(sys.stdout, WIDTH)
     yield from lines_of(shown, tokenizer, width)
     positions = shares.sequences * length

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.choices import Packing
 from app.config import DataConfig
@@ -16,6 +16,9 @@ from app.data.sources import Sources, find_sources
 from app.data.stream import StreamedSequences
 from app.data.tokenizer import Tokenizer
 from app.errors import Instead
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
 
 VALIDATION_SEED = 0  # not the run's: losses of runs with different seeds compare
 
@@ -37,26 +40,26 @@ def prepare(
 
 
 def load_data(
-    config: DataConfig, seq_len: int, seed: int, tokenizer: Tokenizer, prepared: Path | None = None
+    config: DataConfig,
+    seq_len: int,
+    seed: int,
+    tokenizer: Tokenizer,
+    prepared: Path | None = None,
+    of: str = "",
 ) -> tuple[DataSplit, DataSplit]:
-    """Train and validation data in sequences of `seq_len` tokens; `seed` orders the training data.
+    """Train and validation data of one source in sequences of `seq_len` tokens; `seed` orders the
+    training data.
 
-    `prepared` is what `prepare` has returned; where it is None, that is called first. Raises
-    ConfigError when the source cannot be read, holds no text, or either split is shorter than a
-    sequence.
+    `prepared` is what `prepare` has returned; where it is None, that is called first. `of` names
+    the source in messages. Raises ConfigError when the source cannot be read, holds no text, or
+    either split is shorter than a sequence.
     """
-    boundary = tokenizer.eod if config.document_mask else None
-    most = config.most_documents(seq_len)
     train: PackedSequences | StreamedSequences
     if config.streaming:
         train, held_out = _streamed(config, seq_len, seed, tokenizer=tokenizer)
     else:
-        folder = prepared or prepare(config, tokenizer)
-        assert folder
-        if boundary is not None:
-            check_ends(folder, "data.document_mask=true")
-        documents, held_out = map_tokens(folder).split(config.validation_fraction)
-        train = _packed(config, documents, seq_len, seed, tokenizer, name="training split")
+        documents, held_out = _mapped(config, tokenizer, prepared).split(config.validation_fraction)
+        train = _packed(config, documents, seq_len, seed, tokenizer, name=f"training split{of}")
     share, larger = _validation_share(config)
     validation = _packed(
         config,
@@ -64,11 +67,44 @@ def load_data(
         seq_len,
         VALIDATION_SEED,
         tokenizer,
-        name="validation split",
+        name=f"validation split{of}",
         share=share,
         larger=larger,
     )
-    return DataSplit(train, boundary, most), DataSplit(validation, boundary, most)
+    return split_of(config, train, tokenizer), split_of(config, validation, tokenizer)
+
+
+def load_whole(
+    config: DataConfig,
+    seq_len: int,
+    seed: int,
+    tokenizer: Tokenizer,
+    prepared: Path | None = None,
+    of: str = "",
+) -> DataSplit:
+    """All documents of a source, none held out; otherwise as `load_data`."""
+    if config.streaming:
+        from app.data.hub import streamed  # imports `datasets`
+
+        stream = _stream(streamed(config), config, seq_len, seed, tokenizer, held_out=0)
+        return split_of(config, stream, tokenizer)
+    documents = _mapped(config, tokenizer, prepared)
+    packed = _packed(config, documents, seq_len, seed, tokenizer, name=f"data{of}")
+    return split_of(config, packed, tokenizer)
+
+
+def split_of(config: DataConfig, sequences: Any, tokenizer: Tokenizer) -> DataSplit:
+    """Sequences with what a batch needs to tell their documents apart."""
+    boundary = tokenizer.eod if config.document_mask else None
+    return DataSplit(sequences, boundary, config.most_documents(sequences.seq_len))
+
+
+def _mapped(config: DataConfig, tokenizer: Tokenizer, prepared: Path | None) -> Documents:
+    folder = prepared or prepare(config, tokenizer)
+    assert folder
+    if config.document_mask:
+        check_ends(folder, "data.document_mask=true")
+    return map_tokens(folder)
 
 
 def _packed(
@@ -124,11 +160,23 @@ def _streamed(
     held_out = Documents.from_lists(
         [[*ids, tokenizer.eod] for text in texts if text and len(ids := tokenizer.encode(text))]
     )
+    held = config.validation_documents
+    return _stream(stream, config, seq_len, seed, tokenizer, held_out=held), held_out
+
+
+def _stream(
+    documents: IterableDataset,
+    config: DataConfig,
+    seq_len: int,
+    seed: int,
+    tokenizer: Tokenizer,
+    held_out: int,
+) -> StreamedSequences:
     return StreamedSequences(
-        stream,
-        config.validation_documents,
+        documents,
+        held_out,
         tokenizer,
         seq_len=seq_len,
         seed=seed,
         max_documents=config.most_documents(seq_len),
-    ), held_out
+    )

@@ -53,6 +53,22 @@ def test_losses_and_padding_are_those_of_training(words: list[str], capsys):
     ]
 
 
+def test_sequences_of_a_blend_name_their_source(tmp_path: Path, capsys):
+    for name, text in (("one", "one "), ("two", "two ")):
+        write_jsonl(tmp_path / f"{name}.jsonl", [text * 20] * 20)
+    listed = ", ".join(f"{{path: {tmp_path}/{name}.jsonl}}" for name in ("one", "two"))
+    words = [f"data.sources=[{listed}]", f"data.cache_dir={tmp_path}/cache", "train.seq_len=32"]
+    seen = set()
+    for index in range(4):
+        found = printed(capsys, *words, f"--sequence={index}", "--over=2")
+        source = re.search(r"\(source (.*)\)", found[0])
+        assert source
+        name = source[1].removesuffix(".jsonl")
+        assert name in found[2]
+        seen.add(name)
+    assert seen == {"one", "two"}
+
+
 def test_lines_fit_narrow_terminals():
     parts = [data.SequencePart(0, 99, 98, ends=True, ids=list(b"many words " * 9))]
     for width in (40, 60):

@@ -17,6 +17,7 @@ import pytest
 from app.cli.options.compose import load_overrides
 from app.cli.options.keys import all_keys
 from app.config import Llama3RopeConfig, MLAConfig, Run, YarnConfig
+from app.config.sources import SourceConfig
 from app.engine.files.checkpoints import (
     CHECKPOINTS,
     MANIFEST,
@@ -72,6 +73,8 @@ def with_other(config: Json, key: str) -> Json:
     for each in sections:
         section = section[each]
     section[name] = None if key in NULLABLE else "other"
+    if key in ("data.sources", "data.validation"):
+        section[name] = plain([asdict(SourceConfig(label="other"))])
     return other
 
 

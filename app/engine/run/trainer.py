@@ -45,6 +45,7 @@ from app.engine.report.telling import telling
 from app.engine.report.trackers import TensorBoard, Wandb
 from app.engine.run.bad_steps import BadSteps
 from app.engine.run.ready import StartTimes
+from app.engine.run.worse import WorseInARow
 from app.engine.start.kept_tokenizer import end_of, keep_tokenizer
 from app.engine.start.start import Data, Start
 from app.engine.step.engine import Engine
@@ -83,16 +84,25 @@ class Trainer:
             num_microbatches=run.num_microbatches,
             cursor=cursor,
         )
-        self.held_out = ValidationFeed(
-            data.validation,
-            groups.dp_rank,
-            run.dp,
-            micro_batch=batch,
-            eval_batches=run.eval_microbatches,
-        )
+        self.held_out = [
+            (
+                held,
+                ValidationFeed(
+                    held.split,
+                    groups.dp_rank,
+                    run.dp,
+                    micro_batch=batch,
+                    eval_batches=run.eval_microbatches,
+                ),
+            )
+            for held in data.validation
+        ]
         self.request = StopRequest()
         self.training_step = TrainingStep(engine, self.request)
-        self.validation = Validation(engine, len(self.held_out))
+        # by the number of microbatches, which is one for all sets that are large enough
+        self.validations = {
+            count: Validation(engine, count) for count in {len(feed) for _, feed in self.held_out}
+        }
         self.meter = Meter(engine, first_step=self.progress.step + 1)
         self.version = Version.of() if self.is_rank_zero else None
         self.pace = pace_of(engine) if self.is_rank_zero else None
@@ -100,6 +110,7 @@ class Trainer:
         self.saved: Path | None = None  # checkpoint of the last step taken
         self.bad_steps = BadSteps(run.train)
         self.stops = False  # True once the ranks have agreed to end after this step
+        self.worse = WorseInARow(run.train.stop_after_worse)
 
     @property
     def is_rank_zero(self) -> bool:
@@ -207,11 +218,14 @@ class Trainer:
     def _train(self, sinks: Sequence[Sink]) -> ValidationReport | None:
         """Run the remaining steps; return the last validation."""
         self.times.end("run folder")
+        if self.worse.most is not None:
+            losses = rank_zero_says(self.engine.groups, self._earlier_losses)
+            self.worse = WorseInARow.after(self.worse.most, losses)
         validated = self._first_validation(sinks)
         if validated is not None:
             self.times.end("validation")
         stopwatch = Stopwatch()
-        while self.progress.step < self.run.train.steps and not self.stops:
+        while not (self._is_last_step or self.stops):
             report = self.step(stopwatch)
             for sink in sinks:
                 sink.step(report)
@@ -225,10 +239,29 @@ class Trainer:
                 continue
             if self._validates_now() and not self.stops:
                 validated = self._validate(sinks)
+                self._tell_end(sinks)
             self._save_if_due()
             if self._validates_now() or self.saved:
                 stopwatch.lap()  # validation and saving are not part of the next step
         return validated
+
+    @property
+    def _is_last_step(self) -> bool:
+        """True if no step follows."""
+        return self.progress.step >= self.run.train.steps or self.worse.ends
+
+    def _earlier_losses(self) -> list[float]:
+        """Return the losses of validations that the run folder holds."""
+        return [row["val_loss"] for row in read_metrics(self.run_dir) if "val_loss" in row]
+
+    def _tell_end(self, sinks: Sequence[Sink]) -> None:
+        """Report that the run ends before its last step."""
+        if not self.worse.ends or self.progress.step == self.run.train.steps:
+            return
+        text = f"the run ends: the validation loss was not below {self.worse.best:.4f} in "
+        text += f"{self.worse.count} validations (train.stop_after_worse)"
+        for sink in sinks:
+            sink.note(f"step {self.progress.step}/{self.run.train.steps}  {text}")
 
     def _tell_ready(self, sinks: Sequence[Sink]) -> None:
         """Report start-up times after the first step of this process."""
@@ -293,10 +326,12 @@ class Trainer:
         began = time.perf_counter()
         batches = self.feed.next_step()
         data_wait = time.perf_counter() - began
+        by_source = self.feed.by_source()
         report, totals = self.training_step(batches, lr, run.optim.weight_decay, following)
         self.meter.count(totals)
         report.step = self.progress.step + 1
         report.tokens = self.progress.tokens + self.meter.tokens_per_step
+        report.by_source = by_source
         updates = self.progress.updates + 1 - report.skipped
         self.progress = Progress(report.step, updates, report.tokens)
         # a stop request during the last step changes nothing: the run ends anyway
@@ -330,7 +365,15 @@ class Trainer:
         return self._validate(()) if self.progress.step == self.run.train.steps else None
 
     def _validate(self, sinks: Sequence[Sink]) -> ValidationReport:
-        report = ValidationReport(self.progress.step, *self.validation(list(self.held_out)))
+        losses, tokens, total = {}, 0, 0.0
+        for held, feed in self.held_out:
+            losses[held.label], count = self.validations[len(feed)](list(feed))
+            tokens += count
+            total += held.weight * losses[held.label]
+        mean = total / sum(held.weight for held, _ in self.held_out)
+        several = losses if len(losses) > 1 else {}
+        self.worse.add(mean)
+        report = ValidationReport(self.progress.step, mean, tokens, several)
         for sink in sinks:
             sink.validation(report)
         return report
@@ -338,7 +381,7 @@ class Trainer:
     def _save_if_due(self) -> None:
         step = self.progress.step
         interval = self.run.checkpoint.interval
-        due = interval and (step % interval == 0 or step == self.run.train.steps or self.stops)
+        due = interval and (step % interval == 0 or self._is_last_step or self.stops)
         if not due:
             self.saved = None
             return
@@ -347,7 +390,7 @@ class Trainer:
 
     def _telling_save(self) -> AbstractContextManager[None]:
         """Print the progress of a slow save at the end of a run, when nothing else is printed."""
-        ends = self.stops or self.progress.step == self.run.train.steps
+        ends = self.stops or self._is_last_step
         what = f"saving {checkpoint_name(self.progress.step)}"
         return telling(what, self.saver.progress, aloud=self.prints_progress and ends)
 
@@ -392,7 +435,8 @@ class Trainer:
         if not (log.console or log.wandb or log.tensorboard):
             return None
         length = max(1, self.run.train.seq_len // 2)
-        prompt = next(iter(self.held_out)).tokens_BS[0, :length].tolist()
+        _, feed = self.held_out[0]
+        prompt = next(iter(feed)).tokens_BS[0, :length].tolist()
         # replicas have different validation data, and all ranks must generate the same
         prompt = rank_zero_says(self.engine.groups, lambda: prompt)
         self.engine.watchdog.note("a sample")
