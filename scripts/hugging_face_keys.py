@@ -73,7 +73,8 @@ COLUMNS: Mapping[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "latent attention": (frozenset(("kv_lora_rank",)), ()),
     "windows": (frozenset(("sliding_window",)), ()),
     BY_LAYER: (frozenset(), ()),
-    "biases of queries, keys, values": (frozenset(("qkv_bias",)), ("qkv_bias",)),
+    "biases of attention": (frozenset(("qkv_bias", "attention_bias")), ("qkv_bias",)),
+    "biases of feed-forwards": (frozenset(("mlp_bias",)), ()),
     "norms of queries and keys": (frozenset(), ("qk_norm",)),
     "layers without positions": (frozenset(("no_rope_layers",)), ()),
 }

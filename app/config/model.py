@@ -66,6 +66,8 @@ class ModelConfig:
     attention_softcap: float | None = None
     qkv_bias: bool = False  # a bias on queries, keys and values (Qwen2)
     attn_out_bias: bool = False  # a bias on the output projection of attention (GPT-OSS)
+    # biases on all projections of dense feed-forwards and shared experts (Llama's mlp_bias)
+    mlp_bias: bool = False
     # a learnt logit per query head that takes part in the denominator of the softmax (GPT-OSS)
     sinks: bool = False
     # tokens that a query sees in layers of type sliding_attention, itself included; null: no such

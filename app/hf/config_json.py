@@ -198,9 +198,20 @@ def dense(
     return {**fields, "ffn_hidden_size": config.need("intermediate_size"), "moe": None}
 
 
+def attention_biases(config: TheirConfig) -> dict[str, Any]:
+    """Return the fields of families whose attention_bias is one of all four projections."""
+    biased = config.get("attention_bias", False)
+    return {"qkv_bias": biased, "attn_out_bias": biased}
+
+
+def mlp_bias(config: TheirConfig) -> dict[str, Any]:
+    """Return the field of biases of feed-forwards."""
+    return {"mlp_bias": config.get("mlp_bias", False)}
+
+
 def llama(config: TheirConfig) -> dict[str, Any]:
     """Llama 2 and 3."""
-    return dense(config)
+    return {**dense(config), **attention_biases(config), **mlp_bias(config)}
 
 
 def mistral(config: TheirConfig) -> dict[str, Any]:
@@ -230,7 +241,8 @@ def smollm3(config: TheirConfig) -> dict[str, Any]:
         return _windows(config, types, window, per_layer=True)
 
     every = all(rotates)
-    return {**dense(config, windows), "no_rope_layers": () if every else tuple(rotates)}
+    fields = {**dense(config, windows), **attention_biases(config), **mlp_bias(config)}
+    return {**fields, "no_rope_layers": () if every else tuple(rotates)}
 
 
 def qwen2(config: TheirConfig) -> dict[str, Any]:
@@ -240,7 +252,8 @@ def qwen2(config: TheirConfig) -> dict[str, Any]:
 
 def qwen3(config: TheirConfig) -> dict[str, Any]:
     """Qwen3, dense."""
-    return {**dense(config, windows_from_layer), "qk_norm": True}
+    fields = {**dense(config, windows_from_layer), **attention_biases(config)}
+    return {**fields, "qk_norm": True}
 
 
 def mixtral(config: TheirConfig) -> dict[str, Any]:
@@ -265,7 +278,7 @@ def deepseek_v2(config: TheirConfig) -> dict[str, Any]:
     if limited:
         moe |= {**groups, "group_best": 1}
     moe["num_experts"] = config.either("n_routed_experts", "num_experts")
-    return _deepseek(config, moe)
+    return {**_deepseek(config, moe), **mlp_bias(config)}
 
 
 def deepseek_v3(config: TheirConfig) -> dict[str, Any]:
@@ -385,7 +398,8 @@ def written(model: ModelConfig, family: str, architecture: str) -> dict[str, Any
         "architectures": [architecture],
         "model_type": family,
         "hidden_act": "silu",
-        "attention_bias": False,
+        "attention_bias": model.attn_out_bias,
+        "mlp_bias": model.mlp_bias,
         "attention_dropout": 0.0,
         "initializer_range": model.init_std,
         "use_cache": True,

@@ -32,7 +32,8 @@ NUMBER = frozenset((
     "swiglu_alpha", "swiglu_limit",
 ))  # fmt: skip
 FLAG = frozenset(("tie_word_embeddings", "norm_topk_prob", "seq_aux", "use_sliding_window",
-                  "truncate", "qkv_bias", "attention_bias", "attention_out_bias"))  # fmt: skip
+                  "truncate", "qkv_bias", "attention_bias", "attention_out_bias",
+                  "mlp_bias"))  # fmt: skip
 SECTION = frozenset(("rope_parameters", "rope_scaling", "quantization_config"))
 TEXTS = frozenset(("layer_types", "mlp_layer_types"))
 WHOLES = frozenset(("mlp_only_layers", "weight_block_size", "no_rope_layers"))

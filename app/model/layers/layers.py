@@ -314,18 +314,60 @@ class Mlp(nn.Module):
         """Map B × s × D -> B × s × D; `recompute` may discard the activation and recompute it in
         backward.
         """
-        both = self.w_up.forward(x_BsD, sink)
+        both = self.up(x_BsD, sink)
         act = (
             self.activation(both)
             if recompute is None
             else recompute.checkpoint_and_discard(Recompute.mlp_act, self.activation, both)
         )
+        return self.down(act, sink)
+
+    def up(self, x_BsD: Tensor, sink: WeightGradSink | None) -> Tensor:
+        """Return gate and up of all tokens, in new memory: B × S × 2F / tp."""
+        return self.w_up.forward(x_BsD, sink)
+
+    def down(self, act: Tensor, sink: WeightGradSink | None) -> Tensor:
+        """Map activations to hidden states of this rank's tokens: B × s × D."""
         return self.w_down.forward(act, sink)
+
+
+class BiasedMlp(Mlp):
+    """SwiGLU with biases; every rank adds all of that of `w_down` to its own tokens."""
+
+    def __init__(
+        self,
+        weights: MlpWeights,
+        layer_groups: LayerGroups = ALONE,
+        activation: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__(weights, layer_groups, activation)
+        assert weights.b_up is not None and weights.b_down is not None
+        self.b_up = nn.Parameter(torch.empty(layer_groups.coords.shape(weights.b_up)))
+        self.b_down = nn.Parameter(torch.empty(layer_groups.coords.shape(weights.b_down)))
+
+    def up(self, x_BsD: Tensor, sink: WeightGradSink | None) -> Tensor:
+        """See `Mlp`."""
+        # in place is safe: autograd has not saved it
+        return super().up(x_BsD, sink).add_(self.b_up)
+
+    def down(self, act: Tensor, sink: WeightGradSink | None) -> Tensor:
+        """See `Mlp`."""
+        return super().down(act, sink).add_(self.b_down)
+
+
+def build_mlp(
+    weights: MlpWeights,
+    layer_groups: LayerGroups = ALONE,
+    activation: Callable[[Tensor], Tensor] | None = None,
+) -> Mlp:
+    """Build a feed-forward of the kind that has these weights."""
+    kind = Mlp if weights.b_up is None else BiasedMlp
+    return kind(weights, layer_groups, activation)
 
 
 def mlp(model: ModelConfig, weights: MlpWeights, layer_groups: LayerGroups) -> Mlp:
     """Build the feed-forward of a dense layer, with the model's activation."""
-    return Mlp(weights, layer_groups, ACTIVATIONS[model.activation])
+    return build_mlp(weights, layer_groups, ACTIVATIONS[model.activation])
 
 
 def swiglu(both: Tensor) -> Tensor:
