@@ -58,6 +58,8 @@ FAMILIES = {
     "olmoe-biases": "olmoe-biases",
     "gemma2-biases": "gemma2-biases",
     "gemma3_text-biases": "gemma3-biases",
+    "gemma3_text-linear": "gemma3-linear",
+    "gemma3_text-linear-same-base": "gemma3-linear-same-base",
     "cohere2-biases": "cohere2-biases",
     "deepseek_v2-biases": "deepseek-v2-biases",
     "olmo3-yarn": "olmo3-yarn",

@@ -44,6 +44,7 @@ LLAMA3 = {
     "low_turns": "low_freq_factor",
     "high_turns": "high_freq_factor",
 }
+UNSCALED: Mapping[str, Any] = {"yarn": None, "llama3_rope": None, "linear_rope_factor": 1.0}
 FULL, SLIDING = (each.value for each in LayerType)
 THETA = 10000.0  # default base of rotary frequencies
 LATENT_EPS = 1e-6  # `transformers` uses it for norms of latents, whatever rms_norm_eps is
@@ -344,8 +345,7 @@ def rotary_of(config: TheirConfig, said: TheirConfig, *, latent: bool = False) -
     ]
     original = next((length for length in lengths if length is not None), None)
     scaling = replace(said, values={**said.values, "original_max_position_embeddings": original})
-    found: dict[str, Any] = {"rope_theta": theta, "yarn": None, "llama3_rope": None}
-    found["linear_rope_factor"] = 1.0
+    found: dict[str, Any] = {"rope_theta": theta, **UNSCALED}
     match kind:
         case "default":
             pass

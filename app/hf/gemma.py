@@ -47,7 +47,6 @@ def gemma2(config: TheirConfig) -> dict[str, Any]:
 
 def gemma3(config: TheirConfig) -> dict[str, Any]:
     """Gemma 3, text: norms of heads, and positions of their own in layers with a window."""
-    config.only("rope_scaling")  # which files of version 4 apply to some layers only
     local = config.get("rope_local_base_freq", LOCAL_THETA)
     theta = config.need("rope_theta")
     fields = dense_by_type(config, _windows(config), theta=theta, local_theta=local)

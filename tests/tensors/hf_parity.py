@@ -137,13 +137,21 @@ GEMMA = {
 
 
 def gemma(
-    version: int, local: float | None = None, biased: bool = False, **caps: float | None
+    version: int,
+    local: float | None = None,
+    biased: bool = False,
+    linear: float = 1.0,
+    **caps: float | None,
 ) -> Any:
-    """Like `dense`, Gemma 2 or 3, with windows in two of three layers."""
+    """Like `dense`, Gemma 2 or 3, with windows in two of three layers. `linear`: factor of
+    positions in the other one, of Gemma 3.
+    """
     kind = "Gemma2" if version == 2 else "Gemma3Text"
     rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
     if version == 3:
         sliding = {"rope_type": "default", "rope_theta": local or 1e4}
+        if linear != 1:
+            rotary |= {"rope_type": "linear", "factor": linear}
         rotary = {"full_attention": rotary, "sliding_attention": sliding}
     theirs = getattr(transformers, f"{kind}Config")(
         **HF_SIZES,
@@ -173,6 +181,7 @@ def gemma(
         head_dim=16,
         qk_norm=version == 3,
         local_rope_theta=local,
+        linear_rope_factor=linear,
         norm_eps=1e-6,
         tie_embeddings=True,
     )
@@ -689,6 +698,8 @@ CASES = {
     ),
     "olmoe-biases": lambda: olmoe(kv_heads=2, normalised=True, biased=True),
     "gemma2-biases": lambda: gemma(2, biased=True),
+    "gemma3-linear": lambda: gemma(3, local=3e2, linear=8.0),
+    "gemma3-linear-same-base": lambda: gemma(3, local=1e4, linear=8.0),
     "gemma3-biases": lambda: gemma(3, local=3e2, biased=True),
     "cohere2-biases": lambda: cohere2(0.5, biased=True),
     "deepseek-v2-biases": lambda: deepseek(2, q_rank=24, groups=True, biased=True),

@@ -99,8 +99,7 @@ def needs_input_grads(run: Run, stages: Sequence[Stage]) -> list[bool]:
         return [True] * len(stages)
     frozen = frozen_in(run)
     trained = [
-        any(each.name not in frozen for each in stage_weights(run.model, stage))
-        for stage in stages
+        any(each.name not in frozen for each in stage_weights(run.model, stage)) for stage in stages
     ]
     return [any(trained[:place]) for place in range(len(stages))]
 
