@@ -91,9 +91,10 @@ A model is exported as the first of these types that computes the same, in most 
 """
 REFUSED_HEAD = """
 
-Scaled rotary positions (`llama3`, `yarn`, `linear`) are read in all families; `dynamic` and
-`longrope` depend on the length of a sequence and are refused. Weights quantised by AWQ, GPTQ or
-bitsandbytes are refused, too.
+Scaled rotary positions (`llama3`, `yarn`, `linear`, `dynamic`, `longrope`) are read in all
+families. The last two depend on the length of a sequence: training takes `train.seq_len`, and
+generation is refused where a text would become longer than the original length. Weights quantised
+by AWQ, GPTQ or bitsandbytes are refused.
 
 """
 ROTARY = """\
@@ -107,7 +108,8 @@ type is `rope_type` or `type`. A key that the type does not take is refused.
 | `default` | `rope_theta`, `partial_rotary_factor` (has to be 1) |
 | `llama3` | the same, {llama3} |
 | `yarn` | the same, {yarn}, `attention_factor`, `truncate` (not null) |
-| `linear` | the same as `default`, `factor` |
+| `linear`, `dynamic` | the same as `default`, `factor` |
+| `longrope` | the same as `linear`, {longrope}, `attention_factor` |
 
 `original_max_position_embeddings` outside of the section counts before the one inside; without
 both, `max_position_embeddings` takes its place. Other types are refused.
@@ -253,10 +255,10 @@ def _cell(rules: Mapping[str, list[str]]) -> str:
 
 
 def _rotary() -> str:
-    from app.hf.config_json import LLAMA3, YARN
+    from app.hf.rotary import LLAMA3, LONGROPE, YARN
 
-    listed = {name: ", ".join(f"`{key}`" for key in keys.values())
-              for name, keys in (("llama3", LLAMA3), ("yarn", YARN))}  # fmt: skip
+    kinds = {"llama3": LLAMA3, "longrope": LONGROPE, "yarn": YARN}
+    listed = {name: ", ".join(f"`{key}`" for key in keys.values()) for name, keys in kinds.items()}
     fp8 = "; ".join(f"`{key}` {told(values)}" for key, values in config_keys.FP8_NEUTRAL.items())
     free = ", ".join(f"`{key}`" for key in sorted(config_keys.FP8_WITHOUT_EFFECT))
     return ROTARY.format(**listed, fp8=f"{fp8}.", free=free)

@@ -67,6 +67,8 @@ FAMILIES = {
     "gpt_oss": "gpt-oss",
     "qwen3_moe": "qwen3-moe-every-second-layer",
     "llama-linear": "llama-linear",
+    "llama-longrope": "llama-longrope",
+    "llama-dynamic": "llama-dynamic",
     "llama-yarn": "llama-yarn-not-truncated",
     "seed_oss": "seed-oss",
     "seed_oss-tied": "seed-oss-tied",

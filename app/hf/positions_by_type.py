@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from app.config import ModelConfig
-from app.hf.config_json import FULL, SLIDING, UNSCALED, Windows, dense, rotary_of, written_scaling
+from app.hf.config_json import FULL, SLIDING, Windows, dense
+from app.hf.rotary import UNSCALED, rotary_of, written_scaling
 from app.hf.their_config import TheirConfig
 
 SECTION = "rope_parameters"

@@ -28,7 +28,15 @@ from tests.tensors.hf_parity import CASES
 from tests.tensors.hf_weights import converted
 
 BLOCKS = ["olmo2", "olmo3-yarn", "gemma2", "gemma3_text", "exaone4", "cohere2"]  # unlike Llama's
-TABLES = ["llama-biases", "seed_oss", "qwen2_moe", "glm4_moe_lite", "kimi_k2"]
+TABLES = [
+    "llama-biases",
+    "llama-longrope",
+    "llama-dynamic",
+    "seed_oss",
+    "qwen2_moe",
+    "glm4_moe_lite",
+    "kimi_k2",
+]
 STEPS = 5
 OPTIM = OptimConfig(lr=1e-3, warmup_steps=2, eps=1e-5, weight_decay=0.1)
 

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from app.choices import ActivationKind, BlockKind, LayerType, NormKind, Score
-from app.config import Llama3RopeConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
+from app.config import (
+    DynamicRopeConfig,
+    Llama3RopeConfig,
+    LongRopeConfig,
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+    YarnConfig,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -25,6 +33,11 @@ HF_SIZES = SIZES | {
 # between them YaRN goes over from frequencies as they are to slower ones
 TURNS = {"beta_fast": 1.5, "beta_slow": 0.2}
 EQUAL_TURNS = {"beta_fast": 1.0, "beta_slow": 1.0}
+FACTORS = {  # of heads of width 16
+    "short_factors": (1.0, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.5),
+    "long_factors": (1.2, 1.6, 2.0, 2.7, 3.5, 4.2, 5.0, 6.0),
+    "factor": 4.0,
+}
 EXACT = {"attention_factor": 0.8, "truncate": False}
 
 
@@ -42,11 +55,14 @@ def dense(
     linear: float | None = None,
     local: float | None = None,
     biased: bool = False,
+    dynamic: float | None = None,
+    longrope: dict[str, Any] | None = None,
+    original: int | None = None,
 ) -> Any:
     """(Hugging Face class, its configuration, our configuration) of a dense model of `kind`,
     Llama, Mistral, Ministral, Qwen2, Qwen3, OLMo-2 or -3. `windows`: their keys and ours.
     `local`: base of rotary positions in layers with windows. `biased`: wherever the class has
-    biases.
+    biases. `original`: length beyond which `dynamic` and `longrope` have other positions.
     """
     of_mlp = biased and kind in ("Llama", "SmolLM3", "SeedOss")
     scaled: dict[str, Any] = {"rope_type": "default"}
@@ -58,12 +74,22 @@ def dense(
         scaled = {"rope_type": "llama3", "original_max_position_embeddings": 32, **turns, **llama3}
     if linear is not None:
         scaled = {"rope_type": "linear", "factor": linear}
+    if dynamic is not None:
+        scaled = {"rope_type": "dynamic", "factor": dynamic}
+    if longrope is not None:
+        scaled = {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": original,
+            "short_factor": longrope["short_factors"],
+            "long_factor": longrope["long_factors"],
+            "factor": longrope["factor"],
+        }
     rope_parameters: dict[str, Any] = {"rope_theta": theta, **scaled}
     if kind == "Olmo3":
         sliding = {"rope_theta": theta if local is None else local, "rope_type": "default"}
         rope_parameters = {"full_attention": rope_parameters, "sliding_attention": sliding}
     theirs = getattr(transformers, f"{kind}Config")(
-        **HF_SIZES,
+        **HF_SIZES | ({} if original is None else {"max_position_embeddings": original}),
         num_hidden_layers=3,
         intermediate_size=56,
         num_attention_heads=heads,
@@ -96,6 +122,8 @@ def dense(
         linear_rope_factor=1.0 if linear is None else linear,
         yarn=None if yarn is None else YarnConfig(original_length=32, mscale_all_dim=0, **yarn),
         llama3_rope=None if llama3 is None else Llama3RopeConfig(original_length=32, **llama3),
+        dynamic_rope=None if dynamic is None else DynamicRopeConfig(dynamic, original),
+        longrope=None if longrope is None else LongRopeConfig(original, **longrope),
         **windows[1],
     )
     return getattr(transformers, f"{kind}ForCausalLM"), theirs, ours
@@ -684,6 +712,13 @@ CASES = {
     "deepseek-v2": lambda: deepseek(2, q_rank=24, groups=True),
     "deepseek-v2-lite": lambda: deepseek(2, q_rank=None, groups=False, mscale=0.7),
     "deepseek-v2-large-eps": lambda: deepseek(2, q_rank=24, groups=False, eps=3e-2),
+    # shorter than the sequences of runs, and no shorter than texts that tests generate
+    "llama-longrope": lambda: dense(
+        "Llama", 4, 2, width=16, tied=False, theta=1e2, longrope=FACTORS, original=15
+    ),
+    "llama-dynamic": lambda: dense(
+        "Llama", 4, 2, width=16, tied=True, theta=1e2, dynamic=2.0, original=15
+    ),
     "llama-biases": lambda: dense("Llama", 4, 2, width=8, tied=False, biased=True),
     "smollm3-biases": lambda: dense(
         "SmolLM3", 4, 2, width=None, tied=True, windows=SMOLLM3, biased=True

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from app.cli.options.keys import all_keys
+from app.config.model import SCALINGS
 from app.engine.start.resume import is_fixed
 from app.errors import ConfigError
 from app.hf.families import (
@@ -113,7 +114,9 @@ def test_what_makes_two_models_the_same_is_what_runs_hold_on_to():
     keys = {key for key in all_keys() if key.startswith("model.")}
     fixed = {key for key in keys - {"model.moe.static", "model.moe.echo"} if is_fixed(key)}
     inside = {
-        key for key in fixed if key.startswith(("model.mla.", "model.yarn.", "model.llama3_rope."))
+        key
+        for key in fixed
+        if key.startswith(("model.mla.", *(f"model.{name}." for name in SCALINGS)))
     }
     assert fixed - inside - {"model.moe"} - left == counted
 
