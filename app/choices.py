@@ -253,6 +253,13 @@ class BadFile(Enum):
     skip = "skip"  # read nothing of it; a line at the start says so
 
 
+class AfterEnd(Enum):
+    """What a source of several does when all of its documents were read."""
+
+    repeat = "repeat"  # start anew, in another order
+    stop = "stop"  # leave the tokens to the others
+
+
 class Source(Enum):
     """Source of documents."""
 

@@ -112,12 +112,21 @@ type is `rope_type` or `type`. A key that the type does not take is refused.
 | `longrope` | the same as `linear`, {longrope}, `attention_factor` |
 
 `original_max_position_embeddings` outside of the section counts before the one inside; without
-both, `max_position_embeddings` takes its place. Other types are refused.
+both, `max_position_embeddings` takes its place. For `dynamic` only the last counts. Other types are
+refused.
 
-## Weights in FP8
+## Quantised weights
 
-`quantization_config` is read where `quant_method` is `fp8`: `weight_block_size`. {fp8}
-No effect: {free}.
+They are dequantised as they are read; a conversion exports them in bf16. `quant_method` of
+`quantization_config` is one of:
+
+- `fp8`: a scale per block of `weight_block_size`, per tensor where that is null; where it is
+  missing, the shapes of scales tell. {fp8}
+- `compressed-tensors`: FP8 in {formats}, with a scale per tensor, row or
+  block as `config_groups` says. {compressed}
+- `mxfp4`: experts of GPT-OSS.
+
+Scales of activations, keys and values are left out and named. No effect: {free}.
 """
 
 
@@ -259,9 +268,14 @@ def _rotary() -> str:
 
     kinds = {"llama3": LLAMA3, "longrope": LONGROPE, "yarn": YARN}
     listed = {name: ", ".join(f"`{key}`" for key in keys.values()) for name, keys in kinds.items()}
-    fp8 = "; ".join(f"`{key}` {told(values)}" for key, values in config_keys.FP8_NEUTRAL.items())
-    free = ", ".join(f"`{key}`" for key in sorted(config_keys.FP8_WITHOUT_EFFECT))
-    return ROTARY.format(**listed, fp8=f"{fp8}.", free=free)
+    groups = dict(config_keys.COMPRESSED_NEUTRAL)
+    formats = " and ".join(f"`{name}`" for name in groups.pop("format"))
+    fp8, compressed = (
+        "; ".join(f"`{key}` {told(values)}" for key, values in table.items()) + "."
+        for table in (config_keys.FP8_NEUTRAL, groups)
+    )
+    free = ", ".join(f"`{key}`" for key in sorted(config_keys.QUANTISED_WITHOUT_EFFECT))
+    return ROTARY.format(**listed, formats=formats, fp8=fp8, compressed=compressed, free=free)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ torch.set_num_threads(1)
 
 # brings Triton along, whose own functions are interpreted only if the variable is set before
 from tests.cases import mark_beyond_cover  # noqa: E402
+from tests.distributed import POOL  # noqa: E402
 from tests.forks import Patches, Server  # noqa: E402
 from tests.interpreter import speed_up  # noqa: E402
 
@@ -67,6 +68,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    POOL.stop()
     if Server.own is not None:
         Server.own.stop()
         Server.own = None

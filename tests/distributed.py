@@ -1,24 +1,21 @@
-"""Run a function as several ranks on this machine: gloo, forked processes, a file store."""
+"""Run a function as several ranks on this machine: gloo, a file store, processes that serve one
+call after another.
+
+Shapes and results are the caller's. A rank of one call must not see another call: `tests.ranks`
+puts back what a function may change in its process, and ends a process where it cannot.
+"""
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import signal
-import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any
 
-import cloudpickle
-import torch.distributed as dist
-
-# brings torch's compiler along, which every forked rank would load anew, two seconds each
-from tests.forks import Process
+from tests.ranks import Rank
 
 TIMEOUT_S = 600  # a machine may be busy
 TELL = signal.SIGQUIT  # a rank that gets it prints where it is
@@ -27,84 +24,91 @@ TELL = signal.SIGQUIT  # a rank that gets it prints where it is
 def run_distributed(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S
 ) -> list[Any]:
-    """`fn(rank, *args)` in `world_size` forked processes of one gloo world; the results in rank
-    order.
+    """`fn(rank, *args)` in `world_size` processes of one gloo world; the results in rank order.
 
     Arguments and results travel pickled, so tensors should be small; see tests/forks.py for what
     else reaches the ranks. A rank that fails fails the call with its traceback, and so do ranks of
     which none has ended for `timeout_s`, which print where they are.
     """
+    ranks = POOL.take(fn, world_size)
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [Pipe(duplex=False) for _ in range(world_size)]
-        ranks = [
-            Process(
-                _rank, (fn, rank, world_size, f"{folder}/store", args), handles=(sender.fileno(),)
-            )
-            for rank, (_, sender) in enumerate(pipes)
-        ]
         try:
-            for process, (_, sender) in zip(ranks, pipes, strict=True):
-                process.start()
-                sender.close()  # so that a rank that dies closes its pipe
-            return _results([receiver for receiver, _ in pipes], timeout_s)
+            for number, rank in enumerate(ranks):
+                rank.ask(fn, number, world_size, store=f"{folder}/store", args=args)
+            return _results(ranks, timeout_s)
         except TimeoutError:
             _where(ranks)
             raise
         finally:
-            for process in ranks:
-                process.kill()
-                process.join()
+            POOL.give_back(ranks)
 
 
-def _rank(
-    handle: int,
-    fn: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    store: str,
-    args: tuple[Any, ...],
-) -> None:
-    sender = Connection(handle, readable=False)
-    faulthandler.register(TELL, file=sys.__stderr__)
-    try:
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
-        )
-        sender.send_bytes(cloudpickle.dumps((True, fn(rank, *args))))
-        dist.destroy_process_group()
-    except BaseException:
-        sender.send_bytes(cloudpickle.dumps((False, traceback.format_exc())))
+class Pool:
+    """Processes of this pytest process that wait for a call, forked for functions of one module.
+
+    The server of processes has loaded that module, so none of them loads it again.
+    """
+
+    def __init__(self) -> None:
+        self.module = ""
+        self.idle: list[Rank] = []
+
+    def take(self, fn: Callable[..., Any], count: int) -> list[Rank]:
+        """Return processes for a call, new ones where none is left."""
+        if fn.__module__ != self.module:
+            self.stop()
+            self.module = fn.__module__
+        ranks = [rank for rank in self.idle[:count] if rank.is_clean()]
+        self.idle = self.idle[count:]
+        return [*ranks, *(Rank(fn) for _ in range(count - len(ranks)))]
+
+    def give_back(self, ranks: Sequence[Rank]) -> None:
+        """Keep the processes that have answered; end the others."""
+        for rank in ranks:
+            if rank.answered:
+                self.idle.append(rank)
+            else:
+                rank.end()
+
+    def stop(self) -> None:
+        """End all processes."""
+        for rank in self.idle:
+            rank.end()
+        self.idle.clear()
 
 
-def _where(ranks: Sequence[Process]) -> None:
-    for process in ranks:
-        if process.is_alive() and process.pid is not None:
-            os.kill(process.pid, TELL)
+POOL = Pool()
+
+
+def _where(ranks: Sequence[Rank]) -> None:
+    for rank in ranks:
+        if not rank.answered and rank.process.is_alive():
+            assert rank.process.pid is not None
+            os.kill(rank.process.pid, TELL)
     time.sleep(1)  # for them to print
 
 
-def _results(receivers: list[Connection], timeout_s: float) -> list[Any]:
+def _results(ranks: Sequence[Rank], timeout_s: float) -> list[Any]:
     """The ranks' results in order, read as they come: the first failure ends the wait."""
-    results: dict[Connection, Any] = {}
-    while len(results) < len(receivers):
-        ready = wait(
-            [receiver for receiver in receivers if receiver not in results], timeout=timeout_s
-        )
+    results: dict[int, Any] = {}
+    while len(results) < len(ranks):
+        waited = {
+            rank.end_here: number for number, rank in enumerate(ranks) if number not in results
+        }
+        ready = wait(list(waited), timeout=timeout_s)
         if not ready:
-            raise TimeoutError(
-                f"ranks {[r for r, end in enumerate(receivers) if end not in results]} said "
-                f"nothing for {timeout_s:.0f} s"
-            )
-        for receiver in ready:
-            results[receiver] = _result(receivers.index(receiver), receiver)
-    return [results[receiver] for receiver in receivers]
+            raise TimeoutError(f"ranks {[*waited.values()]} said nothing for {timeout_s:.0f} s")
+        for end in ready:
+            number = waited[end]
+            results[number] = _result(number, ranks[number])
+    return [results[number] for number in range(len(ranks))]
 
 
-def _result(rank: int, receiver: Connection) -> Any:
+def _result(number: int, rank: Rank) -> Any:
     try:
-        good, value = cloudpickle.loads(receiver.recv_bytes())
+        good, value = rank.answer()
     except EOFError:
-        raise AssertionError(f"rank {rank} died without a word") from None
+        raise AssertionError(f"rank {number} died without a word") from None
     if not good:
-        raise AssertionError(f"rank {rank} failed:\n{value}")
+        raise AssertionError(f"rank {number} failed:\n{value}")
     return value

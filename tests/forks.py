@@ -84,11 +84,12 @@ class Patches(pytest.MonkeyPatch):
         self.calls.append(("delattr", args, named))
 
     @classmethod
-    def repeat(cls, calls: Sequence[tuple[str, tuple[Any, ...], dict[str, Any]]]) -> None:
-        """Apply patches that another process has recorded, for the rest of this process."""
+    def repeat(cls, calls: Sequence[tuple[str, tuple[Any, ...], dict[str, Any]]]) -> Patches:
+        """Apply patches that another process has recorded, and return them."""
         patch = cls()
         for name, args, named in calls:
             getattr(patch, name)(*args, **named)
+        return patch
 
 
 class Process:
@@ -96,22 +97,29 @@ class Process:
 
     It calls `target(*handles, *args)` with its own copies of the file descriptors `handles`.
     Function and arguments travel pickled, so the caller does not see changes to them. The process
-    gets the caller's environment variables, working folder, warning filters, standard output and
-    recorded patches.
+    gets the caller's environment variables, working folder, warning filters, standard output and,
+    if `repeats_patches`, recorded patches.
     """
 
     def __init__(
-        self, target: Callable[..., Any], args: Sequence[Any] = (), handles: Sequence[int] = ()
+        self,
+        target: Callable[..., Any],
+        args: Sequence[Any] = (),
+        handles: Sequence[int] = (),
+        *,
+        repeats_patches: bool = True,
     ) -> None:
         self.pid: int | None = None
         self.exitcode: int | None = None
         self._work = (target, tuple(args))
         self._handles = handles
+        self._repeats_patches = repeats_patches
 
     def start(self) -> None:
         """Fork it."""
         assert Server.own is not None, "tests/conftest.py starts it"
-        calls = [call for patches in Patches.active for call in patches.calls]
+        active = Patches.active if self._repeats_patches else []
+        calls = [call for patches in active for call in patches.calls]
         state = (dict(os.environ), os.getcwd(), sys.path[:])
         work = cloudpickle.dumps((*self._work, calls, warnings.filters))
         self.pid = Server.own.ask(("start", state, work), (1, 2, *self._handles))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from app.config import ModelConfig
 from app.hf.chunks import fill_chunks
+from app.hf.file_names import PICKLE, PICKLE_INDEX
 from app.hf.pretrained import Pretrained
 from app.model.chunk import Chunk
 from app.plan.sharding.blocks import ShardCoords
@@ -163,3 +164,23 @@ def split_into_two(folder: Path) -> None:
         index |= dict.fromkeys(part, file)
     listed = {"metadata": {}, "weight_map": index}
     (folder / "model.safetensors.index.json").write_text(json.dumps(listed))
+
+
+def pickle(folder: Path, edit: Callable[[dict[str, Any]], object] = len, **how: Any) -> Path:
+    """Have torch.save's file in the place of the safetensors."""
+    tensors: dict[str, Any] = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    edit(tensors)
+    torch.save(tensors, folder / PICKLE, **how)
+    return folder / PICKLE
+
+
+def split_pickle(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    index = {}
+    for number, part in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2]), start=1):
+        file = f"pytorch_model-{number:05d}-of-00002.bin"
+        torch.save({name: tensors[name] for name in part}, folder / file)
+        index |= dict.fromkeys(part, file)
+    (folder / PICKLE_INDEX).write_text(json.dumps({"weight_map": index}))

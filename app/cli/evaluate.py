@@ -148,8 +148,9 @@ def read_as(words: Words, own: Source) -> list[str]:
     keys = [word.partition("=")[0] for word in words.overrides]
     if "data.path" not in keys:
         return []
+    alone = ["data.streaming=false", "data.sources=[]", "data.validation=[]"]
     if "data.source" in keys:
-        return ["data.streaming=false"]
+        return alone
     of_files = own in (Source.text, Source.jsonl, Source.parquet)
     named = {_kind(path) for path in _paths(words.overrides)}
     kinds = named - {None}
@@ -162,7 +163,7 @@ def read_as(words: Words, own: Source) -> list[str]:
         advice = f"type data.source={found.value} or data.source=text"
         raise ConfigError("data.path", _typed(words), rule, advice=advice)
     kind = own if of_files else found
-    return [f"data.source={kind.value}", "data.streaming=false"]
+    return [f"data.source={kind.value}", *alone]
 
 
 def _paths(overrides: Sequence[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from app.choices import (
@@ -20,7 +20,8 @@ from app.choices import (
     WsdDecay,
 )
 from app.config.bounds import above_zero, at_least, finite
-from app.errors import ConfigError, Instead, nearest_multiples
+from app.config.sources import SourceConfig, source_list
+from app.errors import ConfigError, Instead, nearest_multiples, typed
 
 EXAMPLE = "give for example data.path='folder/*'"
 # Most documents of a sequence by default: so many, or as many as there are with so many tokens.
@@ -118,6 +119,9 @@ def _kind_of(path: str) -> Source:
 class DataConfig:
     """Documents, their tokenization and their packing into sequences."""
 
+    # several sources, a list of {path, source, weight, label, after_end, …}; a tuple once checked;
+    # []: one, that of the other keys
+    sources: Any = ()
     source: Source = Source.stdlib  # kind of corpus
     # a file or glob, or a list of them, for text, jsonl and parquet; a tuple once checked
     path: Any = ()
@@ -128,6 +132,9 @@ class DataConfig:
     text_field: str = "text"  # column that holds the text
     on_bad_file: BadFile = BadFile.stop  # skip leaves out files that cannot be read
     tokenizer: str = "bytes"  # "bytes" or the path of a `tokenizers` JSON file
+    # validation documents of their own: a path, a list of paths, or a list of sources as in
+    # data.sources; []: held out from the training documents
+    validation: Any = ()
     validation_fraction: float = 0.1  # share of the documents kept for validation
     validation_documents: int = 100  # documents kept for validation when streaming
     document_mask: bool = False  # attention stays within a document, positions restart with it
@@ -141,6 +148,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         paths = (self.path,) if isinstance(self.path, str) else tuple(self.path or ())
         object.__setattr__(self, "path", paths)
+        self._check_lists()
         if not all(isinstance(path, str) for path in paths):
             raise ConfigError(
                 "data.path",
@@ -186,6 +194,43 @@ class DataConfig:
                 "must be between 0 and 1, both excluded",
                 nearest=0.1,
             )
+
+    def _check_lists(self) -> None:
+        """Type both lists of sources, and refuse keys of a single source beside several."""
+        for name in ("sources", "validation"):
+            listed = source_list(f"data.{name}", getattr(self, name))
+            object.__setattr__(self, name, listed)
+        _ = self.parts, self.validation_parts  # raise what is wrong with an entry
+        for key, value in (("path", self.path), ("name", self.name)):
+            if value and self.sources:
+                rule = "is read without data.sources, whose entries have their own"
+                near = Instead("data.sources=[]")
+                raise ConfigError(f"data.{key}", value, rule, nearest=near)
+
+    @property
+    def parts(self) -> tuple[tuple[SourceConfig, DataConfig], ...]:
+        """Each of several sources, with the configuration of it alone. Raises ConfigError."""
+        return tuple((each, self._alone("data.sources", each)) for each in self.sources)
+
+    @property
+    def validation_parts(self) -> tuple[tuple[SourceConfig, DataConfig], ...]:
+        """The same of validation documents of their own."""
+        return tuple((each, self._alone("data.validation", each)) for each in self.validation)
+
+    def _alone(self, key: str, entry: SourceConfig) -> DataConfig:
+        given = entry.given()
+        if "source" not in given and given.get("path"):
+            given["source"] = _kind_of(given["path"][-1])
+        elif "source" not in given and given.get("name"):
+            given["source"] = Source.hub
+        own: dict[str, Any] = {"path": (), "name": None, "sources": (), "validation": ()}
+        if key == "data.validation":
+            own["streaming"] = False  # the same documents in every validation
+        try:
+            return replace(self, **(own | given))
+        except ConfigError as error:
+            rule = f"{error.key}={typed(error.value)}: {error.rule}"
+            raise ConfigError(key, entry.label, rule, advice=error.advice) from error
 
     def most_documents(self, seq_len: int) -> int | None:
         """Return the most documents of a sequence of so many tokens; None: they are not told apart.

@@ -7,34 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
+from app.data.blend import BlendedSequences, BlendReader
 from app.data.packing import PADDING, PackedSequences
+from app.data.reader import Reader
 from app.data.stream import StreamedSequences
 
 IGNORED = -100  # label of a position without a target
-
-
-class Reader(Protocol):
-    """Where a data-parallel rank gets its sequences: `PackedSequences` or `StreamReader`."""
-
-    def sample(self, index: int) -> np.ndarray:
-        """Tokens of global sequence `index`, PADDING at the end of a short one: int64 [S + 1]; a
-        stream's next ones instead.
-        """
-
-    def state(self) -> dict[str, Any] | None:
-        """Position beyond the count of used sequences, as plain values."""
 
 
 @dataclass(frozen=True)
 class DataSplit:
     """Train or validation data."""
 
-    sequences: PackedSequences | StreamedSequences
+    sequences: PackedSequences | StreamedSequences | BlendedSequences
     boundary: int | None  # id that ends a document when documents are kept apart, otherwise None
     max_documents: int | None = None  # of a sequence, then
 
@@ -150,7 +140,16 @@ class TrainFeed:
     @property
     def cursor(self) -> Cursor:
         """Position after the steps given out so far."""
-        return self._ahead[0] if self._ahead else Cursor(self._sequences, self._reader.state())
+        return self._ahead[0] if self._ahead else self._cursor()
+
+    def by_source(self) -> dict[str, dict[str, float]] | None:
+        """Tokens and epochs of every source in the steps given out so far; None: there is one."""
+        if not isinstance(self._reader, BlendReader):
+            return None
+        return self._reader.totals(self._sequences)
+
+    def _cursor(self) -> Cursor:
+        return Cursor(self._sequences, self._reader.state(self._sequences))
 
     def look_ahead(self) -> list[Batch]:
         """What `next_step` will give; the cursor stays where it is. Raises what reading raises,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from app.config import DataConfig
 from app.data.feed import DataSplit
@@ -13,6 +14,9 @@ from app.data.sources import Sources, find_sources
 from app.data.stream import StreamedSequences
 from app.data.tokenizer import Tokenizer
 from app.errors import Instead
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
 
 VALIDATION_SEED = 0  # not the run's: losses of runs with different seeds compare
 
@@ -34,45 +38,89 @@ def prepare(
 
 
 def load_data(
-    config: DataConfig, seq_len: int, seed: int, tokenizer: Tokenizer, prepared: Path | None = None
+    config: DataConfig,
+    seq_len: int,
+    seed: int,
+    tokenizer: Tokenizer,
+    prepared: Path | None = None,
+    of: str = "",
 ) -> tuple[DataSplit, DataSplit]:
-    """Train and validation data in sequences of `seq_len` tokens; `seed` orders the training data.
+    """Train and validation data of one source in sequences of `seq_len` tokens; `seed` orders the
+    training data.
 
-    `prepared` is what `prepare` has returned; where it is None, that is called first. Raises
-    ConfigError when the source cannot be read, holds no text, or either split is shorter than a
-    sequence.
+    `prepared` is what `prepare` has returned; where it is None, that is called first. `of` names
+    the source in messages. Raises ConfigError when the source cannot be read, holds no text, or
+    either split is shorter than a sequence.
     """
-    boundary = tokenizer.eod if config.document_mask else None
-    most = config.most_documents(seq_len)
     train: PackedSequences | StreamedSequences
     if config.streaming:
         train, held_out = _streamed(config, seq_len, seed, tokenizer=tokenizer)
     else:
-        folder = prepared or prepare(config, tokenizer)
-        assert folder
-        documents, held_out = map_tokens(folder).split(config.validation_fraction)
-        train = PackedSequences(
-            documents.lengths_D,
-            documents.read,
-            seq_len,
-            seed=seed,
-            name="training split",
-            max_documents=most,
-            inside=_inside(documents, boundary),
-        )
+        documents, held_out = _mapped(config, tokenizer, prepared).split(config.validation_fraction)
+        train = _packed(config, documents, seq_len, seed, tokenizer, name=f"training split{of}")
     share, larger = _validation_share(config)
-    validation = PackedSequences(
-        held_out.lengths_D,
-        held_out.read,
+    validation = _packed(
+        config,
+        held_out,
         seq_len,
-        seed=VALIDATION_SEED,
-        name="validation split",
+        VALIDATION_SEED,
+        tokenizer,
+        name=f"validation split{of}",
         share=share,
         larger=larger,
-        max_documents=most,
-        inside=_inside(held_out, boundary),
     )
-    return DataSplit(train, boundary, most), DataSplit(validation, boundary, most)
+    return split_of(config, train, tokenizer), split_of(config, validation, tokenizer)
+
+
+def load_whole(
+    config: DataConfig,
+    seq_len: int,
+    seed: int,
+    tokenizer: Tokenizer,
+    prepared: Path | None = None,
+    of: str = "",
+) -> DataSplit:
+    """All documents of a source, none held out; otherwise as `load_data`."""
+    if config.streaming:
+        from app.data.hub import streamed  # imports `datasets`
+
+        stream = _stream(streamed(config), config, seq_len, seed, tokenizer, held_out=0)
+        return split_of(config, stream, tokenizer)
+    documents = _mapped(config, tokenizer, prepared)
+    packed = _packed(config, documents, seq_len, seed, tokenizer, name=f"data{of}")
+    return split_of(config, packed, tokenizer)
+
+
+def split_of(config: DataConfig, sequences: Any, tokenizer: Tokenizer) -> DataSplit:
+    """Sequences with what a batch needs to tell their documents apart."""
+    boundary = tokenizer.eod if config.document_mask else None
+    return DataSplit(sequences, boundary, config.most_documents(sequences.seq_len))
+
+
+def _mapped(config: DataConfig, tokenizer: Tokenizer, prepared: Path | None) -> Documents:
+    folder = prepared or prepare(config, tokenizer)
+    assert folder
+    return map_tokens(folder)
+
+
+def _packed(
+    config: DataConfig,
+    documents: Documents,
+    seq_len: int,
+    seed: int,
+    tokenizer: Tokenizer,
+    **named: Any,
+) -> PackedSequences:
+    boundary = tokenizer.eod if config.document_mask else None
+    return PackedSequences(
+        documents.lengths_D,
+        documents.read,
+        seq_len,
+        seed=seed,
+        max_documents=config.most_documents(seq_len),
+        inside=_inside(documents, boundary),
+        **named,
+    )
 
 
 def _inside(documents: Documents, boundary: int | None) -> EndsInside | None:
@@ -101,11 +149,23 @@ def _streamed(
     held_out = Documents.from_lists(
         [[*ids, tokenizer.eod] for text in texts if text and len(ids := tokenizer.encode(text))]
     )
+    held = config.validation_documents
+    return _stream(stream, config, seq_len, seed, tokenizer, held_out=held), held_out
+
+
+def _stream(
+    documents: IterableDataset,
+    config: DataConfig,
+    seq_len: int,
+    seed: int,
+    tokenizer: Tokenizer,
+    held_out: int,
+) -> StreamedSequences:
     return StreamedSequences(
-        stream,
-        config.validation_documents,
+        documents,
+        held_out,
         tokenizer,
         seq_len=seq_len,
         seed=seed,
         max_documents=config.most_documents(seq_len),
-    ), held_out
+    )

@@ -277,7 +277,7 @@ class PackedSequences:
             )
         return self
 
-    def state(self) -> None:
+    def state(self, _sequences: int) -> None:
         """Nothing: the count of used sequences says it all."""
 
     def tokens(self, limit: int) -> np.ndarray:

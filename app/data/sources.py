@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import codecs
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +21,10 @@ import xxhash
 from app.choices import BadFile, Source
 from app.config import DataConfig
 from app.data.paths import matching_files, source_option, stdlib_files
-from app.errors import ConfigError
+from app.errors import ConfigError, typed
 
 TOKENIZER_KEY = "data.tokenizer"
+VALIDATION = "validation/"  # before labels of validation documents of their own
 SUMMED_WHOLE = 16 * 2**20  # bytes; of larger files, blocks
 
 
@@ -141,8 +142,23 @@ def source_files(config: DataConfig) -> tuple[list[str], str | None]:
 
 
 def same_documents(was: Record, now: Record) -> bool:
-    """Whether two records are of the same documents."""
-    return (was["revision"], was["sum"]) == (now["revision"], now["sum"])
+    """Whether two records are of the same documents, as far as they have sources in common."""
+    return all(
+        (one["revision"], one["sum"]) == (other["revision"], other["sum"])
+        for _, one, other in _in_common(was, now)
+    )
+
+
+def _in_common(was: Record, now: Record) -> Iterator[tuple[str, Record, Record]]:
+    """Yield label and both records of every source of training data that two corpora share; the
+    whole records if either is of one source.
+    """
+    if "parts" not in was or "parts" not in now:
+        yield "", was, now
+        return
+    for label, record in was["parts"].items():
+        if label in now["parts"] and not label.startswith(VALIDATION):
+            yield label, record, now["parts"][label]
 
 
 def same_tokenizer(was: Record, now: Record) -> bool:
@@ -154,6 +170,8 @@ def differing_option(config: DataConfig, was: Record, now: Record) -> tuple[str,
     """Return key and value of the option for what differs: the documents, or else the tokenizer."""
     if same_documents(was, now):
         return TOKENIZER_KEY, config.tokenizer
+    if config.sources:
+        return "data.sources", typed([each.label for each in config.sources])
     return source_option(config)
 
 
@@ -170,12 +188,14 @@ def read_otherwise(was: Record, now: Record) -> bool:
 
 
 def difference(was: Record, now: Record) -> str | None:
-    """How one corpus differs from another, as text; None: they are the same."""
+    """How one corpus differs from another in what they share, as text; None: not at all."""
     told = []
-    if was["revision"] != now["revision"]:
-        told.append(f"revision {now['revision']}, was {was['revision']}")
-    if was["sum"] != now["sum"]:
-        told.append(_other_files(was, now))
+    for label, one, other in _in_common(was, now):
+        lead = f"{label}: " if label else ""
+        if one["revision"] != other["revision"]:
+            told.append(f"{lead}revision {other['revision']}, was {one['revision']}")
+        if one["sum"] != other["sum"]:
+            told.append(lead + _other_files(one, other))
     if was["tokenizer"] != now["tokenizer"]:
         told.append("the tokenizer has other contents")
     return "; ".join(told) or None

@@ -198,7 +198,7 @@ class StreamReader:
         self._leftover_T = tokens_T[self.seq_len :]
         return tokens_T[: self.seq_len + 1]
 
-    def state(self) -> dict[str, Any]:
+    def state(self, _sequences: int) -> dict[str, Any]:
         """State needed to resume from here: numbers, strings, lists and dictionaries."""
         dp_rank, dp = self.rank
         return {

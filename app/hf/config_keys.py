@@ -123,12 +123,22 @@ ROTARY = frozenset((
 AUTO_MAP = "auto_map"
 # of quantization_config, where quant_method is fp8
 FP8_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "activation_scheme": ("dynamic",),
+    "activation_scheme": ("dynamic", "static"),
     "fmt": ("e4m3",),
     "expert_dtype": ("fp8",),
 }
-FP8_WITHOUT_EFFECT = frozenset((
+# where it is compressed-tensors: of the section and the weights of its groups
+COMPRESSED_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "format": ("float-quantized", "naive-quantized"),
+    "num_bits": (8,),
+    "type": ("float",),
+    "symmetric": (True,),
+    "dynamic": (False,),
+}
+KV_CACHE = "kv_cache_scheme"  # of keys and values, which are not quantised here
+QUANTISED_WITHOUT_EFFECT = frozenset((
     "dequantize", "modules_to_convert", "modules_to_not_convert", "ignored_layers", "scale_fmt",
+    "ignore", "quantization_status", "global_compression_ratio", "version", "run_compressed",
 ))  # fmt: skip
 
 
@@ -155,7 +165,10 @@ def left_out(config: TheirConfig, family: str) -> Iterator[str]:
     known = {*NEUTRAL, *free, *NOT_APPLIED, AUTO_MAP}
     unknown = [name for name in config.unread() if name not in known]
     for section in map(config.section, config.asked_within):
-        unread = (name for name in section.unread() if name not in FP8_WITHOUT_EFFECT)
+        unread = [name for name in section.unread() if name not in QUANTISED_WITHOUT_EFFECT]
+        if KV_CACHE in unread:
+            unread.remove(KV_CACHE)
+            yield f"{section.name(KV_CACHE)}, as keys and values are not quantised"
         unknown += map(section.name, unread)
     if config.values.get(AUTO_MAP):
         if unknown:

@@ -3,6 +3,7 @@
 CONFIG_JSON = "config.json"
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"  # index of several weight files
-PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
+PICKLE = "pytorch_model.bin"  # read where there are no safetensors
+PICKLE_INDEX = "pytorch_model.bin.index.json"
 TOKENIZER = "tokenizer.json"  # of the `tokenizers` library
 SENTENCEPIECE = "tokenizer.model"

@@ -16,7 +16,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 from app.data.faults import in_one_line
 from app.data.special_tokens import SPECIAL_TOKENS_MAP
 from app.errors import ConfigError, nearest_model
-from app.hf.file_names import CONFIG_JSON, INDEX, ONE_FILE
+from app.hf.file_names import CONFIG_JSON, INDEX, ONE_FILE, PICKLE, PICKLE_INDEX
 
 CHAT_TEMPLATES = "additional_chat_templates"  # folder of named chat templates
 # files needed besides the weights: configurations and tokenizer, no code
@@ -82,18 +82,25 @@ def commit_of(folder: Path) -> str | None:
 
 def _model(name: str, commit: str | None, *, asks: bool) -> Path:
     """Download configurations, tokenizer and weights: the single safetensors file, or else those of
-    the index, as `app.hf.files` and `transformers` choose. Further formats of a repository are not
-    downloaded.
+    the index, or else those that torch.save wrote, as `app.hf.files` and `transformers` choose.
+    Further formats of a repository are not downloaded.
     """
-    folder = _snapshot(name, commit, (*TEXTS, INDEX), asks=asks)
-    at = folder.name
-    try:
-        huggingface_hub.hf_hub_download(name, ONE_FILE, revision=at, local_files_only=not asks)
-    except errors.EntryNotFoundError as error:
-        if files := _indexed(folder / INDEX):
-            _snapshot(name, at, files, asks=asks)
-        elif isinstance(error, errors.LocalEntryNotFoundError):
-            raise  # offline and not in the cache, but the file may be on the hub
+    patterns: Sequence[str] = TEXTS
+    for one, index in (ONE_FILE, INDEX), (PICKLE, PICKLE_INDEX):
+        folder = _snapshot(name, commit, (*patterns, index), asks=asks)
+        patterns, commit = (), folder.name
+        try:
+            huggingface_hub.hf_hub_download(name, one, revision=commit, local_files_only=not asks)
+            return folder
+        except errors.EntryNotFoundError as error:
+            missing = error
+        if files := _indexed(folder / index):
+            _snapshot(name, commit, files, asks=asks)
+            return folder
+        # offline and not in the cache, but the hub may have it: another format only if that is
+        asks = asks and not isinstance(missing, errors.LocalEntryNotFoundError)
+    if isinstance(missing, errors.LocalEntryNotFoundError):
+        raise missing
     return folder
 
 

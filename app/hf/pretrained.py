@@ -41,7 +41,7 @@ class Pretrained:
 
     def __init__(self, folder: Path, key: str) -> None:
         self.their = TheirModel.read(folder, key)
-        self.files = TensorFiles(folder, key, self.their.fp8_block)
+        self.files = TensorFiles(folder, key, self.their.quantised)
         self._table = self.their.family.table(self.their.model)
         marked = (PREDICTING.fullmatch(name) for name in self.files.file_of)
         layers = sorted(int(found[1]) for found in marked if found)
@@ -72,10 +72,12 @@ class Pretrained:
         """Fill a contiguous tensor with the elements of a block of a weight."""
         for part in self.parts(named):
             cut = part.within(block)
-            if cut is not None:
-                self.files.check(part.name, part.shape)
-                values = self.files.read(part.name, cut.region).view(cut.their_sizes)
-                tensor.view(cut.held.sizes)[cut.box].copy_(values.permute(part.order))
+            if cut is None:
+                continue
+            self.files.check(part.name, part.shape)
+            for piece in cut.pieces(PART_NUMEL):
+                values = self.files.read(part.name, piece.region).reshape(piece.their_sizes)
+                tensor.view(piece.held.sizes)[piece.box].copy_(values.permute(part.order))
 
     def fill_part(self, named: NamedWeight, block: Block, part: Bounds, tensor: Tensor) -> None:
         """Fill a flat tensor with a part of a flattened block of a weight."""
@@ -111,7 +113,7 @@ class Pretrained:
         return self.dtype_of(next(model_weights(self.model)))
 
     def dtype_of(self, named: NamedWeight) -> torch.dtype:
-        """Return a type that holds a weight without rounding; bfloat16 for FP8."""
+        """Return a type that holds a weight without rounding; bfloat16 if it is quantised."""
         kinds = (self.files.dtype(name) for name in names(self.parts(named)))
         return reduce(torch.promote_types, kinds)
 
@@ -139,7 +141,7 @@ class Pretrained:
             used.add(HEAD)
             self._check_tied()
         unknown = [
-            name for name in self.files.names() if name not in used and not self._left_out(name)
+            name for name in self.files.file_of if name not in used and not self._left_out(name)
         ]
         if unknown:
             kind = self.their.family.model_type
@@ -162,18 +164,24 @@ class Pretrained:
     def _left_out(self, name: str) -> bool:
         layer = LAYER.match(name)
         extra = layer is not None and int(layer[1]) in self._predicting
-        return extra or SAID_ELSEWHERE.search(name) is not None
+        elsewhere = SAID_ELSEWHERE.search(name) is not None
+        return extra or elsewhere or name in self.files.left_out
 
     def left_out(self) -> str | None:
         """Return a line on what is not read of the model's files; None if everything is."""
         texts = [
             f"model.layers.{layer}, which predicts further tokens" for layer in self._predicting
         ]
+        if scales := sorted(self.files.left_out):
+            texts.append(f"{_listed(scales)}, as activations are not quantised")
         texts += [f"{CONFIG_JSON}: {phrase}" for phrase in self.their.left_out]
         return f"left out: {'; '.join(texts)}" if texts else None
 
 
 def _some(listed: Sequence[str]) -> str:
-    more = len(listed) - MOST_NAMED
-    told = ", ".join(listed[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-    return f"{told} {'is' if len(listed) == 1 else 'are'}"
+    return f"{_listed(listed)} {'is' if len(listed) == 1 else 'are'}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

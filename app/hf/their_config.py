@@ -37,7 +37,7 @@ FLAG = frozenset(("tie_word_embeddings", "norm_topk_prob", "seq_aux", "use_slidi
 SECTION = frozenset(("rope_parameters", "rope_scaling", "quantization_config"))
 TEXTS = frozenset(("layer_types", "mlp_layer_types"))
 NUMBERS = frozenset(("short_factor", "long_factor"))
-WHOLES = frozenset(("mlp_only_layers", "weight_block_size", "no_rope_layers"))
+WHOLES = frozenset(("mlp_only_layers", "weight_block_size", "no_rope_layers", "block_structure"))
 
 
 def _is_whole(value: object) -> bool:

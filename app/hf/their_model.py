@@ -8,9 +8,10 @@ from pathlib import Path
 from app.config import ModelConfig
 from app.errors import ConfigError, typed
 from app.hf.config_json import as_model
-from app.hf.config_keys import FP8_NEUTRAL, check_neutral, left_out
+from app.hf.config_keys import check_neutral, left_out
 from app.hf.families import Family, family_named
-from app.hf.their_config import TheirConfig, shortened
+from app.hf.quantisation import Quantisation
+from app.hf.their_config import TheirConfig
 
 PREDICT_LAYERS = "num_nextn_predict_layers", "num_mtp_layers"  # one number under two names
 
@@ -22,7 +23,7 @@ class TheirModel:
     config: TheirConfig
     family: Family
     model: ModelConfig
-    fp8_block: tuple[int, int] | None  # rows and columns per scale; None without FP8 weights
+    quantised: Quantisation | None  # None: every tensor is what its type says
     predicted: range  # layers after the last one, for multi-token prediction
     left_out: tuple[str, ...]  # phrases on what is ignored in config.json
 
@@ -33,7 +34,7 @@ class TheirModel:
         family = family_named(said)
         config = said.completed(family.defaults)
         fields = family.read(config)
-        fp8_block = _fp8_block(config)
+        quantised = Quantisation.read(config)
         predicted = _predicted(said, family, fields["num_layers"])
         check_neutral(config)
         try:
@@ -43,7 +44,7 @@ class TheirModel:
             told = f"{error.key}={typed(error.value)}: {error.rule}"
             raise config.refusal(f"as {told}") from None
         phrases = tuple(left_out(config, family.model_type))
-        return cls(config, family, model, fp8_block, predicted=predicted, left_out=phrases)
+        return cls(config, family, model, quantised, predicted=predicted, left_out=phrases)
 
 
 def _predicted(said: TheirConfig, family: Family, layers: int) -> range:
@@ -54,22 +55,3 @@ def _predicted(said: TheirConfig, family: Family, layers: int) -> range:
     there = any(said.values.get(name) is not None for name in PREDICT_LAYERS)
     more = said.either(*PREDICT_LAYERS) if there else usual
     return range(layers, layers + int(more))
-
-
-def _fp8_block(config: TheirConfig) -> tuple[int, int] | None:
-    how = config.section("quantization_config")
-    if not how.values:
-        return None
-    method = how.need("quant_method")
-    if method != "fp8":
-        what = (
-            f"weights quantised by {shortened(str(method))} are not supported, only fp8 by blocks"
-        )
-        raise config.refusal(what)
-    for name, values in FP8_NEUTRAL.items():
-        how.only(name, *values)
-    size = how.need("weight_block_size")
-    if len(size) != 2 or 0 in size:
-        raise how.unsupported("weight_block_size")
-    rows, columns = size
-    return rows, columns

@@ -10,7 +10,7 @@ same parts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from app.plan.sharding.reshard import Block
@@ -46,6 +46,16 @@ class Cut:
     part: WeightPart
     held: Block  # block of our weight that the rank holds
     shared: Block  # intersection of that block with the part
+
+    def pieces(self, numel: int) -> Iterator[Cut]:
+        """Split it along its first dimension into cuts of about `numel` elements at most."""
+        sizes = self.shared.sizes
+        dim = next((dim for dim, size in enumerate(sizes) if size > 1), 0)
+        step = max(1, numel * sizes[dim] // self.shared.numel)
+        first, last = [*self.shared.start], [*self.shared.stop]
+        for low in range(self.shared.start[dim], self.shared.stop[dim], step):
+            first[dim], last[dim] = low, min(low + step, self.shared.stop[dim])
+            yield replace(self, shared=Block(self.shared.shape, tuple(first), tuple(last)))
 
     @property
     def box(self) -> tuple[slice, ...]:

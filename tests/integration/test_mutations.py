@@ -201,6 +201,24 @@ BUGS = {
         "copy_(values.permute(part.order).flip(0))",
         "tensors/test_hf_reading.py",
     ),
+    "two values of a byte in the other order": Bug(
+        "hf/mxfp4.py",
+        "(value[byte % 16], value[byte // 16])",
+        "(value[byte // 16], value[byte % 16])",
+        "tensors/test_quantised_files.py",
+    ),
+    "FP8 scales as if regions began with a block": Bug(
+        "hf/fp8.py",
+        "first = low // size * size",
+        "first = low",
+        "tensors/test_quantised_files.py",
+    ),
+    "more of a pickle than its tensors": Bug(
+        "hf/pickles.py",
+        "weights_only=True, mmap=True",
+        "weights_only=False, mmap=True",
+        "tensors/test_pickled_files.py",
+    ),
 }
 
 

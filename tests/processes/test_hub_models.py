@@ -33,7 +33,15 @@ from app.plan.sharding.reshard import Block
 from app.planner.plan import Plan
 from tests.config import load
 from tests.distributed import run_distributed
-from tests.hf_folders import KEY, edit_config, loaded, save_random, split_into_two
+from tests.hf_folders import (
+    KEY,
+    edit_config,
+    loaded,
+    pickle,
+    save_random,
+    split_into_two,
+    split_pickle,
+)
 from tests.programs import run_forked
 from tests.runs import make_run
 from tests.training import ROOT, corpus_in
@@ -160,6 +168,27 @@ def test_weights_come_in_one_format(hub: Hub, both: bool):
     assert_same_weights(folder, hub.folder)
     hub.shutdown()
     assert model_folder(NAME, KEY, commit_of(folder), asks=False) == folder
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_pickles_come_where_there_are_no_safetensors(
+    hub: Hub, several: bool, monkeypatch: pytest.MonkeyPatch
+):
+    save_random("qwen3", hub.folder)
+    before = loaded(hub.folder).state_dict()
+    (split_pickle if several else pickle)(hub.folder)
+    (hub.folder / "training_args.bin").write_bytes(b"not asked for")
+    folder = model_folder(NAME, KEY)
+    brought = {path.name for path in folder.glob("*.bin")}
+    parts = {f"pytorch_model-{number:05d}-of-00002.bin" for number in (1, 2)}
+    assert brought == (parts if several else {"pytorch_model.bin"})
+    after = loaded(folder).state_dict()
+    assert all(after[name].equal(value) for name, value in before.items())
+    assert model_folder(NAME, KEY, commit_of(folder), asks=False) == folder
+    # without network, by the name
+    hub.shutdown()
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert model_folder(NAME, KEY) == folder
 
 
 def test_weights_missing_in_cache_are_downloaded(hub: Hub, monkeypatch: pytest.MonkeyPatch):

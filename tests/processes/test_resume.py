@@ -24,6 +24,7 @@ from app.config import (
     Run,
     YarnConfig,
 )
+from app.config.sources import SourceConfig
 from app.engine.files.checkpoints import (
     CHECKPOINTS,
     MANIFEST,
@@ -81,6 +82,8 @@ def with_other(config: Json, key: str) -> Json:
     for each in sections:
         section = section[each]
     section[name] = None if key in NULLABLE else "other"
+    if key in ("data.sources", "data.validation"):
+        section[name] = plain([asdict(SourceConfig(label="other"))])
     return other
 
 

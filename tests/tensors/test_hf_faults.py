@@ -104,7 +104,9 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "other quantisation": (
         lambda folder: edit_config(folder, quantization_config={"quant_method": "gptq"}),
-        "config.json: weights quantised by gptq are not supported, only fp8 by blocks",
+        "config.json: weights quantised by gptq are not supported, only fp8, compressed-tensors "
+        "in FP8 and mxfp4; name the model that it was quantised from, or save it with its weights "
+        "in 16 bits",
     ),
     "a word in a section": (
         lambda folder: edit_config(folder, rope_scaling={"rope_type": "yarn", "factor": "8"}),
@@ -201,9 +203,9 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "lm_head.weight differs from model.embed_tokens.weight in row 94, and "
         "tie_word_embeddings makes them one",
     ),
-    "pickles": (
+    "another file by the name of pickles": (
         lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
-        "has pytorch_model.bin but no safetensors, and pickles are not read",
+        "pytorch_model.bin is truncated or no file of torch.save: File is not a zip file",
     ),
     "nothing": (
         lambda folder: (folder / "model.safetensors").unlink(),

@@ -255,6 +255,21 @@ PUBLISHED = {  # config.json of the repositories named, as published, without wh
         "seq_aux": True, "tie_word_embeddings": False, "topk_group": 1, "topk_method": "greedy",
         "v_head_dim": 128, "vocab_size": 102400,
     },
+    # openai/gpt-oss-20b
+    "gpt_oss_20b": {
+        "model_type": "gpt_oss", "attention_bias": True, "attention_dropout": 0.0,
+        "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+        "initial_context_length": 4096, "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "max_position_embeddings": 131072, "num_attention_heads": 64, "num_experts_per_tok": 4,
+        "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32,
+        "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
+        "rms_norm_eps": 1e-5, "rope_theta": 150000,
+        "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
+                         "original_max_position_embeddings": 4096, "truncate": False},
+        "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+        "tie_word_embeddings": False, "vocab_size": 201088,
+    },
     # deepseek-ai/DeepSeek-V3
     "deepseek_v3_like": {
         "model_type": "deepseek_v3", "attention_bias": False, "first_k_dense_replace": 3,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import exp, log
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,10 @@ import torch
 
 from app.config import Run
 from app.data.baseline import ngram_loss
+from app.data.blend import BlendedSequences
 from app.data.feed import DataSplit
 from app.data.packing import PADDING, PackedSequences
+from app.data.stream import StreamedSequences
 from app.engine.export.export import EXPORTED
 from app.engine.fast_paths import graphs_line, slow_paths
 from app.engine.files.checkpoints import fault_of_latest, newest_checkpoint
@@ -31,6 +34,8 @@ from app.version import VERSION, Version
 
 FILES = ("config.yaml", "plan.json", "metrics.jsonl", LOSS)  # written by every run
 BASELINE_TOKENS = 20_000_000  # maximum of training tokens counted by the n-gram models
+DECODED = 2**18  # most tokens of a validation set whose bytes are counted
+MOST_EXPONENT = 700.0  # exp of it is a float
 NO_PADDING = 0.001  # share of positions
 BASELINE_VOCAB = 1024  # n-gram tables of larger vocabularies are too sparse to compare with
 
@@ -66,8 +71,7 @@ def print_opening(
     if pace := pace_line(engine.plan, engine.device):
         rows.append(("planned", pace))
     rows += slow_paths(run, engine.device, engine.static)
-    if padding := _padding(data.train):
-        rows.append(("data", padding))
+    rows += [("data", line) for line in (_sources(data.train), _padding(data.train)) if line]
     if run.model.moe and run.model.moe.force_balance:
         rows.append(
             ("WARNING", "model.moe.force_balance sends tokens to experts in turn: for timing only")
@@ -98,12 +102,26 @@ def positions_line(run: Run) -> str | None:
 def _padding(train: DataSplit) -> str | None:
     """Say how much padding full sequences of documents get, if it is worth a line."""
     sequences = train.sequences
-    if not isinstance(sequences, PackedSequences) or sequences.padding < NO_PADDING:
+    if isinstance(sequences, StreamedSequences) or sequences.padding < NO_PADDING:
         return None
     return (
         f"{sequences.padding:.1%} of positions are padding: a sequence ends after "
         f"data.max_documents={train.max_documents} documents, also where more would fit"
     )
+
+
+def _sources(train: DataSplit) -> str | None:
+    """Return what the sources of a blend are; None for one source."""
+    if not isinstance(train.sequences, BlendedSequences):
+        return None
+    parts = train.sequences.parts
+    total = sum(part.weight for part in parts)
+    told = []
+    for part in parts:
+        size = "" if part.per_epoch is None else f" of {part.per_epoch} sequences"
+        once = "" if part.repeats else ", once"
+        told.append(f"{part.weight / total:.1%} {part.label}{size}{once}")
+    return "; ".join(told)
 
 
 def _continued(run: Run, start: Start, version: Version) -> Iterator[tuple[str, str]]:
@@ -148,9 +166,17 @@ def sum_up(
     if sample is not None:
         print(f"\nSample (the model continues after ▶):\n{sample}")
     print("\nResult, nats per token on the validation data:")
-    rows = {"this model": report.val_loss} if report else {}
-    for name, value in (rows | baselines).items():
-        print(f"  {name:<12}{value:7.3f}")
+    size = bytes_per_token(run, data)
+
+    def row(name: str, value: float) -> None:
+        print(f"  {name:<12}{value:7.3f}{_in_other_units(value, size)}")
+
+    if report:
+        row("this model", report.val_loss)
+        for label, value in report.by_source.items():
+            print(f"    {label:<10}{value:7.3f}")
+    for name, value in baselines.items():
+        row(name, value)
     for each in advice:
         print(f"\nNext time: {each}")
     print("\nWritten:")
@@ -158,6 +184,12 @@ def sum_up(
     for path in (*paths, newest_checkpoint(run_dir)):
         if path is not None and path.exists():
             print(f"  {path}")
+
+
+def _in_other_units(loss: float, bytes_per_token: float) -> str:
+    """Return perplexity and bits per byte of a loss in nats per token."""
+    bits = f", {loss / log(2) / bytes_per_token:.3f} bits per byte" if bytes_per_token else ""
+    return f"   perplexity {exp(min(loss, MOST_EXPONENT)):.4g}{bits}"
 
 
 def _draw(run_dir: Path, baselines: dict[str, float]) -> None:
@@ -179,19 +211,40 @@ def ngram_baselines(run: Run, data: Data) -> dict[str, float]:
     Empty for streams and large vocabularies.
     """
     train = data.train.sequences
-    validation = data.validation.sequences
-    if not isinstance(train, PackedSequences) or not isinstance(validation, PackedSequences):
-        return {}
+    parts = train.parts if isinstance(train, BlendedSequences) else None
+    packed = [part.sequences for part in parts] if parts else [train]
     if data.tokenizer.vocab_size > BASELINE_VOCAB:
         return {}
-    seen = train.tokens(BASELINE_TOKENS)
-    held_out = np.concatenate(
-        [
-            validation.sample(index)
-            for index in range(min(run.train.eval_sequences, validation.per_epoch))
-        ]
-    )
-    held_out = held_out[held_out != PADDING]
-    return {
-        name: ngram_loss(seen, held_out, order) for name, order in (("bigram", 2), ("trigram", 3))
-    }
+    weights = [part.weight for part in parts] if parts else [1.0]
+    seen = []
+    for sequences, weight in zip(packed, weights, strict=True):
+        if not isinstance(sequences, PackedSequences):
+            return {}
+        seen.append(sequences.tokens(int(BASELINE_TOKENS * weight / sum(weights))))
+    counted = np.concatenate(seen)
+    total = sum(held.weight for held in data.validation)
+    found = dict.fromkeys(("bigram", "trigram"), 0.0)
+    for held in data.validation:
+        tokens = _validation_tokens(run, held.split)
+        for order, name in enumerate(found, 2):
+            found[name] += held.weight / total * ngram_loss(counted, tokens, order)
+    return found
+
+
+def _validation_tokens(run: Run, split: DataSplit) -> np.ndarray:
+    """Return the tokens of a validation split that a run is validated on: [T]."""
+    sequences = split.sequences
+    assert isinstance(sequences, PackedSequences), "validation data are never streamed"
+    count = min(run.train.eval_sequences, sequences.per_epoch)
+    held_out = np.concatenate([sequences.sample(index) for index in range(count)])
+    tokens: np.ndarray = held_out[held_out != PADDING]
+    return tokens
+
+
+def bytes_per_token(run: Run, data: Data) -> float:
+    """Return the bytes of text per token of the validation data, as their losses count."""
+    found = 0.0
+    for held in data.validation:
+        tokens = _validation_tokens(run, held.split)[:DECODED]
+        found += held.weight * len(data.tokenizer.decode(tokens.tolist()).encode()) / len(tokens)
+    return found / sum(held.weight for held in data.validation)

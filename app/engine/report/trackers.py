@@ -28,7 +28,7 @@ TENSORBOARD = "tensorboard"  # folder in the run folder
 # Panel -> its metrics; `step` is the axis of all.
 PANELS = {
     "train": ("loss", "aux_loss", "z_loss", "lr", "weight_decay", "grad_norm", "skipped",
-              "loss_scale", "tokens", "rollback_from", "rollbacks"),
+              "loss_scale", "tokens", "epochs", "rollback_from", "rollbacks"),
     "val": ("val_loss", "val_tokens"),
     "perf": ("time", "step_ms", "data_wait_ms", "checkpoint_blocked_ms", "tokens_per_s",
              "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu"),
@@ -46,7 +46,12 @@ AnyReport = StepReport | ValidationReport | RollbackReport
 
 def in_panels(report: AnyReport) -> dict[str, Any]:
     """Return a report's metrics under their names in trackers, as "train/loss"."""
-    return {NAMES[key]: value for key, value in report.metrics().items() if key != "step"}
+    found = {}
+    for key, value in report.metrics().items():
+        name, slash, label = key.partition("/")  # of a source
+        if name != "step":
+            found[NAMES[name] + slash + label] = value
+    return found
 
 
 def tags(plan: Plan) -> tuple[str, str, str]:

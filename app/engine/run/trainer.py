@@ -83,16 +83,25 @@ class Trainer:
             num_microbatches=run.num_microbatches,
             cursor=cursor,
         )
-        self.held_out = ValidationFeed(
-            data.validation,
-            groups.dp_rank,
-            run.dp,
-            micro_batch=batch,
-            eval_batches=run.eval_microbatches,
-        )
+        self.held_out = [
+            (
+                held,
+                ValidationFeed(
+                    held.split,
+                    groups.dp_rank,
+                    run.dp,
+                    micro_batch=batch,
+                    eval_batches=run.eval_microbatches,
+                ),
+            )
+            for held in data.validation
+        ]
         self.request = StopRequest()
         self.training_step = TrainingStep(engine, self.request)
-        self.validation = Validation(engine, len(self.held_out))
+        # by the number of microbatches, which is one for all sets that are large enough
+        self.validations = {
+            count: Validation(engine, count) for count in {len(feed) for _, feed in self.held_out}
+        }
         self.meter = Meter(engine, first_step=self.progress.step + 1)
         self.version = Version.of() if self.is_rank_zero else None
         self.pace = pace_of(engine) if self.is_rank_zero else None
@@ -293,10 +302,12 @@ class Trainer:
         began = time.perf_counter()
         batches = self.feed.next_step()
         data_wait = time.perf_counter() - began
+        by_source = self.feed.by_source()
         report, totals = self.training_step(batches, lr, run.optim.weight_decay, following)
         self.meter.count(totals)
         report.step = self.progress.step + 1
         report.tokens = self.progress.tokens + self.meter.tokens_per_step
+        report.by_source = by_source
         updates = self.progress.updates + 1 - report.skipped
         self.progress = Progress(report.step, updates, report.tokens)
         # a stop request during the last step changes nothing: the run ends anyway
@@ -330,7 +341,14 @@ class Trainer:
         return self._validate(()) if self.progress.step == self.run.train.steps else None
 
     def _validate(self, sinks: Sequence[Sink]) -> ValidationReport:
-        report = ValidationReport(self.progress.step, *self.validation(list(self.held_out)))
+        losses, tokens, total = {}, 0, 0.0
+        for held, feed in self.held_out:
+            losses[held.label], count = self.validations[len(feed)](list(feed))
+            tokens += count
+            total += held.weight * losses[held.label]
+        mean = total / sum(held.weight for held, _ in self.held_out)
+        several = losses if len(losses) > 1 else {}
+        report = ValidationReport(self.progress.step, mean, tokens, several)
         for sink in sinks:
             sink.validation(report)
         return report
@@ -392,7 +410,8 @@ class Trainer:
         if not (log.console or log.wandb or log.tensorboard):
             return None
         length = max(1, self.run.train.seq_len // 2)
-        prompt = next(iter(self.held_out)).tokens_BS[0, :length].tolist()
+        _, feed = self.held_out[0]
+        prompt = next(iter(feed)).tokens_BS[0, :length].tolist()
         # replicas have different validation data, and all ranks must generate the same
         prompt = rank_zero_says(self.engine.groups, lambda: prompt)
         self.engine.watchdog.note("a sample")

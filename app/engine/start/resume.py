@@ -34,7 +34,7 @@ FIXED = frozenset((
     # Documents, their split, tokenizer and attention mask.
     "data.source", "data.path", "data.name", "data.config_name", "data.split", "data.streaming",
     "data.text_field", "data.tokenizer", "data.validation_fraction", "data.validation_documents",
-    "data.document_mask", "data.max_documents",
+    "data.document_mask", "data.max_documents", "data.validation",
     # Packing of tokens into sequences, and their order.
     "train.seq_len", "train.seed",
     # Parameters without optimizer state.
@@ -63,6 +63,8 @@ FREE = frozenset((
     "precision.loss_scale_window", "precision.loss_scale_hysteresis",
     # Preparation of the same documents, and its cache.
     "data.num_proc", "data.cache_dir", "data.accept_changed", "data.on_bad_file",
+    # Sources may come and go, but keep their texts (`_other_source`).
+    "data.sources",
     # Length and batches of training; the data cursor counts sequences, whatever the batch.
     "train.steps", "train.global_batch", "train.micro_batch",
     # Validation, sample, and reaction to non-finite steps.
@@ -75,6 +77,10 @@ FREE_SECTIONS = ("parallel.", "hardware.", "schedule.", "recompute.", "cuda_grap
 # Paths of data. Fixed if the checkpoint has no record of the contents; otherwise contents count.
 PLACES = ("data.path", "data.name", "data.tokenizer")
 # Not reported as changes: start-up paths, and the world size, which follows from `parallel`.
+SOURCES = "data.sources"
+BIAS_RATE = "model.moe.bias_update_rate"
+# Keys of a source that may differ: its share, and its place, whose contents count instead.
+SHARES = ("weight", "after_end", "path", "name")
 UNREPORTED = ("run_dir", "resume", "parallel.world_size", "data.accept_changed")
 READ_OTHERWISE = (
     "read exactly as written now; the program that saved the checkpoint rewrote texts of JSON that "
@@ -109,17 +115,23 @@ def allowed_changes(
         key, was, now = misfit
         rule = f"the checkpoint {checkpoint} was trained with {typed(was)}"
         advice = None
-        if not is_fixed(key):
+        if key == BIAS_RATE:
             rule += ", and 0 would drop the biases that its routers have learnt"
+        elif key == "data.validation":
+            rule += ", which leaves other documents for training"
         elif key in PLACES and data.change() is not None:
             rule += f", which held other data: {data.change()}"
             advice = "otherwise data.accept_changed=true"
-        raise ConfigError(key, now, rule, nearest=FirstOf([was]), advice=advice)
+        near = None if key == SOURCES else FirstOf([was])
+        raise ConfigError(key, now, rule, nearest=near, advice=advice)
     data.check(checkpoint)
     idle = set(unread(saved)) & set(unread(current))
     quiet = (*UNREPORTED, *idle)
     told = (each for each in differences if not each[0].startswith(quiet))
-    changes = tuple(f"{key}: {was} -> {now}" for key, was, now in told)
+    changes = tuple(
+        f"{key}: {_other_shares(was, now) if key == SOURCES else f'{was} -> {now}'}"
+        for key, was, now in told
+    )
     return (*changes, *data.told())
 
 
@@ -204,11 +216,39 @@ def _misfit(differences: Iterable[Difference], data: _DataThen) -> Difference | 
     for key, was, now in differences:
         if key in PLACES and data.fits(key):
             continue
+        if key == SOURCES and (changed := _other_source(was, now)) is not None:
+            return changed
+        if key == "data.validation" and was and now:
+            continue  # the same documents are left for training
         # With a rate of 0 a router ignores its bias, and so would drop what it has learnt.
-        drops_biases = key == "model.moe.bias_update_rate" and was and not now
+        drops_biases = key == BIAS_RATE and was and not now
         if is_fixed(key) or drops_biases:
             return key, was, now
     return None
+
+
+def _other_source(was: Any, now: Any) -> Difference | None:
+    """Return the first key of a source in both lists that decides which tokens it gives."""
+    before = {entry["label"]: entry for entry in was}
+    for entry in now:
+        for key, value in before.get(entry["label"], entry).items():
+            if key not in SHARES and value != entry[key]:
+                lead = f"{entry['label']}: {key}="
+                return SOURCES, lead + typed(value), lead + typed(entry[key])
+    return None
+
+
+def _other_shares(was: Any, now: Any) -> str:
+    """Describe how lists of sources differ."""
+    before, after = ({entry["label"]: entry for entry in each} for each in (was, now))
+    told = [f"{label} is new" for label in after if label not in before]
+    told += [f"{label} is left out" for label in before if label not in after]
+    for label, entry in after.items():
+        for key in SHARES:
+            then = before.get(label, entry)[key]
+            if then != entry[key]:
+                told.append(f"{label}: {key} {then} -> {entry[key]}")
+    return "; ".join(told)
 
 
 def checkpoint_to_resume(run: Run, record: Callable[[], Record]) -> tuple[Path | None, str | None]:

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from app.choices import Device
 from app.config import Run
+from app.data.blend import BlendedSequences
+from app.data.corpora import Corpora, Folders, HeldOut, all_left_out, load_all, prepare_all
 from app.data.feed import DataSplit
-from app.data.load import load_data, prepare
-from app.data.prepared import left_out
-from app.data.sources import Record, Sources, difference, differing_option, find_sources, identity
+from app.data.sources import Record, difference, differing_option, identity
 from app.data.tokenizer import BYTES, Tokenizer, load_tokenizer, vocabulary
 from app.engine.checkpoint.load import IMPORTED, LEFT_OUT
 from app.engine.files.checkpoints import newest_checkpoint, read_manifest
@@ -79,7 +79,7 @@ def reads_initial_weights(start: Start) -> bool:
 
 
 def find_start(
-    run: Run, earlier: Path | None = None, sources: Callable[[], Sources] | None = None
+    run: Run, earlier: Path | None = None, sources: Callable[[], Corpora] | None = None
 ) -> Start:
     """Find folder and checkpoint of a run; writes nothing.
 
@@ -129,7 +129,7 @@ def claim_start(
     run: Run,
     earlier: Path | None,
     lock: FolderLock,
-    sources: Callable[[], Sources] | None = None,
+    sources: Callable[[], Corpora] | None = None,
 ) -> Start:
     """Run `find_start`, and lock the folder before data and engine are loaded."""
     start = find_start(run, earlier, sources)
@@ -143,7 +143,7 @@ class Data:
 
     tokenizer: Tokenizer
     train: DataSplit
-    validation: DataSplit
+    validation: tuple[HeldOut, ...]
     record: Record | None = None  # data record for checkpoints; None except on local rank 0
 
 
@@ -199,16 +199,16 @@ def check_tokenizer(run: Run, manifest: Mapping[str, Any] | None = None) -> Toke
     return tokenizer
 
 
-def look_once(run: Run) -> Callable[[], Sources]:
+def look_once(run: Run) -> Callable[[], Corpora]:
     """Return a function that finds the data sources at its first call, and caches them."""
-    return cache(lambda: find_sources(run.data))
+    return cache(lambda: Corpora.find(run.data))
 
 
 def load_all_data(
     run: Run,
     groups: Groups,
     local_rank: int,
-    sources: Callable[[], Sources] | None = None,
+    sources: Callable[[], Corpora] | None = None,
     *,
     manifest: Mapping[str, Any] | None = None,
 ) -> Data:
@@ -220,32 +220,47 @@ def load_all_data(
     leads = local_rank == 0
     look = sources or look_once(run)
     tokenizer = all_succeed(groups, lambda: check_tokenizer(run, manifest))
-    folder = all_succeed(
-        groups, lambda: prepare(run.data, tokenizer, look(), say=warn) if leads else None
+    own = all_succeed(
+        groups, lambda: prepare_all(run.data, tokenizer, look(), say=warn) if leads else None
     )
     record = {**look().record(), **recorded_end(tokenizer)} if leads else None
-    if groups.rank == 0 and folder is not None and (line := left_out(folder, look())):
+    for line in all_left_out(own, look()) if groups.rank == 0 and own is not None else ():
         warn(line)
-    folder = _agreed(run, groups, record, folder=folder)
-    length = run.train.seq_len
-    seed = run.train.seed
-    train, validation = all_succeed(
-        groups, lambda: load_data(run.data, length, seed, tokenizer=tokenizer, prepared=folder)
-    )
+    folders = _agreed(run, groups, record, folders=own)
+    train, validation = all_succeed(groups, lambda: _loaded(run, tokenizer, folders))
     return Data(tokenizer, train, validation, record=record)
 
 
-def _agreed(run: Run, groups: Groups, record: Record | None, *, folder: Path | None) -> Path | None:
-    """Return this host's prepared corpus. Raises ConfigError if hosts have different data."""
+def _loaded(
+    run: Run, tokenizer: Tokenizer, folders: Folders
+) -> tuple[DataSplit, tuple[HeldOut, ...]]:
+    """Return all data of a run. Raises ConfigError for sources that are used up before its end."""
+    train, validation = load_all(
+        run.data, run.train.seq_len, run.train.seed, tokenizer=tokenizer, folders=folders
+    )
+    needed = run.train.steps * run.train.global_batch
+    sequences = train.sequences
+    limit = sequences.limit if isinstance(sequences, BlendedSequences) else None
+    if limit is not None and needed > limit:
+        rule = f"read {needed} sequences, and the sources, which all stop, have {limit}"
+        near = limit // run.train.global_batch
+        raise ConfigError("train.steps", run.train.steps, rule, nearest=near or None)
+    return train, validation
+
+
+def _agreed(
+    run: Run, groups: Groups, record: Record | None, *, folders: Folders | None
+) -> Folders:
+    """Return this host's prepared corpora. Raises ConfigError if hosts have different data."""
     # Compare checksums first, and lists of files only if these differ: a list may have thousands
     # of names per host.
-    mine = (socket.gethostname(), identity(record) if record else None, folder)
-    found: list[tuple[str, Any, Path | None]] = [("", None, None)] * groups.host.size()
+    mine = (socket.gethostname(), identity(record) if record else None, folders)
+    found: list[tuple[str, Any, Folders | None]] = [("", None, None)] * groups.host.size()
     dist.all_gather_object(found, mine, group=groups.host)
     if any(other not in (None, found[0][1]) for _, other, _ in found):
         first = rank_zero_says(groups, lambda: record)
         all_succeed(groups, lambda: _check_same(run, groups.rank, first, record=record))
-    return folder or next((path for host, _, path in found if path and host == mine[0]), None)
+    return next(each for host, _, each in found if each is not None and host == mine[0])
 
 
 def _check_same(run: Run, rank: int, first: Record | None, *, record: Record | None) -> None:
@@ -302,7 +317,7 @@ def preflight(run: Run, earlier: Path | None) -> None:
 
 def check_data(
     run: Run,
-    sources: Callable[[], Sources] | None = None,
+    sources: Callable[[], Corpora] | None = None,
     manifest: Mapping[str, Any] | None = None,
 ) -> None:
     """Read all data that the run needs, and prepare them if they are not yet.
@@ -311,5 +326,4 @@ def check_data(
     """
     look = sources or look_once(run)
     tokenizer = check_tokenizer(run, manifest)
-    prepared = prepare(run.data, tokenizer, look(), say=warn)
-    load_data(run.data, run.train.seq_len, run.train.seed, tokenizer=tokenizer, prepared=prepared)
+    _loaded(run, tokenizer, prepare_all(run.data, tokenizer, look(), say=warn))

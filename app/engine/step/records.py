@@ -150,10 +150,13 @@ class StepReport:
     loss_scale: float | None = None  # factor on the loss in this step
     # time that saving the step before blocked this one, ms
     checkpoint_blocked_ms: float | None = None
+    # of each of several sources: tokens and epochs read so far by all ranks
+    by_source: Mapping[str, Mapping[str, float]] | None = None
 
     def metrics(self) -> dict[str, float]:
         """Return the measured metrics by key."""
-        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+        found = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+        return _with_sources(found, self.by_source or {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +166,23 @@ class ValidationReport:
     step: int
     val_loss: float  # nats per token
     val_tokens: int  # tokens it was measured on
+    # loss of each source, where there are several; val_loss is their mean by weight
+    by_source: Mapping[str, float] = field(default_factory=dict)
     time: float = field(default_factory=time.time)  # when this was reported, seconds since 1970
 
     def metrics(self) -> dict[str, float]:
         """Metric key -> value, for metrics.jsonl."""
-        return dataclasses.asdict(self)
+        return _with_sources(dataclasses.asdict(self), {"val_loss": dict(self.by_source)})
+
+
+def _with_sources(
+    values: dict[str, float], of_sources: Mapping[str, Mapping[str, float]]
+) -> dict[str, float]:
+    """Return metrics with those of every source under its label: `val_loss/<label>`."""
+    values.pop("by_source", None)
+    for key, found in of_sources.items():
+        values |= {f"{key}/{label}": value for label, value in found.items()}
+    return values
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,123 @@
+"""Runs of several sources: metrics, resuming, and validation documents of their own."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from app.config import Run
+from app.engine.files.run_folder import read_metrics
+from app.errors import ConfigError
+from tests.distributed import run_distributed
+from tests.training import ROOT, TINY, composed, train_rank, untimed
+
+FILES = {"plans": "app/plan/*.py", "rules": "app/rules/*.py", "docs": "docs/[a-f]*.md"}
+
+
+def trained(rank: int, folder: Path, run: Run) -> str:
+    """Return what a run prints, or the line that it ends with."""
+    os.chdir(folder)
+    with redirect_stdout(io.StringIO()) as printed:
+        try:
+            train_rank(rank, run, {})
+        except ConfigError as error:
+            return str(error)
+    return printed.getvalue()
+
+
+def listed(sources: Sequence[dict[str, object]]) -> str:
+    """Sources as they are typed."""
+    entries = (", ".join(f"{key}: {value}" for key, value in each.items()) for each in sources)
+    return "[" + ", ".join(f"{{{entry}}}" for entry in entries) + "]"
+
+
+class Trial:
+    """Runs on JSON lines of three sources."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name, pattern in FILES.items():
+            texts = [path.read_text() for path in sorted(ROOT.glob(pattern))[:5]]
+            lines = [json.dumps({"text": text, "other": text[::-1]}) for text in texts]
+            (folder / f"{name}.jsonl").write_text("\n".join(lines))
+
+    def source(self, name: str, **keys: object) -> dict[str, object]:
+        return {"path": f"{self.folder}/{name}.jsonl", **keys}
+
+    def go(self, *sources: dict[str, object], more: tuple[str, ...] = (), ranks: int = 1) -> str:
+        """Train; what rank 0 prints, or the line that it ends with."""
+        several = [f"data.sources={listed(sources)}"] if sources else []
+        settings = (*TINY, f"data.cache_dir={self.folder}/cache", "log.console=true")
+        run = composed((*settings, *several, "checkpoint.interval=2", *more), ranks)
+        return run_distributed(trained, ranks, self.folder, run)[0]
+
+
+def test_resumed_blend_repeats_and_may_change(tmp_path: Path):
+    trial = Trial(tmp_path)
+    two = trial.source("plans", weight=3.0), trial.source("rules")
+    told = trial.go(*two, more=("train.steps=4", "run_dir=whole"))
+    assert "data  75.0% plans of " in told and "; 25.0% rules of " in told
+    rows = untimed(tmp_path / "whole")
+    last = next(row for row in rows if row["step"] == 4)
+    assert last["tokens/plans"] == 3 * last["tokens/rules"]
+    assert last["tokens/plans"] + last["tokens/rules"] == last["tokens"]
+    assert 0 < last["epochs/rules"] < 1
+    held = next(row for row in reversed(rows) if "val_loss" in row)
+    assert held["val_loss"] == pytest.approx(
+        0.75 * held["val_loss/plans"] + 0.25 * held["val_loss/rules"]
+    )
+
+    # the same again from the middle, by two ranks
+    saved = "resume=whole/checkpoints/step-00000002"
+    told = trial.go(*two, more=(saved, "run_dir=again", "parallel.dp=2", "train.steps=4"), ranks=2)
+    again = untimed(tmp_path / "again")
+    for row in again:
+        same = (each for each in rows if each.keys() == row.keys())
+        match = next(each for each in same if each["step"] == row["step"])
+        assert {key: pytest.approx(value, rel=1e-5) for key, value in match.items()} == row
+
+    # other sources and weights, told at the start
+    changed = trial.source("rules", weight=2.0), trial.source("docs")
+    told = trial.go(*changed, more=("resume=whole", "run_dir=other", "train.steps=6"))
+    assert "data.sources: docs is new; plans is left out; rules: weight 1.0 -> 2.0" in told
+    row = read_metrics(tmp_path / "other")[-2]
+    assert row["tokens/rules"] > last["tokens/rules"] and "tokens/plans" not in row
+
+
+def test_resumed_blend_refuses_other_texts(tmp_path: Path):
+    trial = Trial(tmp_path)
+    two = trial.source("plans"), trial.source("rules")
+    trial.go(*two, more=("train.steps=2", "run_dir=whole"))
+    more = ("resume=whole", "run_dir=other", "train.steps=4")
+    other = trial.go(two[0], trial.source("rules", text_field="other"), more=more)
+    assert other.startswith("data.sources=rules: text_field=other: ")
+    assert other.endswith("was trained with rules: text_field=null")
+    held_out = trial.go(*two, more=(*more, f"data.validation={tmp_path}/docs.jsonl"))
+    assert held_out.startswith("data.validation=") and "was trained with []" in held_out
+    with (tmp_path / "rules.jsonl").open("a") as file:
+        file.write('\n{"text": "more"}')
+    changed = trial.go(*two, more=more)
+    assert "the data have changed since" in changed and "rules: rules.jsonl has" in changed
+
+
+def test_validation_documents_of_their_own(tmp_path: Path):
+    trial = Trial(tmp_path)
+    path = f"data.path={tmp_path}/plans.jsonl"
+    files = ("data=jsonl", path, "train.steps=2", "checkpoint.interval=0")
+    trial.go(more=(*files, f"data.validation={tmp_path}/rules.jsonl", "run_dir=one"))
+    both = listed([trial.source("rules", weight=3.0), trial.source("docs")])
+    trial.go(more=(*files, f"data.validation={both}", "run_dir=two"))
+    one, two = (untimed(tmp_path / name) for name in ("one", "two"))
+    # all documents are trained on, and the other validation changes no step
+    train = [[row for row in rows if "loss" in row] for rows in (one, two)]
+    assert train[0] == train[1]
+    single, several = (next(row for row in rows if "val_loss" in row) for rows in (one, two))
+    assert several["val_loss/rules"] == single["val_loss"]
+    mean = 0.75 * several["val_loss/rules"] + 0.25 * several["val_loss/docs"]
+    assert several["val_loss"] == pytest.approx(mean)
