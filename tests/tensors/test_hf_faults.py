@@ -79,8 +79,8 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         'config.json: hidden_act="gelu" is not supported',
     ),
     "other positions": (
-        lambda folder: edit_config(folder, rope_parameters={"rope_type": "longrope"}),
-        "config.json: rotary positions of type longrope are not supported",
+        lambda folder: edit_config(folder, rope_parameters={"rope_type": "proportional"}),
+        "config.json: rotary positions of type proportional are not supported",
     ),
     "half a softmax scale": (
         lambda folder: edit_config(
