@@ -224,7 +224,12 @@ OTHER_WORDS = {
         "app/plan/parts/stage.py",
         *NAMED_BY_USERS,
     },
-    **{name: set(NAMED_BY_USERS) for name in ("layers.", "weight", "wqkv", "w_up", "w_down")},
+    **{name: set(NAMED_BY_USERS) for name in ("layers.", "wqkv", "w_up", "w_down")},
+    "weight": {  # of a source of data
+        "app/config/sources.py",
+        "app/engine/start/resume.py",
+        *NAMED_BY_USERS,
+    },
     # also those that run in FP8
     "head": {
         "app/cli/plan_views/tables.py",
