@@ -117,6 +117,24 @@ BUGS = {
         'return cls(**state | {"sequences": max(state["sequences"] - 1, 0)})',
         "data/test_feed.py",
     ),
+    "a piece of a document that begins a token late": Bug(
+        "data/best_fit.py",
+        "start_P = runs(np.zeros_like(counts_D), counts_D) * size",
+        "start_P = runs(np.zeros_like(counts_D), counts_D) * (size + 1)",
+        "data/test_best_fit.py",
+    ),
+    "a bin that takes more documents than it may": Bug(
+        "data/best_fit.py",
+        "most - counts[bins])",
+        "most + 1 - counts[bins])",
+        "data/test_best_fit.py",
+    ),
+    "documents of Megatron by sequences": Bug(
+        "data/megatron.py",
+        "return dtype, starts[documents]",
+        "return dtype, starts",
+        "data/test_megatron.py",
+    ),
     "labels that are the tokens themselves": Bug(
         "data/feed.py",
         "labels_BS = rows_BS1[:, 1:]",
