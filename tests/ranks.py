@@ -122,10 +122,14 @@ def _call(
     end: Connection, fn: Callable[..., Any], rank: int, *, world_size: int, store: str, args: Any
 ) -> None:
     try:
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
-        )
-        end.send_bytes(cloudpickle.dumps((True, fn(rank, *args))))
+        files = dist.FileStore(store, world_size)
+        dist.init_process_group("gloo", store=files, rank=rank, world_size=world_size)
+        joined = dist.PrefixStore("joined", files)
+        joined.set(str(rank), "")
+        answer = cloudpickle.dumps((True, fn(rank, *args)))
+        # a rank that leaves earlier fails those that still connect to it
+        joined.wait([str(other) for other in range(world_size)])
+        end.send_bytes(answer)
         dist.destroy_process_group()
     except BaseException:
         end.send_bytes(cloudpickle.dumps((False, traceback.format_exc())))
