@@ -101,8 +101,8 @@ def serve(handle: int, fn: Callable[..., Any]) -> None:
     """Answer calls until the pytest process closes its end, or this one is not clean any more."""
     faulthandler.register(TELL, file=sys.__stderr__)
     with Connection(handle) as end:
-        before = Before()
-        while before.is_back():
+        before, is_back = Before(), True
+        while is_back:
             try:
                 here, fn, (rank, world_size, store), args = cloudpickle.loads(end.recv_bytes())
             except (EOFError, ConnectionResetError):
@@ -115,7 +115,8 @@ def serve(handle: int, fn: Callable[..., Any]) -> None:
             with _as_in(*here):
                 _call(end, fn, rank, world_size=world_size, store=store, args=args)
             before.put_back()
-            end.send_bytes(cloudpickle.dumps(before.is_back()))
+            is_back = before.is_back()
+            end.send_bytes(cloudpickle.dumps(is_back))
 
 
 def _call(
@@ -163,10 +164,15 @@ class Before:
         self.random = random.getstate(), np.random.get_state(), torch.get_rng_state()
         self.ordered = torch.are_deterministic_algorithms_enabled()
         self.dtype = torch.get_default_dtype()
+        self.loaded: list[int] = []
         self.members: dict[int, tuple[ModuleType | type, dict[str, Any]]] = {}
 
     def look(self) -> None:
         """Note the members of modules and classes that were loaded since."""
+        loaded = [id(module) for module in sys.modules.values()]
+        if loaded == self.loaded:
+            return
+        self.loaded = loaded
         for holder in _holders():
             if id(holder) not in self.members:
                 self.members[id(holder)] = holder, dict(vars(holder))
