@@ -40,8 +40,9 @@ test-slurm: $(VENV)/installed-slurm ## run the tests that need SLURM, on a clust
 test-index: $(VENV)/installed-test ## check at the package index that the extra gpu can be resolved
 	@$(BIN)/python -m pytest -m index tests/integration $(ARGS)
 
-lint: $(VENV)/installed-test ## ruff
+lint: $(VENV)/installed-test ## ruff, and the rules of prose
 	@$(BIN)/ruff check .
+	@$(BIN)/python -m pytest -m prose tests/test_prose.py
 
 types: $(VENV)/installed-test ## mypy, strict
 	@$(BIN)/mypy app

@@ -73,7 +73,8 @@ COLUMNS: Mapping[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "latent attention": (frozenset(("kv_lora_rank",)), ()),
     "windows": (frozenset(("sliding_window",)), ()),
     BY_LAYER: (frozenset(), ()),
-    "biases of queries, keys, values": (frozenset(("qkv_bias",)), ("qkv_bias",)),
+    "biases of attention": (frozenset(("qkv_bias", "attention_bias")), ("qkv_bias",)),
+    "biases of feed-forwards": (frozenset(("mlp_bias",)), ()),
     "norms of queries and keys": (frozenset(), ("qk_norm",)),
     "layers without positions": (frozenset(("no_rope_layers",)), ()),
 }
@@ -90,9 +91,10 @@ A model is exported as the first of these types that computes the same, in most 
 """
 REFUSED_HEAD = """
 
-Scaled rotary positions (`llama3`, `yarn`, `linear`) are read in all families; `dynamic` and
-`longrope` depend on the length of a sequence and are refused. Weights quantised by AWQ, GPTQ or
-bitsandbytes are refused, too.
+Scaled rotary positions (`llama3`, `yarn`, `linear`, `dynamic`, `longrope`) are read in all
+families. The last two depend on the length of a sequence: training takes `train.seq_len`, and
+generation is refused where a text would become longer than the original length. Weights quantised
+by AWQ, GPTQ or bitsandbytes are refused.
 
 """
 ROTARY = """\
@@ -106,10 +108,12 @@ type is `rope_type` or `type`. A key that the type does not take is refused.
 | `default` | `rope_theta`, `partial_rotary_factor` (has to be 1) |
 | `llama3` | the same, {llama3} |
 | `yarn` | the same, {yarn}, `attention_factor`, `truncate` (not null) |
-| `linear` | the same as `default`, `factor` |
+| `linear`, `dynamic` | the same as `default`, `factor` |
+| `longrope` | the same as `linear`, {longrope}, `attention_factor` |
 
 `original_max_position_embeddings` outside of the section counts before the one inside; without
-both, `max_position_embeddings` takes its place. Other types are refused.
+both, `max_position_embeddings` takes its place. For `dynamic` only the last counts. Other types are
+refused.
 
 ## Quantised weights
 
@@ -260,10 +264,10 @@ def _cell(rules: Mapping[str, list[str]]) -> str:
 
 
 def _rotary() -> str:
-    from app.hf.config_json import LLAMA3, YARN
+    from app.hf.rotary import LLAMA3, LONGROPE, YARN
 
-    listed = {name: ", ".join(f"`{key}`" for key in keys.values())
-              for name, keys in (("llama3", LLAMA3), ("yarn", YARN))}  # fmt: skip
+    kinds = {"llama3": LLAMA3, "longrope": LONGROPE, "yarn": YARN}
+    listed = {name: ", ".join(f"`{key}`" for key in keys.values()) for name, keys in kinds.items()}
     groups = dict(config_keys.COMPRESSED_NEUTRAL)
     formats = " and ".join(f"`{name}`" for name in groups.pop("format"))
     fp8, compressed = (

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.prose
 ROOT = Path(__file__).parent.parent
 README_MAX = 8_000  # bytes
 WORDS_MAX = 26_000  # of README.md and the pages of docs/ that are written by hand

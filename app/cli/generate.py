@@ -42,7 +42,12 @@ from app.engine.start.kept_tokenizer import changed_end
 from app.engine.start.start import check_tokenizer, choose_device, usable_gpus
 from app.errors import ConfigError, say, warn
 from app.plan.formatting import byte_count, count_of
-from app.planner.decoding import DecodingSizes, check_decoding_memory, decoding_memory
+from app.planner.decoding import (
+    DecodingSizes,
+    check_decoding_length,
+    check_decoding_memory,
+    decoding_memory,
+)
 from app.planner.plan import Plan
 
 OWN = (
@@ -337,6 +342,7 @@ def generate(arguments: Sequence[str], launch: Launch) -> int:
     if note is not None and launch.rank == 0:
         warn(note, "generate")
     device = choose_device(run, launch.local_rank)
+    check_decoding_length(run.model, sizes)
     check_decoding_memory(Plan(run), sizes, memory_of(run, device), gpu=device.type == "cuda")
     with loaded_model(source, run, launch) as model:
         Writer(model, tokenizer, request, stop=stop, ends=ends).write(prompts, sizes)

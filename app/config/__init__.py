@@ -10,7 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from app.config.attention import AttentionSpec, Llama3RopeConfig, MLAConfig, YarnConfig
+from app.config.attention import (
+    AttentionSpec,
+    DynamicRopeConfig,
+    Llama3RopeConfig,
+    LongRopeConfig,
+    MLAConfig,
+    YarnConfig,
+)
 from app.config.experts import MoEConfig
 from app.config.layout import (
     CudaGraphConfig,
@@ -37,12 +44,14 @@ __all__ = [
     "CheckpointConfig",
     "CudaGraphConfig",
     "DataConfig",
+    "DynamicRopeConfig",
     "Fp8Config",
     "HardwareConfig",
     "HardwareProfile",
     "LayerSpec",
     "Llama3RopeConfig",
     "LogConfig",
+    "LongRopeConfig",
     "LossConfig",
     "MLAConfig",
     "MoEConfig",

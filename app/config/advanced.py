@@ -7,6 +7,8 @@ ADVANCED = (
     # architectures: presets and config.json of published models set these
     "model.yarn",
     "model.llama3_rope",
+    "model.longrope",
+    "model.dynamic_rope",
     "model.linear_rope_factor",
     "model.qk_norm_whole",
     "model.mla.norm_eps",

@@ -75,6 +75,63 @@ class Llama3RopeConfig:
 
 
 @dataclass(frozen=True)
+class LongRopeConfig:
+    """LongRoPE (arXiv 2402.13753): frequencies divided by one list of factors up to the length of
+    pre-training, and by another in longer sequences.
+    """
+
+    original_length: int = 4096  # tokens of a sequence in pre-training
+    # divisor of each frequency, fastest first, of a sequence of at most original_length; empty: 1
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()  # of a longer one
+    factor: float = 32.0  # longest length over original_length
+    # factor on cosines and sines; null: √(1 + ln(factor) / ln(original_length))
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        section = "model.longrope"
+        at_least(section, self, 2, "original_length")
+        above_zero(section, self, "factor", "attention_factor")
+        for name in ("short_factors", "long_factors"):
+            factors = tuple(map(float, getattr(self, name)))
+            object.__setattr__(self, name, factors)
+            if not all(0 < each < math.inf for each in factors):
+                rule = "has others than finite numbers above 0"
+                raise ConfigError(f"{section}.{name}", factors, rule, nearest="[]")
+
+    def factors(self, length: int) -> tuple[float, ...]:
+        """Return the divisors of frequencies in sequences of `length` tokens; empty: 1."""
+        return self.long_factors if length > self.original_length else self.short_factors
+
+    @property
+    def growth_of_heads(self) -> float:
+        """Factor on rotated queries and keys."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor <= 1:
+            return 1.0
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
+
+
+@dataclass(frozen=True)
+class DynamicRopeConfig:
+    """Rotary positions whose base grows with a sequence beyond its length in pre-training (dynamic
+    NTK-aware scaling, arXiv 2309.00071, appendix B).
+    """
+
+    factor: float = 2.0  # new length over original_length, nearly
+    original_length: int = 4096  # tokens of a sequence in pre-training
+
+    def __post_init__(self) -> None:
+        at_least("model.dynamic_rope", self, 1, "factor", "original_length")
+
+    def base(self, theta: float, width: int, length: int) -> float:
+        """Return the base in sequences of `length` tokens, with heads of rotated width `width`."""
+        growth = self.factor * max(1, length / self.original_length) - (self.factor - 1)
+        return float(theta * growth ** (width / (width - 2)))
+
+
+@dataclass(frozen=True)
 class MLAConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
 
@@ -121,13 +178,23 @@ class MLAConfig:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions of a model: rotated width of a head, and frequencies."""
+    """Rotary positions of a model: rotated width of a head, and frequencies, which at most one
+    section scales.
+    """
 
     width: int
     theta: float  # base of the frequencies
-    yarn: YarnConfig | None = None  # null: frequencies unscaled, or scaled by llama3
-    llama3: Llama3RopeConfig | None = None  # null: unscaled, or scaled by yarn
+    yarn: YarnConfig | None = None  # null: frequencies unscaled, or scaled by others
+    llama3: Llama3RopeConfig | None = None  # null: unscaled, or scaled by others
+    longrope: LongRopeConfig | None = None  # null: unscaled, or scaled by others
+    dynamic: DynamicRopeConfig | None = None  # null: unscaled, or scaled by others
     factor: float = 1.0  # divisor of all frequencies
+
+    @property
+    def original_length(self) -> int | None:
+        """Tokens of a sequence beyond which frequencies are others; None: the same in all."""
+        scaling = self.longrope or self.dynamic
+        return None if scaling is None else scaling.original_length
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,15 @@ from app.choices import (
     LayerType,
     NormKind,
 )
-from app.config.attention import AttentionSpec, Llama3RopeConfig, MLAConfig, Rope, YarnConfig
+from app.config.attention import (
+    AttentionSpec,
+    DynamicRopeConfig,
+    Llama3RopeConfig,
+    LongRopeConfig,
+    MLAConfig,
+    Rope,
+    YarnConfig,
+)
 from app.config.bounds import above_zero, at_least
 from app.config.experts import MoEConfig
 from app.errors import ConfigError, FirstOf, Instead, nearest_divisors
@@ -20,6 +28,7 @@ from app.errors import ConfigError, FirstOf, Instead, nearest_divisors
 # numbers of a model that are above 0
 ABOVE_ZERO = ("rope_theta", "local_rope_theta", "norm_eps", "init_std", "query_pre_attn_scalar",
               "attention_softcap", "logit_scale", "logit_softcap")  # fmt: skip
+SCALINGS = ("yarn", "llama3_rope", "longrope", "dynamic_rope")  # of rotary frequencies
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +59,10 @@ class ModelConfig:
     # base of the rotary frequencies, unscaled, of layers of type sliding_attention among others;
     # null: the same frequencies in all layers
     local_rope_theta: float | None = None
-    yarn: YarnConfig | None = None  # null: rotary frequencies unscaled, or scaled by llama3_rope
-    llama3_rope: Llama3RopeConfig | None = None  # null: unscaled, or scaled by yarn
+    yarn: YarnConfig | None = None  # null: rotary frequencies unscaled, or scaled by others
+    llama3_rope: Llama3RopeConfig | None = None  # null: unscaled, or scaled by others
+    longrope: LongRopeConfig | None = None  # null: unscaled, or scaled by others
+    dynamic_rope: DynamicRopeConfig | None = None  # null: unscaled, or scaled by others
     norm_eps: float = 1e-5  # added to the mean square in RMSNorm
     # place of norms and residual connections in a layer
     block: BlockKind = BlockKind.norm_before
@@ -66,6 +77,8 @@ class ModelConfig:
     attention_softcap: float | None = None
     qkv_bias: bool = False  # a bias on queries, keys and values (Qwen2)
     attn_out_bias: bool = False  # a bias on the output projection of attention (GPT-OSS)
+    # biases on all projections of dense feed-forwards and shared experts (Llama's mlp_bias)
+    mlp_bias: bool = False
     # a learnt logit per query head that takes part in the denominator of the softmax (GPT-OSS)
     sinks: bool = False
     # tokens that a query sees in layers of type sliding_attention, itself included; null: no such
@@ -146,21 +159,30 @@ class ModelConfig:
                 "rotary positions need an even head width",
                 nearest=self.head_width + 1,
             )
+        self._check_scaled_width()
 
     def _check_scaling(self) -> None:
         if self.yarn is not None and self.rope_theta <= 1:
             rule = "YaRN needs frequencies that fall from pair to pair, so a base above 1"
             raise ConfigError("model.rope_theta", self.rope_theta, rule, nearest=10000.0)
-        if self.yarn is not None and self.llama3_rope is not None:
-            rule = "cannot be combined with model.yarn: both scale the rotary frequencies"
-            raise ConfigError("model.llama3_rope", "{…}", rule, nearest=("null",))
         at_least("model", self, 1, "linear_rope_factor")
-        if self.linear_rope_factor != 1 and (self.yarn is not None or self.llama3_rope is not None):
-            other = "llama3_rope" if self.yarn is None else "yarn"
-            rule = f"cannot be combined with model.{other}: both scale the rotary frequencies"
-            raise ConfigError(
-                "model.linear_rope_factor", self.linear_rope_factor, rule, nearest=1.0
-            )
+        linear = self.linear_rope_factor
+        used = [name for name in SCALINGS if getattr(self, name) is not None]
+        more = ["linear_rope_factor"] if used and linear != 1 else []
+        for name in (*used[1:], *more):
+            rule = f"cannot be combined with model.{used[0]}: both scale the rotary frequencies"
+            value, near = ("{…}", ("null",)) if name in used else (linear, 1.0)
+            raise ConfigError(f"model.{name}", value, rule, nearest=near)
+
+    def _check_scaled_width(self) -> None:
+        pairs = self.rope.width // 2
+        if self.dynamic_rope is not None and pairs < 2:
+            rule = "needs more than one pair of rotated values in a head"
+            raise ConfigError("model.dynamic_rope", "{…}", rule, nearest=("null",))
+        for name in ("short_factors", "long_factors") if self.longrope is not None else ():
+            if (factors := getattr(self.longrope, name)) and len(factors) != pairs:
+                rule = f"has {len(factors)} factors, and heads have {pairs} pairs of rotated values"
+                raise ConfigError(f"model.longrope.{name}", factors, rule, nearest=("[]",))
 
     def _check_dense_layers(self) -> None:
         if self.moe is None or not self.moe.dense_layers:
@@ -281,7 +303,13 @@ class ModelConfig:
         """Rotary positions of its attention; of layers without a window if they have their own."""
         width = self.head_width if self.mla is None else self.mla.qk_rope_head_dim
         return Rope(
-            width, self.rope_theta, self.yarn, self.llama3_rope, factor=self.linear_rope_factor
+            width,
+            self.rope_theta,
+            self.yarn,
+            self.llama3_rope,
+            longrope=self.longrope,
+            dynamic=self.dynamic_rope,
+            factor=self.linear_rope_factor,
         )
 
     @property

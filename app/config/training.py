@@ -322,6 +322,8 @@ class TrainConfig:
     eval_interval: int = 100
     # sequences of one validation over all ranks; at least a microbatch each
     eval_sequences: int = 256
+    # validations in a row without a lower loss after which the run ends; null: none end it
+    stop_after_worse: int | None = None
     sample_tokens: int = 240  # tokens generated when the run ends; 0: none
     # reaction to a non-finite loss or gradient norm
     on_bad_step: BadStep = BadStep.skip
@@ -343,5 +345,9 @@ class TrainConfig:
         at_least(
             "train", self, 1, "steps", "seq_len", "micro_batch", "global_batch", "eval_sequences"
         )
-        at_least("train", self, 1, "max_bad_steps", "max_rollbacks")
+        at_least("train", self, 1, "max_bad_steps", "max_rollbacks", "stop_after_worse")
         at_least("train", self, 0, "eval_interval", "sample_tokens", "seed")
+        if self.stop_after_worse is not None and not self.eval_interval:
+            rule = "counts validations, and train.eval_interval=0 has none between first and last"
+            near = ("null", Instead("train.eval_interval=100"))
+            raise ConfigError("train.stop_after_worse", self.stop_after_worse, rule, nearest=near)

@@ -78,6 +78,7 @@ def build_engine(
         dispatcher=built.dispatcher,
         device=device,
         attend=attend,
+        rope_length=run.train.seq_len,
     )
     frozen = _freeze(run, chunks, groups)
     _set_weights(run, chunks, groups, pretrained=pretrained)
@@ -274,10 +275,12 @@ def build_chunks(
     dispatcher: Dispatcher[Any, Any] | None,
     device: torch.device,
     attend: Attend | None = None,
+    rope_length: int = 0,
 ) -> tuple[Chunk, ...]:
     """Build this rank's chunks on the meta device, then give them memory; weights are not yet set.
 
-    `attend` computes attention; None uses torch's.
+    `attend` computes attention; None uses torch's. `rope_length`: tokens of all sequences; 0:
+    each call says (`app.model.chunk.Chunk.context`).
     """
     chunks = []
     layer_groups = groups.layer_groups(run.parallel.cp_comm_type)
@@ -298,6 +301,7 @@ def build_chunks(
                 attend=attend or _attention_alone(run),
                 layer_groups=layer_groups,
                 chunk_tokens=run.loss.chunk_tokens,
+                rope_length=rope_length,
             )
         _materialise(chunk, device, DTYPES[run.precision.params])
         chunks.append(chunk)

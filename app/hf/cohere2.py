@@ -13,7 +13,7 @@ from app.hf.their_config import TheirConfig
 # `transformers` rotates neighbouring values of a head, we its two halves: rows are reordered
 LINES = (
     *tables.WHOLE_MODEL,
-    tables.NEIGHBOURING_PAIRS,
+    *tables.NEIGHBOURING_PAIRS,
     *tables.OUTPUTS,
     tables.NORM_BEFORE_ATTENTION,
 )
@@ -36,6 +36,7 @@ def cohere2(config: TheirConfig) -> dict[str, Any]:
     scale = config.need("logit_scale")
     return {
         **fields,
+        **config_json.attention_biases(config),
         "block": BlockKind.parallel,
         "norm": NormKind.layer,
         "no_rope_layers": rotates,

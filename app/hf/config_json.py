@@ -7,13 +7,13 @@ Both spellings of rotary positions are read: `rope_theta` with `rope_scaling` (`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from app.choices import Balance, LayerType, Score
-from app.config import Llama3RopeConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
-from app.hf.config_keys import check_rotary
-from app.hf.their_config import TheirConfig, shortened
+from app.config import MLAConfig, ModelConfig, MoEConfig, YarnConfig
+from app.config.attention import DynamicRopeConfig, Llama3RopeConfig, LongRopeConfig
+from app.hf.rotary import rotary, written_scaling
+from app.hf.their_config import TheirConfig
 
 # our field -> theirs
 SIZES = {
@@ -30,22 +30,7 @@ LATENT = {
     "qk_rope_head_dim": "qk_rope_head_dim",
     "v_head_dim": "v_head_dim",
 }
-YARN = {
-    "factor": "factor",
-    "original_length": "original_max_position_embeddings",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim",
-}
-LLAMA3 = {
-    "factor": "factor",
-    "original_length": "original_max_position_embeddings",
-    "low_turns": "low_freq_factor",
-    "high_turns": "high_freq_factor",
-}
 FULL, SLIDING = (each.value for each in LayerType)
-THETA = 10000.0  # default base of rotary frequencies
 LATENT_EPS = 1e-6  # `transformers` uses it for norms of latents, whatever rms_norm_eps is
 
 
@@ -198,9 +183,20 @@ def dense(
     return {**fields, "ffn_hidden_size": config.need("intermediate_size"), "moe": None}
 
 
+def attention_biases(config: TheirConfig) -> dict[str, Any]:
+    """Return the fields of families whose attention_bias is one of all four projections."""
+    biased = config.get("attention_bias", False)
+    return {"qkv_bias": biased, "attn_out_bias": biased}
+
+
+def mlp_bias(config: TheirConfig) -> dict[str, Any]:
+    """Return the field of biases of feed-forwards."""
+    return {"mlp_bias": config.get("mlp_bias", False)}
+
+
 def llama(config: TheirConfig) -> dict[str, Any]:
     """Llama 2 and 3."""
-    return dense(config)
+    return {**dense(config), **attention_biases(config), **mlp_bias(config)}
 
 
 def mistral(config: TheirConfig) -> dict[str, Any]:
@@ -230,7 +226,8 @@ def smollm3(config: TheirConfig) -> dict[str, Any]:
         return _windows(config, types, window, per_layer=True)
 
     every = all(rotates)
-    return {**dense(config, windows), "no_rope_layers": () if every else tuple(rotates)}
+    fields = {**dense(config, windows), **attention_biases(config), **mlp_bias(config)}
+    return {**fields, "no_rope_layers": () if every else tuple(rotates)}
 
 
 def qwen2(config: TheirConfig) -> dict[str, Any]:
@@ -240,7 +237,8 @@ def qwen2(config: TheirConfig) -> dict[str, Any]:
 
 def qwen3(config: TheirConfig) -> dict[str, Any]:
     """Qwen3, dense."""
-    return {**dense(config, windows_from_layer), "qk_norm": True}
+    fields = {**dense(config, windows_from_layer), **attention_biases(config)}
+    return {**fields, "qk_norm": True}
 
 
 def mixtral(config: TheirConfig) -> dict[str, Any]:
@@ -265,7 +263,7 @@ def deepseek_v2(config: TheirConfig) -> dict[str, Any]:
     if limited:
         moe |= {**groups, "group_best": 1}
     moe["num_experts"] = config.either("n_routed_experts", "num_experts")
-    return _deepseek(config, moe)
+    return {**_deepseek(config, moe), **mlp_bias(config)}
 
 
 def deepseek_v3(config: TheirConfig) -> dict[str, Any]:
@@ -312,80 +310,16 @@ def _deepseek(config: TheirConfig, moe: dict[str, Any]) -> dict[str, Any]:
     return {**fields, "ffn_hidden_size": dense_ffn, "mla": latent, "moe": moe}
 
 
-def rotary(config: TheirConfig, *, latent: bool) -> dict[str, Any]:
-    """Return base and scaling of rotary frequencies; `latent`: of multi-head latent attention."""
-    return rotary_of(config, _rotary_section(config), latent=latent)
-
-
-def rotary_of(config: TheirConfig, said: TheirConfig, *, latent: bool = False) -> dict[str, Any]:
-    """Return base and scaling of the rotary frequencies that a section describes."""
-    if sections := [name for name, value in said.values.items() if isinstance(value, dict)]:
-        raise said.refusal(f"{said.name(sections[0])} is a section: other positions in some layers")
-    said.only("partial_rotary_factor", 1)
-    theta = float(said.get("rope_theta", config.get("rope_theta", THETA)))
-    kind = said.get("rope_type", said.get("type", "default"))
-    lengths = [
-        config.value("original_max_position_embeddings"),  # counts there before the section's
-        said.value("original_max_position_embeddings"),
-        config.value("max_position_embeddings"),
-    ]
-    original = next((length for length in lengths if length is not None), None)
-    scaling = replace(said, values={**said.values, "original_max_position_embeddings": original})
-    found: dict[str, Any] = {"rope_theta": theta, "yarn": None, "llama3_rope": None}
-    found["linear_rope_factor"] = 1.0
-    match kind:
-        case "default":
-            pass
-        case "llama3":
-            found["llama3_rope"] = scaling.renamed(LLAMA3)
-        case "yarn":
-            found["yarn"] = _yarn(scaling, latent=latent)
-        case "linear":
-            found["linear_rope_factor"] = float(scaling.need("factor"))
-        case _:
-            told = shortened(str(kind))
-            raise config.refusal(f"rotary positions of type {told} are not supported")
-    check_rotary(said, kind)
-    return found
-
-
-def _rotary_section(config: TheirConfig) -> TheirConfig:
-    """Return the section of rotary positions; if there are two, the one `transformers` uses."""
-    both = [name for name in ("rope_scaling", "rope_parameters") if config.value(name)]
-    if len(both) == 2:
-        config.asked.remove(both[1])  # is left out
-    return config.section(both[0] if both else "rope_scaling")
-
-
-def _yarn(scaling: TheirConfig, *, latent: bool) -> dict[str, Any]:
-    usual = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
-    found = {
-        ours: scaling.get(theirs, usual[ours]) if ours in usual else scaling.need(theirs)
-        for ours, theirs in YARN.items()
-    }
-    found["attention_factor"] = scaling.value("attention_factor")
-    found["truncate"] = scaling.get("truncate", True)
-    if "truncate" in scaling.values:
-        scaling.only("truncate", True, False)
-    both = scaling.get("mscale", None) and scaling.get("mscale_all_dim", None)
-    if not both and (found["mscale"], found["mscale_all_dim"]) != (1.0, 0.0):
-        raise scaling.refusal(
-            "YaRN with one of mscale and mscale_all_dim, of which both count or none"
-        )
-    if found["mscale_all_dim"] and not latent:
-        raise scaling.refusal(
-            "YaRN with mscale_all_dim, which this family leaves out of its softmax"
-        )
-    return found
-
-
 def written(model: ModelConfig, family: str, architecture: str) -> dict[str, Any]:
-    """Return the config.json of a model, without context lengths and special tokens."""
+    """Return the config.json of a model, without special tokens, and without context lengths that
+    change nothing.
+    """
     found: dict[str, Any] = {
         "architectures": [architecture],
         "model_type": family,
         "hidden_act": "silu",
-        "attention_bias": False,
+        "attention_bias": model.attn_out_bias,
+        "mlp_bias": model.mlp_bias,
         "attention_dropout": 0.0,
         "initializer_range": model.init_std,
         "use_cache": True,
@@ -397,6 +331,8 @@ def written(model: ModelConfig, family: str, architecture: str) -> dict[str, Any
         "rope_theta": model.rope_theta,
         "rope_scaling": written_scaling(model),
     }
+    if model.dynamic_rope is not None:
+        found["max_position_embeddings"] = model.dynamic_rope.original_length
     if model.mla is None:
         found["head_dim"] = model.head_width
     else:
@@ -414,23 +350,6 @@ def written_layers(model: ModelConfig) -> dict[str, Any]:
         "layer_types": types,
         "no_rope_layers": rotated_layers(model),
     }
-
-
-def written_scaling(model: ModelConfig) -> dict[str, Any] | None:
-    """Return the section of scaled rotary frequencies; None if they are unscaled."""
-    if model.llama3_rope is not None:
-        values = {theirs: getattr(model.llama3_rope, ours) for ours, theirs in LLAMA3.items()}
-        return {"rope_type": "llama3", **values}
-    if model.linear_rope_factor != 1:
-        return {"rope_type": "linear", "factor": model.linear_rope_factor}
-    if model.yarn is None:
-        return None
-    values = {theirs: getattr(model.yarn, ours) for ours, theirs in YARN.items()}
-    if model.yarn.attention_factor is not None:
-        values["attention_factor"] = model.yarn.attention_factor
-    if not model.yarn.truncate:
-        values["truncate"] = False
-    return {"rope_type": "yarn", **values}
 
 
 def written_mixtral(moe: MoEConfig) -> dict[str, Any]:
@@ -470,6 +389,8 @@ SECTIONS = {
     "mla": MLAConfig,
     "yarn": YarnConfig,
     "llama3_rope": Llama3RopeConfig,
+    "longrope": LongRopeConfig,
+    "dynamic_rope": DynamicRopeConfig,
 }
 
 

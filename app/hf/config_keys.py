@@ -18,7 +18,7 @@ from app.hf.their_config import TheirConfig, shortened
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "is_causal": (True,),
-    # biases and clipping that our layers lack
+    # biases and clipping that a family's layers lack
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "attention_out_bias": (False,),

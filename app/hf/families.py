@@ -42,7 +42,7 @@ class Family:
     layers: tuple[str, ...] = ()  # keys of what layers differ in, of `config_json.written_layers`
     # returns keys of config.json that other families lack, or spell otherwise
     more: Callable[[ModelConfig], Mapping[str, Any]] | None = None
-    # type that models are exported as, where another family computes all that this one can
+    # type that models without variants are exported as, where an earlier family computes the same
     written_as: str | None = None
     # values of keys that config.json lacks: the defaults of the class in `transformers`
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -239,6 +239,7 @@ FAMILIES = (
         "SeedOssForCausalLM",
         seed_oss.read,
         _GROUPED,
+        more=seed_oss.written,
         written_as="qwen2",
         defaults=seed_oss.DEFAULTS,
     ),
@@ -282,7 +283,6 @@ FAMILIES = (
         (*_GROUPED, *tables.GPT_OSS),
         gpt_oss.written_moe,
         layers=("sliding_window", "layer_types"),
-        more=gpt_oss.written,
         defaults=gpt_oss.DEFAULTS,
     ),
 )
@@ -306,7 +306,7 @@ def family_of(model: ModelConfig, key: str, value: object) -> Family:
     """
     closest: tuple[int, str] | None = None
     for family in FAMILIES:
-        if family.written_as or (family.written_moe is None) != (model.moe is None):
+        if (family.written_moe is None) != (model.moe is None):
             continue
         try:
             fields = family.read(TheirConfig(family.written(model), NOWHERE, key))

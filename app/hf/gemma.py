@@ -8,7 +8,7 @@ from typing import Any
 from app.choices import ActivationKind, BlockKind, NormKind
 from app.config import ModelConfig
 from app.hf import tables
-from app.hf.config_json import Windows, dense, windows_by_interval
+from app.hf.config_json import Windows, attention_biases, dense, windows_by_interval
 from app.hf.positions_by_type import dense_by_type, written_by_type
 from app.hf.their_config import TheirConfig
 
@@ -42,28 +42,30 @@ def gemma2(config: TheirConfig) -> dict[str, Any]:
         "attention_softcap": config.value("attn_logit_softcapping"),
         "logit_softcap": config.value("final_logit_softcapping"),
     }
-    return {**fields, **OURS, **caps, **_scores(config, fields)}
+    return {**fields, **OURS, **caps, **_attention(config, fields)}
 
 
 def gemma3(config: TheirConfig) -> dict[str, Any]:
     """Gemma 3, text: norms of heads, and positions of their own in layers with a window."""
-    config.only("rope_scaling")  # which files of version 4 apply to some layers only
     local = config.get("rope_local_base_freq", LOCAL_THETA)
     theta = config.need("rope_theta")
     fields = dense_by_type(config, _windows(config), theta=theta, local_theta=local)
     config.only("attn_logit_softcapping")  # which `transformers` ignores
     caps = {"logit_softcap": config.value("final_logit_softcapping")}
-    return {**fields, **OURS, **caps, **_scores(config, fields), "qk_norm": True}
+    return {**fields, **OURS, **caps, **_attention(config, fields), "qk_norm": True}
 
 
-def _scores(config: TheirConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the scale of attention scores; checks what else the two families share."""
+def _attention(config: TheirConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return biases and the scale of scores; checks what else the two families share."""
     config.only("hidden_activation", GELU)
     config.only("use_bidirectional_attention", False)
     config.value("hidden_act")  # which `transformers` ignores
     scalar = config.need("query_pre_attn_scalar")
     width = fields["head_dim"] or fields["hidden_size"] // (fields["num_heads"] or 1)
-    return {"query_pre_attn_scalar": None if scalar == width else float(scalar)}
+    return {
+        **attention_biases(config),
+        "query_pre_attn_scalar": None if scalar == width else float(scalar),
+    }
 
 
 def _windows(config: TheirConfig) -> Windows:

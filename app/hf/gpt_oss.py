@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from app.config import ModelConfig, MoEConfig
-from app.hf.config_json import grouped, windows_by_interval
+from app.config import MoEConfig
+from app.hf.config_json import attention_biases, grouped, windows_by_interval
 from app.hf.their_config import TheirConfig
 
 ALPHA = 1.702  # of the activation
@@ -37,7 +37,6 @@ def read(config: TheirConfig) -> dict[str, Any]:
     if all(config.value(name) is None for name in ("rope_scaling", "rope_parameters")):
         config = replace(config, values={**config.values, "rope_scaling": POSITIONS})
     alpha = config.need("swiglu_alpha")
-    biased = config.need("attention_bias")
     moe = {
         "num_experts": config.either("num_local_experts", "num_experts"),
         "top_k": config.need("num_experts_per_tok"),
@@ -50,8 +49,7 @@ def read(config: TheirConfig) -> dict[str, Any]:
     }
     return {
         **grouped(config, windows_by_interval(2)),
-        "qkv_bias": biased,
-        "attn_out_bias": biased,
+        **attention_biases(config),
         "sinks": True,
         "moe": moe,
     }
@@ -67,8 +65,3 @@ def written_moe(moe: MoEConfig) -> dict[str, Any]:
         "swiglu_limit": moe.swiglu_limit,
         "swiglu_alpha": moe.activation_alpha,
     }
-
-
-def written(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of its config.json that other families lack."""
-    return {"attention_bias": model.attn_out_bias}

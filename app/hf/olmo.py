@@ -24,7 +24,7 @@ OURS = {"block": BlockKind.norm_after, "qk_norm": True, "qk_norm_whole": True}
 
 def olmo2(config: TheirConfig) -> dict[str, Any]:
     """OLMo-2."""
-    return {**config_json.dense(config), **OURS}
+    return {**config_json.dense(config), **config_json.attention_biases(config), **OURS}
 
 
 THETA = 500000.0  # base of rotary frequencies that sections of OLMo-3 lack
@@ -38,7 +38,8 @@ def olmo3(config: TheirConfig) -> dict[str, Any]:
         what = "without rope_parameters is not that of layers with windows in transformers 5"
         raise config.refusal(f"{config.said('rope_theta')} {what}")
     windows = config_json.windows_by_interval(4)
-    return {**dense_by_type(config, windows, theta=theta, local_theta=THETA), **OURS}
+    fields = dense_by_type(config, windows, theta=theta, local_theta=THETA)
+    return {**fields, **config_json.attention_biases(config), **OURS}
 
 
 def written_olmo3(model: ModelConfig) -> Mapping[str, Any]:
@@ -55,7 +56,8 @@ def olmoe(config: TheirConfig) -> dict[str, Any]:
         "pre_softmax": not config.get("norm_topk_prob", False),
         "aux_loss_coeff": config.get("router_aux_loss_coef", 0.0),
     }
-    return {**config_json.grouped(config), "qk_norm": True, "qk_norm_whole": True, "moe": moe}
+    fields = {**config_json.grouped(config), **config_json.attention_biases(config)}
+    return {**fields, "qk_norm": True, "qk_norm_whole": True, "moe": moe}
 
 
 def written_olmoe(moe: MoEConfig) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from app.config import ModelConfig
-from app.hf.config_json import FULL, SLIDING, Windows, dense, rotary_of, written_scaling
+from app.hf.config_json import FULL, SLIDING, Windows, dense
+from app.hf.rotary import UNSCALED, rotary_of, written_scaling
 from app.hf.their_config import TheirConfig
 
 SECTION = "rope_parameters"
@@ -28,7 +29,11 @@ def dense_by_type(
     full, sliding = (_section(both, kind) for kind in (FULL, SLIDING))
     if extra := sorted(both.values.keys() - {FULL, SLIDING}):
         raise both.refusal(f"{both.name(extra[0])} is outside of the sections of types of layers")
-    whole = {**full.values, **config.get("rope_scaling", {})}
+    scaling = config.get("rope_scaling", {})
+    if "type" in scaling and "rope_type" not in scaling:
+        what = "rope_scaling.type counts in transformers 4 only: name it rope_type, or drop it"
+        raise config.refusal(what)
+    whole = {**full.values, **scaling}
     whole["rope_theta"] = theta if whole.get("rope_theta") is None else whole["rope_theta"]
     local = dict(sliding.values)
     local["rope_theta"] = local_theta if local.get("rope_theta") is None else local["rope_theta"]
@@ -38,14 +43,13 @@ def dense_by_type(
 
     found = dense(config, windows, positions)
     unlike = rotary_of(config, replace(sliding, values=local))
-    if unlike["yarn"] or unlike["llama3_rope"]:
+    if any(unlike[name] != value for name, value in UNSCALED.items()):
         raise sliding.unsupported("rope_type")
     if found["sliding_window"] is None:
         return found
     if not found["layer_types"]:
         return found | unlike
-    scaled = found["yarn"] or found["llama3_rope"]
-    same = unlike["rope_theta"] == found["rope_theta"] and not scaled
+    same = all(found[name] == value for name, value in unlike.items())
     return {**found, "local_rope_theta": None if same else unlike["rope_theta"]}
 
 

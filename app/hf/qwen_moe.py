@@ -57,6 +57,7 @@ def qwen3_moe(config: TheirConfig) -> dict[str, Any]:
     }
     ffn = config.need("intermediate_size")
     fields = config_json.grouped(config, config_json.windows_if_used)
+    fields |= config_json.attention_biases(config)
     return {**fields, "qk_norm": True, "ffn_hidden_size": ffn, "moe": moe}
 
 

@@ -1,9 +1,10 @@
-"""Seed-OSS: Qwen2's layers with heads of a width of their own; exported as Qwen2."""
+"""Seed-OSS: Qwen2's layers with heads of a width of their own and more biases."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from app.config import ModelConfig
 from app.hf import config_json
 from app.hf.their_config import TheirConfig
 
@@ -15,6 +16,15 @@ DEFAULTS = {
 
 
 def read(config: TheirConfig) -> dict[str, Any]:
-    """Read the fields of a model. Biases on outputs of attention are refused."""
-    config.only("attention_out_bias", False)
-    return {**config_json.dense(config), "qkv_bias": config.get("attention_bias", False)}
+    """Read the fields of a model."""
+    return {
+        **config_json.dense(config),
+        **config_json.mlp_bias(config),
+        "qkv_bias": config.get("attention_bias", False),
+        "attn_out_bias": config.get("attention_out_bias", False),
+    }
+
+
+def written(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of its config.json that other families lack."""
+    return {"attention_bias": model.qkv_bias, "attention_out_bias": model.attn_out_bias}

@@ -65,26 +65,29 @@ def _heads_of_pairs(
     """Map queries, keys and values as `_heads`; values 2i and 2i + 1 of their query and key heads
     are values i and i + width / 2 of ours.
     """
-    groups, width, columns = model.num_kv_heads, model.head_width, shape[1]
+    groups, width, columns = model.num_kv_heads, model.head_width, shape[1:]
     queries = model.num_heads // groups
-    apart = (groups, queries + 2, 2, width // 2, columns)
+    apart = (groups, queries + 2, 2, width // 2, *columns)
+    dims = tuple(range(len(apart)))
     first = 0
     for name, heads in zip(theirs, (queries, 1, 1), strict=True):
-        ours = Block(apart, (0, first, 0, 0, 0), (groups, first + heads, 2, width // 2, columns))
+        stop = (groups, first + heads, 2, width // 2, *columns)
+        ours = Block(apart, (0, first, *(0 for _ in dims[2:])), stop)
         same = name == theirs[-1]  # values are not rotated
         pair = (2, width // 2) if same else (width // 2, 2)
-        order = (0, 1, 2, 3, 4) if same else (0, 1, 3, 2, 4)
-        whole = Block.whole(groups, heads, *pair, columns)
-        yield WeightPart(name, (groups * heads * width, columns), ours, whole, order)
+        order = dims if same else (0, 1, 3, 2, *dims[4:])
+        whole = Block.whole(groups, heads, *pair, *columns)
+        yield WeightPart(name, (groups * heads * width, *columns), ours, whole, order)
         first += heads
 
 
 def gate_up(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
-    """Map gate and up projections, one after the other in ours."""
-    _, ffn, hidden = shape
+    """Map gate and up projections, or their biases, one after the other in ours."""
+    apart = shape[1:]
+    dims = tuple(range(len(shape)))
     for number, name in enumerate(theirs):
-        ours = Block(shape, (number, 0, 0), (number + 1, ffn, hidden))
-        yield WeightPart(name, (ffn, hidden), ours, Block.whole(1, ffn, hidden), (0, 1, 2))
+        ours = Block.whole(*shape).cut(0, 2, number)
+        yield WeightPart(name, apart, ours, Block.whole(1, *apart), dims)
 
 
 def _expert_gate_up(
@@ -155,6 +158,17 @@ def _alternating(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Ite
     )
 
 
+def mlp_lines(ours: str, theirs: str) -> tuple[NameLine, ...]:
+    """Return the lines of a feed-forward, weights and biases."""
+    gate, up, down = (f"{theirs}.{name}_proj" for name in ("gate", "up", "down"))
+    return (
+        NameLine(f"{ours}.b_up", (f"{gate}.bias", f"{up}.bias"), gate_up),
+        NameLine(f"{ours}.b_down", (f"{down}.bias",), whole),
+        NameLine(f"{ours}.w_up", (f"{gate}.weight", f"{up}.weight"), gate_up),
+        NameLine(f"{ours}.w_down", (f"{down}.weight",), whole),
+    )
+
+
 WHOLE_MODEL = (
     NameLine("embedding", (EMBEDDING,), whole),
     NameLine("norm.weight", ("model.norm.weight",), whole),
@@ -176,9 +190,9 @@ LATENT_ATTENTION = (
 )
 QUERIES_OF_HIDDEN = NameLine("attn.q_b", ("self_attn.q_proj.weight",), whole)  # without a latent
 OUTPUTS = (  # of attention and dense feed-forwards, with the projections before them
+    NameLine("attn.bo", ("self_attn.o_proj.bias",), whole),
     NameLine("attn.wo", ("self_attn.o_proj.weight",), whole),
-    NameLine("body.mlp.w_up", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), gate_up),
-    NameLine("body.mlp.w_down", ("mlp.down_proj.weight",), whole),
+    *mlp_lines("body.mlp", "mlp"),
 )
 EVERY_LAYER = (
     *OUTPUTS,
@@ -192,8 +206,9 @@ NORMS_AROUND = (
     NameLine("body.norm.weight", ("pre_feedforward_layernorm.weight",), whole),
     NameLine("body.out_norm.weight", ("post_feedforward_layernorm.weight",), whole),
 )
-NEIGHBOURING_PAIRS = NameLine(  # of rotary positions, in their queries and keys
-    "attn.wqkv", tuple(f"self_attn.{name}_proj.weight" for name in "qkv"), _heads_of_pairs
+NEIGHBOURING_PAIRS = tuple(  # of rotary positions, in their queries and keys
+    NameLine(ours, tuple(f"self_attn.{name}_proj.{kind}" for name in "qkv"), _heads_of_pairs)
+    for ours, kind in (("attn.bqkv", "bias"), ("attn.wqkv", "weight"))
 )
 NORMS_BEHIND = (
     NameLine("attn_out_norm.weight", ("post_attention_layernorm.weight",), whole),
@@ -214,12 +229,7 @@ EXPERTS = (
     *STACKED_EXPERTS,
 )
 SHARED_EXPERTS = (
-    NameLine(
-        "body.shared.w_up",
-        ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
-        gate_up,
-    ),
-    NameLine("body.shared.w_down", ("mlp.shared_experts.down_proj.weight",), whole),
+    *mlp_lines("body.shared", "mlp.shared_experts"),
     NameLine(BIAS, ("mlp.gate.e_score_correction_bias",), whole),
 )
 MIXTRAL_EXPERTS = (
@@ -237,7 +247,6 @@ MIXTRAL_EXPERTS = (
     *STACKED_EXPERTS,
 )
 GPT_OSS = (
-    NameLine("attn.bo", ("self_attn.o_proj.bias",), whole),
     NameLine("attn.sinks", ("self_attn.sinks",), whole),
     NameLine("body.router.weight", ("mlp.router.weight",), whole),
     NameLine("body.router.bias", ("mlp.router.bias",), whole),
@@ -297,11 +306,6 @@ def layer_of(name: str) -> tuple[int | None, str]:
 
 
 QWEN_SHARED_EXPERT = (
-    NameLine(
-        "body.shared.w_up",
-        ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
-        gate_up,
-    ),
-    NameLine("body.shared.w_down", ("mlp.shared_expert.down_proj.weight",), whole),
+    *mlp_lines("body.shared", "mlp.shared_expert"),
     NameLine("body.shared_gate", ("mlp.shared_expert_gate.weight",), whole),
 )

@@ -32,9 +32,11 @@ NUMBER = frozenset((
     "swiglu_alpha", "swiglu_limit",
 ))  # fmt: skip
 FLAG = frozenset(("tie_word_embeddings", "norm_topk_prob", "seq_aux", "use_sliding_window",
-                  "truncate", "qkv_bias", "attention_bias", "attention_out_bias"))  # fmt: skip
+                  "truncate", "qkv_bias", "attention_bias", "attention_out_bias",
+                  "mlp_bias"))  # fmt: skip
 SECTION = frozenset(("rope_parameters", "rope_scaling", "quantization_config"))
 TEXTS = frozenset(("layer_types", "mlp_layer_types"))
+NUMBERS = frozenset(("short_factor", "long_factor"))
 WHOLES = frozenset(("mlp_only_layers", "weight_block_size", "no_rope_layers", "block_structure"))
 
 
@@ -53,6 +55,7 @@ KINDS: tuple[tuple[frozenset[str], str, Callable[[Any], bool]], ...] = (
     (SECTION, "no section", lambda value: isinstance(value, dict)),
     (TEXTS, "no list of words", lambda value: _all(value, lambda each: isinstance(each, str))),
     (WHOLES, "no list of whole numbers", lambda value: _all(value, _is_whole)),
+    (NUMBERS, "no list of numbers", lambda value: _all(value, _is_number)),
 )
 
 

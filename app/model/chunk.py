@@ -60,9 +60,11 @@ class Chunk(nn.Module):
         attend: Attend = BY_TORCH,
         layer_groups: LayerGroups = ALONE,
         chunk_tokens: int | None = None,
+        rope_length: int = 0,
     ) -> None:
         super().__init__()
         self.model = model
+        self.rope_length = rope_length
         self.layer_groups = layer_groups
         self.attend = attend
         self.chunk_tokens = chunk_tokens
@@ -101,11 +103,13 @@ class Chunk(nn.Module):
         ends_BD: Tensor | None,
         sink: WeightGradSink | None = None,
         recompute: RecomputeChoice = NOTHING,
+        length: int = 0,
     ) -> Context:
         """Build the inputs of the layers other than the hidden states.
 
         `ends_BD`: ends of documents in whole sequences (`app.data.feed.Batch`). Backward sends
-        weight gradients to `sink` if given, and recomputes what `recompute` says.
+        weight gradients to `sink` if given, and recomputes what `recompute` says. `length`: of
+        sequences, as `RotaryTable.of`, unless all have the same (`rope_length`).
         """
         documents = None
         if ends_BD is not None:
@@ -121,6 +125,7 @@ class Chunk(nn.Module):
             attend=self.attend,
             sink=sink,
             recompute=Recomputation(recompute, draws, replaces=paged_buffers),
+            length=self.rope_length or length,
         )
 
     def forward(

@@ -22,7 +22,7 @@ from app.collectives import all_reduce
 from app.config import ModelConfig, MoEConfig
 from app.model.block import Body, Phase, RoutingReport, StepState
 from app.model.layers.layer_groups import LayerGroups, rank, size
-from app.model.layers.layers import Context, Mlp
+from app.model.layers.layers import Context, build_mlp
 from app.model.layers.norms import norm_of_hidden
 from app.model.layers.weight_grads import WeightGradSink
 from app.moe.capacity import within_capacity
@@ -235,7 +235,7 @@ class MoEBody(Body, Generic[Prepared, Origin]):
         router = RouterWithBias if moe.logit_bias else Router
         self.router = router(weights.router, moe, layer_groups)
         self.experts = build_experts(weights.experts, moe, layer_groups)
-        self.shared = None if weights.shared is None else Mlp(weights.shared, layer_groups)
+        self.shared = None if weights.shared is None else build_mlp(weights.shared, layer_groups)
         gate = weights.shared_gate
         self.shared_gate = None if gate is None else nn.Parameter(torch.empty(gate.shape))
         self.dispatcher = dispatcher

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
+from app.config import ModelConfig
 from app.errors import ConfigError
 from app.plan.formatting import byte_count, count_of
 from app.plan.memory.overheads import CUDA_CONTEXT, WORKSPACES
@@ -79,6 +80,22 @@ def texts_that_fit(plan: Plan, tokens: int, have: int, *, gpu: bool) -> int:
 def fixed_bytes(gpu: bool) -> int:
     """Return what a GPU holds besides weights and cache."""
     return CUDA_CONTEXT + WORKSPACES if gpu else 0
+
+
+def check_decoding_length(model: ModelConfig, sizes: DecodingSizes) -> None:
+    """Raise ConfigError if texts become so long that rotary positions change, which cached keys
+    would not follow.
+    """
+    most = model.rope.original_length
+    if most is None or sizes.tokens <= most:
+        return
+    name = "longrope" if model.longrope is not None else "dynamic_rope"
+    rule = (
+        f"a text of {sizes.tokens:,} tokens, with its prompt, has other rotary positions than one "
+        f"of model.{name}.original_length={most}, and keys of its first tokens are cached"
+    )
+    near = most - sizes.prompt
+    raise ConfigError("max_new_tokens", sizes.new, rule, nearest=near if near > 0 else None)
 
 
 def check_decoding_memory(plan: Plan, sizes: DecodingSizes, have: int, *, gpu: bool) -> None:

@@ -35,12 +35,10 @@ def check_block(run: Run) -> None:
 
 
 def _check_sinks(model: ModelConfig) -> None:
-    by_plus_one = model.norm is NormKind.rms_plus_one and model.qk_norm
-    for name in ("sinks", "attn_out_bias"):
-        if getattr(model, name) and by_plus_one:
-            rule = "cannot be combined with model.norm=rms_plus_one beside model.qk_norm=true"
-            nearest = (False, Instead("model.qk_norm=false"))
-            raise ConfigError(f"model.{name}", True, rule, nearest=nearest)
+    if model.sinks and model.norm is NormKind.rms_plus_one and model.qk_norm:
+        rule = "cannot be combined with model.norm=rms_plus_one beside model.qk_norm=true"
+        nearest = (False, Instead("model.qk_norm=false"))
+        raise ConfigError("model.sinks", True, rule, nearest=nearest)
     if model.sinks and model.attention_softcap is not None:
         rule = "cannot be combined with model.attention_softcap"
         either = (False, Instead("model.attention_softcap=null"))

@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 
 from app.choices import Dtype, LayerType
-from app.config import HardwareConfig, ParallelConfig, PrecisionConfig, Run
+from app.config import DynamicRopeConfig, HardwareConfig, ParallelConfig, PrecisionConfig, Run
 from app.errors import ConfigError
 from app.plan.memory.overheads import CUDA_CONTEXT, WORKSPACES
-from app.planner.decoding import DecodingSizes, check_decoding_memory, decoding_memory
+from app.planner.decoding import (
+    DecodingSizes,
+    check_decoding_length,
+    check_decoding_memory,
+    decoding_memory,
+)
 from app.planner.export import Decoding
 from app.planner.plan import Plan
 from tests.runs import LATENT, TINY, make_run
@@ -108,3 +113,18 @@ def test_the_message_says_what_takes_memory():
     run: Run = make_run(DENSE, precision=BF16)
     error = refused(Plan(run), DecodingSizes(8, 5, 59), 100_000)
     assert "keys and values of 8 texts of 64 tokens take 131.07 kB per rank beside" in str(error)
+
+
+def test_texts_longer_than_positions_allow_are_refused():
+    model = dataclasses.replace(TINY, dynamic_rope=DynamicRopeConfig(2.0, 100))
+    check_decoding_length(model, DecodingSizes(1, 60, 40))
+    check_decoding_length(TINY, DecodingSizes(1, 60, 4000))
+    with pytest.raises(ConfigError) as refused:
+        check_decoding_length(model, DecodingSizes(1, 60, 41))
+    assert str(refused.value) == (
+        "max_new_tokens=41: a text of 101 tokens, with its prompt, has other rotary positions than "
+        "one of model.dynamic_rope.original_length=100, and keys of its first tokens are cached; "
+        "did you mean 40?"
+    )
+    with pytest.raises(ConfigError, match="a text of 101 tokens"):
+        check_decoding_length(model, DecodingSizes(1, 100, 1))

@@ -96,6 +96,20 @@ def test_published_models_have_their_published_sizes(model: ModelConfig, total: 
         ("deepseek_v3_like", 671_026_419_200 - 58 * 256, 37_552_282_624),
         # 2.4 B, which do not count the embedding
         ("deepseek_v2_lite", 15_706_484_224, 2_451_435_008 + 102400 * 2048),
+        # published with the biases of 60 layers' 384 experts
+        ("kimi_k2", 1_026_408_232_448 - 60 * 384, 32_861_477_888),
+        # published with a layer that predicts further tokens, its projection, norms and a copy of
+        # embedding and head, and biases of 47 layers' 64 experts
+        (
+            "glm4_7_flash",
+            31_221_488_576 - 635_311_360 - 2 * 2048**2 - 3 * 2048 - 2 * 154880 * 2048 - 47 * 64,
+            3_896_763_136,
+        ),
+        ("mistral_7b", 7_241_732_096, 7_241_732_096),
+        ("qwen3_8b", 8_190_735_360, 8_190_735_360),
+        ("smollm3_3b", 3_075_098_624, 3_075_098_624),
+        ("seed_oss_36b", 36_151_104_512, 36_151_104_512),
+        ("qwen2_57b_a14b", 57_408_658_944, 14_249_270_784),
         ("olmo2_7b", 7_298_617_344, 7_298_617_344),
         ("olmo3_7b", 7_298_011_136, 7_298_011_136),
         ("gemma2_9b", 9_241_705_984, 9_241_705_984),
@@ -110,6 +124,15 @@ def test_published_models_have_their_published_sizes(model: ModelConfig, total: 
 def test_published_presets_have_their_published_sizes(preset: str, total: int, active: int):
     count = parameter_count(composed([f"model={preset}"], 1).model)
     assert (count.total, count.active) == (total, active)
+
+
+@pytest.mark.parametrize(
+    ("preset", "millions"), [("gemma3_4b", 3_209), ("gemma3_12b", 10_759), ("gemma3_27b", 25_600)]
+)
+def test_gemma3_has_its_published_size_without_embedding(preset: str, millions: int):
+    """Table 1 of arXiv 2503.19786."""
+    count = parameter_count(composed([f"model={preset}"], 1).model)
+    assert round((count.total - count.embedding) / 1e6) == millions
 
 
 def test_latent_attention_of_the_documentation():

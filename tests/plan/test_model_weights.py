@@ -37,7 +37,7 @@ from tests.training import ROOT, composed
 
 SIZELESS = "pretrained"  # has the sizes of the model that it is given
 PRESETS = sorted({path.stem for path in (ROOT / "conf" / "model").glob("*.yaml")} - {SIZELESS})
-PRESETS += ["dense_tiny+qkv_bias", "dense_tiny+qk_norm+qk_norm_whole"]
+PRESETS += ["dense_tiny+qkv_bias+mlp_bias", "dense_tiny+qk_norm+qk_norm_whole"]
 LAYOUTS = {
     "one rank": ParallelLayout(1),
     "tp": ParallelLayout(2, tp=2, etp=1),
@@ -92,6 +92,8 @@ def block_by_name(name: str, shape: tuple[int, ...], place: ShardCoords) -> Bloc
             return whole.cut(0, ep, share).cut(3, etp, part)
         whole = Block.whole(experts * ep, rows * etp, columns)
         return whole.cut(0, ep, share).cut(1, etp, part)
+    if leaf == "b_up":
+        return Block.whole(2, shape[0] // 2 * parts).cut(1, parts, index)
     if leaf in ("bqkv", "sinks"):
         return Block.whole(shape[0] * parts).cut(0, parts, index)
     if leaf in ("wqkv", "q_b", "kv_b", "embedding", "head"):
@@ -105,8 +107,9 @@ def block_by_name(name: str, shape: tuple[int, ...], place: ShardCoords) -> Bloc
 
 def whole_by_name(name: str) -> bool:
     """Return whether all tensor-parallel ranks hold the weight whole, by its name's last part."""
-    cut = ("bqkv", "sinks", "wqkv", "q_b", "kv_b", "embedding", "head", "wo", "w_down", "w_up")
-    return ".experts." not in name and name.rsplit(".", 1)[-1] not in cut
+    cut = ("wqkv", "q_b", "kv_b", "embedding", "head", "wo", "w_down", "w_up")
+    biases = ("bqkv", "sinks", "b_up")
+    return ".experts." not in name and name.rsplit(".", 1)[-1] not in cut + biases
 
 
 BIASES = ("bqkv", "bo", "bias", "b_up", "b_down")
@@ -221,7 +224,12 @@ OTHER_WORDS = {
         "app/plan/parts/stage.py",
         *NAMED_BY_USERS,
     },
-    **{name: set(NAMED_BY_USERS) for name in ("layers.", "weight", "wqkv", "w_up", "w_down")},
+    **{name: set(NAMED_BY_USERS) for name in ("layers.", "wqkv", "w_up", "w_down")},
+    "weight": {  # of a source of data
+        "app/config/sources.py",
+        "app/engine/start/resume.py",
+        *NAMED_BY_USERS,
+    },
     # also those that run in FP8
     "head": {
         "app/cli/plan_views/tables.py",

@@ -55,7 +55,7 @@ CUT = {
     "tp 2": (DENSE, {"tp": 2}),
     "tp 4": (GROUPED, {"tp": 4}),
     "tp 2 norms of all heads, biases": (
-        dataclasses.replace(GROUPED, qk_norm_whole=True, qkv_bias=True),
+        dataclasses.replace(GROUPED, qk_norm_whole=True, qkv_bias=True, mlp_bias=True),
         {"tp": 2},
     ),
     "cp 2": (DENSE, {"cp": 2}),

@@ -16,7 +16,14 @@ import pytest
 
 from app.cli.options.compose import load_overrides
 from app.cli.options.keys import all_keys
-from app.config import Llama3RopeConfig, MLAConfig, Run, YarnConfig
+from app.config import (
+    DynamicRopeConfig,
+    Llama3RopeConfig,
+    LongRopeConfig,
+    MLAConfig,
+    Run,
+    YarnConfig,
+)
 from app.config.sources import SourceConfig
 from app.engine.files.checkpoints import (
     CHECKPOINTS,
@@ -43,6 +50,8 @@ NULLABLE = (
     "model.moe",
     "model.yarn",
     "model.llama3_rope",
+    "model.longrope",
+    "model.dynamic_rope",
     "hardware.profile",
 )  # sections that a run may do without
 
@@ -81,10 +90,15 @@ def with_other(config: Json, key: str) -> Json:
 def test_fixed_keys_are_refused_and_free_ones_reported(tmp_path: Path):
     """A run whose configuration differs from the checkpoint's in one key, for every key."""
     latent = replace(TINY, num_kv_heads=TINY.num_heads, mla=MLAConfig(), yarn=YarnConfig())
-    llama = replace(latent, yarn=None, llama3_rope=Llama3RopeConfig())
+    unscaled = replace(latent, yarn=None)
+    scaled = {
+        "model.llama3_rope": replace(unscaled, llama3_rope=Llama3RopeConfig()),
+        "model.longrope": replace(unscaled, longrope=LongRopeConfig()),
+        "model.dynamic_rope": replace(unscaled, dynamic_rope=DynamicRopeConfig()),
+    }
     measured = replace(RUN, hardware=load_overrides(["hardware=h200"]).hardware)
     for number, key in enumerate(leaves()):
-        model = llama if key.startswith("model.llama3_rope") else latent
+        model = scaled.get(".".join(key.split(".")[:2]), latent)
         config = plain(asdict(replace(measured, model=model)))
         checkpoint = saved(tmp_path / str(number), with_other(config, key))
         run = replace(measured, model=model, resume=str(checkpoint))

@@ -110,7 +110,9 @@ LATENT = dataclasses.replace(
 MODELS = {
     "dense": DENSE,
     "qk_norm": dataclasses.replace(DENSE, qk_norm=True),
-    "qkv_bias": dataclasses.replace(DENSE, num_kv_heads=4, qkv_bias=True),
+    "biases": dataclasses.replace(
+        DENSE, num_kv_heads=4, qkv_bias=True, attn_out_bias=True, mlp_bias=True
+    ),
     "norms_of_all_heads": dataclasses.replace(
         DENSE, num_kv_heads=4, qk_norm=True, qk_norm_whole=True
     ),

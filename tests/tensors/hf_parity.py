@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from app.choices import ActivationKind, BlockKind, LayerType, NormKind, Score
-from app.config import Llama3RopeConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
+from app.config import (
+    DynamicRopeConfig,
+    Llama3RopeConfig,
+    LongRopeConfig,
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+    YarnConfig,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -25,6 +33,11 @@ HF_SIZES = SIZES | {
 # between them YaRN goes over from frequencies as they are to slower ones
 TURNS = {"beta_fast": 1.5, "beta_slow": 0.2}
 EQUAL_TURNS = {"beta_fast": 1.0, "beta_slow": 1.0}
+FACTORS = {  # of heads of width 16
+    "short_factors": (1.0, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.5),
+    "long_factors": (1.2, 1.6, 2.0, 2.7, 3.5, 4.2, 5.0, 6.0),
+    "factor": 4.0,
+}
 EXACT = {"attention_factor": 0.8, "truncate": False}
 
 
@@ -41,11 +54,17 @@ def dense(
     windows: tuple[dict[str, Any], dict[str, Any]] = ({}, {}),
     linear: float | None = None,
     local: float | None = None,
+    biased: bool = False,
+    dynamic: float | None = None,
+    longrope: dict[str, Any] | None = None,
+    original: int | None = None,
 ) -> Any:
     """(Hugging Face class, its configuration, our configuration) of a dense model of `kind`,
     Llama, Mistral, Ministral, Qwen2, Qwen3, OLMo-2 or -3. `windows`: their keys and ours.
-    `local`: base of rotary positions in layers with windows.
+    `local`: base of rotary positions in layers with windows. `biased`: wherever the class has
+    biases. `original`: length beyond which `dynamic` and `longrope` have other positions.
     """
+    of_mlp = biased and kind in ("Llama", "SmolLM3", "SeedOss")
     scaled: dict[str, Any] = {"rope_type": "default"}
     if yarn is not None:
         scaled = {"rope_type": "yarn", "original_max_position_embeddings": 32, **yarn}
@@ -55,12 +74,22 @@ def dense(
         scaled = {"rope_type": "llama3", "original_max_position_embeddings": 32, **turns, **llama3}
     if linear is not None:
         scaled = {"rope_type": "linear", "factor": linear}
+    if dynamic is not None:
+        scaled = {"rope_type": "dynamic", "factor": dynamic}
+    if longrope is not None:
+        scaled = {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": original,
+            "short_factor": longrope["short_factors"],
+            "long_factor": longrope["long_factors"],
+            "factor": longrope["factor"],
+        }
     rope_parameters: dict[str, Any] = {"rope_theta": theta, **scaled}
     if kind == "Olmo3":
         sliding = {"rope_theta": theta if local is None else local, "rope_type": "default"}
         rope_parameters = {"full_attention": rope_parameters, "sliding_attention": sliding}
     theirs = getattr(transformers, f"{kind}Config")(
-        **HF_SIZES,
+        **HF_SIZES | ({} if original is None else {"max_position_embeddings": original}),
         num_hidden_layers=3,
         intermediate_size=56,
         num_attention_heads=heads,
@@ -69,6 +98,9 @@ def dense(
         tie_word_embeddings=tied,
         rope_parameters=rope_parameters,
         rms_norm_eps=eps,
+        **({"attention_bias": True} if biased else {}),
+        **({"mlp_bias": True} if of_mlp else {}),
+        **({"attention_out_bias": biased} if kind == "SeedOss" else {}),
         **windows[0],
     )
     ours = ModelConfig(
@@ -84,10 +116,14 @@ def dense(
         norm_eps=eps,
         qk_norm=kind in ("Qwen3", "Olmo2", "Olmo3", "Exaone4"),
         qk_norm_whole=kind in ("Olmo2", "Olmo3"),
-        qkv_bias=kind in ("Qwen2", "SeedOss"),
+        qkv_bias=biased or kind in ("Qwen2", "SeedOss"),
+        attn_out_bias=biased,
+        mlp_bias=of_mlp,
         linear_rope_factor=1.0 if linear is None else linear,
         yarn=None if yarn is None else YarnConfig(original_length=32, mscale_all_dim=0, **yarn),
         llama3_rope=None if llama3 is None else Llama3RopeConfig(original_length=32, **llama3),
+        dynamic_rope=None if dynamic is None else DynamicRopeConfig(dynamic, original),
+        longrope=None if longrope is None else LongRopeConfig(original, **longrope),
         **windows[1],
     )
     return getattr(transformers, f"{kind}ForCausalLM"), theirs, ours
@@ -114,6 +150,11 @@ LATER_LAYERS = (
 )
 
 
+def attention_biases(biased: bool) -> dict[str, bool]:
+    """Our keys of attention_bias."""
+    return {"qkv_bias": biased, "attn_out_bias": biased}
+
+
 GEMMA = {
     "block": BlockKind.norm_around,
     "norm": NormKind.rms_plus_one,
@@ -123,12 +164,22 @@ GEMMA = {
 }
 
 
-def gemma(version: int, local: float | None = None, **caps: float | None) -> Any:
-    """Like `dense`, Gemma 2 or 3, with windows in two of three layers."""
+def gemma(
+    version: int,
+    local: float | None = None,
+    biased: bool = False,
+    linear: float = 1.0,
+    **caps: float | None,
+) -> Any:
+    """Like `dense`, Gemma 2 or 3, with windows in two of three layers. `linear`: factor of
+    positions in the other one, of Gemma 3.
+    """
     kind = "Gemma2" if version == 2 else "Gemma3Text"
     rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
     if version == 3:
         sliding = {"rope_type": "default", "rope_theta": local or 1e4}
+        if linear != 1:
+            rotary |= {"rope_type": "linear", "factor": linear}
         rotary = {"full_attention": rotary, "sliding_attention": sliding}
     theirs = getattr(transformers, f"{kind}Config")(
         **HF_SIZES,
@@ -143,12 +194,14 @@ def gemma(version: int, local: float | None = None, **caps: float | None) -> Any
         attn_logit_softcapping=caps.get("attention_softcap"),
         final_logit_softcapping=caps.get("logit_softcap"),
         rope_parameters=rotary,
+        attention_bias=biased,
     )
     ours = ModelConfig(
         **SIZES,
         **MINISTRAL[1],
         **GEMMA,
         **caps,
+        **attention_biases(biased),
         num_layers=3,
         ffn_hidden_size=56,
         num_heads=4,
@@ -156,6 +209,7 @@ def gemma(version: int, local: float | None = None, **caps: float | None) -> Any
         head_dim=16,
         qk_norm=version == 3,
         local_rope_theta=local,
+        linear_rope_factor=linear,
         norm_eps=1e-6,
         tie_embeddings=True,
     )
@@ -163,7 +217,7 @@ def gemma(version: int, local: float | None = None, **caps: float | None) -> Any
     return getattr(transformers, name), theirs, ours
 
 
-def cohere2(scale: float) -> Any:
+def cohere2(scale: float, biased: bool = False) -> Any:
     """Like `dense`, with a window and rotary positions in two of three layers."""
     theirs = transformers.Cohere2Config(
         **HF_SIZES,
@@ -175,10 +229,12 @@ def cohere2(scale: float) -> Any:
         num_key_value_heads=2,
         logit_scale=scale,
         rope_parameters={"rope_type": "default", "rope_theta": 1e3},
+        attention_bias=biased,
     )
     ours = ModelConfig(
         **SIZES,
         **MINISTRAL[1],
+        **attention_biases(biased),
         block=BlockKind.parallel,
         norm=NormKind.layer,
         no_rope_layers=(1, 0),
@@ -193,7 +249,13 @@ def cohere2(scale: float) -> Any:
     return transformers.Cohere2ForCausalLM, theirs, ours
 
 
-def qwen3_moe(normalised: bool, tied: bool, sparse_step: int = 1, window: int | None = None) -> Any:
+def qwen3_moe(
+    normalised: bool,
+    tied: bool,
+    sparse_step: int = 1,
+    window: int | None = None,
+    biased: bool = False,
+) -> Any:
     """Like `dense`, with 12 experts and top-3; with a sparse step of 2 the layers 1 and 3 have
     experts.
     """
@@ -214,6 +276,7 @@ def qwen3_moe(normalised: bool, tied: bool, sparse_step: int = 1, window: int | 
         rms_norm_eps=1e-6,
         use_sliding_window=window is not None,
         sliding_window=window,
+        attention_bias=biased,
     )
     sparse = {"every_n": sparse_step, "first_k_dense": sparse_step - 1}
     moe = MoEConfig(
@@ -231,6 +294,7 @@ def qwen3_moe(normalised: bool, tied: bool, sparse_step: int = 1, window: int | 
         norm_eps=1e-6,
         tie_embeddings=tied,
         sliding_window=window,
+        **attention_biases(biased),
         moe=moe,
     )
     return transformers.Qwen3MoeForCausalLM, theirs, ours
@@ -263,7 +327,7 @@ def mixtral(kv_heads: int, tied: bool, window: int | None = None) -> Any:
     return transformers.MixtralForCausalLM, theirs, ours
 
 
-def olmoe(kv_heads: int, normalised: bool) -> Any:
+def olmoe(kv_heads: int, normalised: bool, biased: bool = False) -> Any:
     """Like `dense`, with 8 experts, top-3 and norms over all heads."""
     theirs = transformers.OlmoeConfig(
         **HF_SIZES,
@@ -276,9 +340,11 @@ def olmoe(kv_heads: int, normalised: bool) -> Any:
         norm_topk_prob=normalised,
         pad_token_id=None,
         eos_token_id=None,
+        attention_bias=biased,
     )
     ours = ModelConfig(
         **SIZES,
+        **attention_biases(biased),
         num_layers=3,
         num_heads=4,
         num_kv_heads=kv_heads,
@@ -481,13 +547,15 @@ def deepseek(
     top_k: int = 4,
     normalised: bool = True,
     turns: dict[str, float] = TURNS,
+    biased: bool = False,
 ) -> Any:
     """Like `dense`, with multi-head latent attention and YaRN; the first layer is dense, then 16
     experts, optionally in 4 groups, with `top_k` from 2 groups. `normalised`: sigmoid scores.
     """
     yarn = {"factor": 8.0, "mscale": mscale, **turns}
     limits = {"groups": 4, "topk_groups": 2} if groups else {}
-    router = {"num_experts_per_tok": top_k}
+    router: dict[str, Any] = {"num_experts_per_tok": top_k}
+    router |= {"mlp_bias": True} if biased else {}
     kind: dict[str, Any] = {"score": Score.sigmoid, "bias_update_rate": 0.001}
     if version == 3:
         router["norm_topk_prob"] = normalised
@@ -512,6 +580,7 @@ def deepseek(
         num_kv_heads=4,
         rope_theta=1e3,
         norm_eps=eps,
+        mlp_bias=biased,
         moe=moe,
         mla=MLAConfig(q_lora_rank=q_rank, **HEADS, norm_eps=1e-6),
         yarn=YarnConfig(original_length=32, mscale_all_dim=0.7, **yarn),
@@ -643,6 +712,32 @@ CASES = {
     "deepseek-v2": lambda: deepseek(2, q_rank=24, groups=True),
     "deepseek-v2-lite": lambda: deepseek(2, q_rank=None, groups=False, mscale=0.7),
     "deepseek-v2-large-eps": lambda: deepseek(2, q_rank=24, groups=False, eps=3e-2),
+    # shorter than the sequences of runs, and no shorter than texts that tests generate
+    "llama-longrope": lambda: dense(
+        "Llama", 4, 2, width=16, tied=False, theta=1e2, longrope=FACTORS, original=15
+    ),
+    "llama-dynamic": lambda: dense(
+        "Llama", 4, 2, width=16, tied=True, theta=1e2, dynamic=2.0, original=15
+    ),
+    "llama-biases": lambda: dense("Llama", 4, 2, width=8, tied=False, biased=True),
+    "smollm3-biases": lambda: dense(
+        "SmolLM3", 4, 2, width=None, tied=True, windows=SMOLLM3, biased=True
+    ),
+    "qwen3-biases": lambda: dense("Qwen3", 4, 2, width=16, tied=False, biased=True),
+    "qwen3-moe-biases": lambda: qwen3_moe(normalised=True, tied=False, biased=True),
+    "seed-oss-biases": lambda: dense(
+        "SeedOss", 4, 2, width=16, tied=False, windows=(IDS, {}), biased=True
+    ),
+    "olmo2-biases": lambda: dense(
+        "Olmo2", 4, 2, width=None, tied=False, windows=OLMO2, biased=True
+    ),
+    "olmoe-biases": lambda: olmoe(kv_heads=2, normalised=True, biased=True),
+    "gemma2-biases": lambda: gemma(2, biased=True),
+    "gemma3-linear": lambda: gemma(3, local=3e2, linear=8.0),
+    "gemma3-linear-same-base": lambda: gemma(3, local=1e4, linear=8.0),
+    "gemma3-biases": lambda: gemma(3, local=3e2, biased=True),
+    "cohere2-biases": lambda: cohere2(0.5, biased=True),
+    "deepseek-v2-biases": lambda: deepseek(2, q_rank=24, groups=True, biased=True),
     "deepseek-v3": lambda: deepseek(3, q_rank=24, groups=True),
     "deepseek-v3-large-eps": lambda: deepseek(3, q_rank=24, groups=True, eps=3e-2),
     "deepseek-v3-top-1": lambda: deepseek(3, q_rank=None, groups=False, top_k=1),

@@ -36,9 +36,9 @@ def fused_qkv(hf: dict[str, Tensor], prefix: str, kv_heads: int, kind: str = "we
 
 def halves(hf: dict[str, Tensor], prefix: str, width: int) -> dict[str, Tensor]:
     """Queries and keys of heads whose neighbouring values rotate, as heads whose halves do."""
-    names = (f"{prefix}.{name}_proj.weight" for name in "qk")
+    names = (f"{prefix}.{name}_proj.{kind}" for name in "qk" for kind in ("weight", "bias"))
     return {name: torch.cat([hf[name].unflatten(0, (-1, width))[:, first::2] for first in (0, 1)],
-                            dim=1).flatten(0, 1) for name in names}  # fmt: skip
+                            dim=1).flatten(0, 1) for name in names if name in hf}  # fmt: skip
 
 
 def latents(hf: dict[str, Tensor], ours: str, theirs: str) -> dict[str, Tensor]:
@@ -57,10 +57,12 @@ def latents(hf: dict[str, Tensor], ours: str, theirs: str) -> dict[str, Tensor]:
 
 def dense_mlp(hf: dict[str, Tensor], ours: str, theirs: str) -> dict[str, Tensor]:
     """The weights of a dense feed-forward part or of a shared expert; none where there is none."""
-    if f"{theirs}.gate_proj.weight" not in hf:
-        return {}
-    gate, up, down = (hf[f"{theirs}.{name}_proj.weight"] for name in ("gate", "up", "down"))
-    return {f"{ours}.w_up": torch.cat((gate, up)), f"{ours}.w_down": down}
+    found = {}
+    for letter, kind in (("w", "weight"), ("b", "bias")):
+        if f"{theirs}.gate_proj.{kind}" in hf:
+            gate, up, down = (hf[f"{theirs}.{name}_proj.{kind}"] for name in ("gate", "up", "down"))
+            found |= {f"{ours}.{letter}_up": torch.cat((gate, up)), f"{ours}.{letter}_down": down}
+    return found
 
 
 def gpt_oss_experts(hf: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

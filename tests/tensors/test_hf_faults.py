@@ -79,8 +79,8 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         'config.json: hidden_act="gelu" is not supported',
     ),
     "other positions": (
-        lambda folder: edit_config(folder, rope_parameters={"rope_type": "longrope"}),
-        "config.json: rotary positions of type longrope are not supported",
+        lambda folder: edit_config(folder, rope_parameters={"rope_type": "proportional"}),
+        "config.json: rotary positions of type proportional are not supported",
     ),
     "half a softmax scale": (
         lambda folder: edit_config(
@@ -329,6 +329,15 @@ def test_values_that_transformers_reads_differently_are_refused(key: str, tmp_pa
     edit_config(tmp_path, **{key: value})
     with pytest.raises(ConfigError, match=f"config.json: {key}={told} is not supported"):
         loaded(tmp_path)
+
+
+def test_a_type_that_only_transformers_4_reads_is_refused(tmp_path: Path):
+    save_random("gemma3_text", tmp_path)
+    edit_config(tmp_path, rope_scaling={"type": "linear", "factor": 8.0})
+    with pytest.raises(ConfigError, match="in transformers 4 only: name it rope_type, or drop it"):
+        loaded(tmp_path)
+    edit_config(tmp_path, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    assert loaded(tmp_path).model.linear_rope_factor == 8
 
 
 JUNK = ("x", "3", "", -1, 0, 1.5, 10**400, math.inf, math.nan, True, [], [1], {}, {"a": 1}, None)

@@ -140,6 +140,7 @@ QUICK = [
     ("mixtral", "num_experts_per_tok"),
     ("qwen3_moe", "sliding_window"),
     ("ministral", "sliding_window"),
+    ("qwen3_moe", "num_experts_per_tok"),
     ("deepseek_v3", "norm_topk_prob"),
     ("deepseek_v3", "llama3.mscale_all_dim"),
 ]

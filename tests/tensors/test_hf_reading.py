@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from app.cli.options.keys import all_keys
+from app.config.model import SCALINGS
 from app.engine.start.resume import is_fixed
 from app.errors import ConfigError
 from app.hf.families import (
@@ -113,7 +114,9 @@ def test_what_makes_two_models_the_same_is_what_runs_hold_on_to():
     keys = {key for key in all_keys() if key.startswith("model.")}
     fixed = {key for key in keys - {"model.moe.static", "model.moe.echo"} if is_fixed(key)}
     inside = {
-        key for key in fixed if key.startswith(("model.mla.", "model.yarn.", "model.llama3_rope."))
+        key
+        for key in fixed
+        if key.startswith(("model.mla.", *(f"model.{name}." for name in SCALINGS)))
     }
     assert fixed - inside - {"model.moe"} - left == counted
 
@@ -129,6 +132,86 @@ def test_a_model_of_no_family_is_refused_with_what_is_special():
 
 
 PUBLISHED = {  # config.json of the repositories named, as published, without what is not read
+    # mistralai/Mistral-7B-v0.1
+    "mistral_7b": {
+        "model_type": "mistral", "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "sliding_window": 4096, "tie_word_embeddings": False, "vocab_size": 32000,
+    },
+    # Qwen/Qwen3-8B
+    "qwen3_8b": {
+        "model_type": "qwen3", "attention_bias": False, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 4096, "intermediate_size": 12288, "max_window_layers": 36,
+        "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+        "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
+    },
+    # HuggingFaceTB/SmolLM3-3B
+    "smollm3_3b": {
+        "model_type": "smollm3", "attention_bias": False, "hidden_act": "silu",
+        "hidden_size": 2048, "intermediate_size": 11008, "max_window_layers": 28,
+        "mlp_bias": False, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9,
+        "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 5000000.0,
+        "sliding_window": None, "use_sliding_window": False, "vocab_size": 128256,
+    },
+    # ByteDance-Seed/Seed-OSS-36B-Base
+    "seed_oss_36b": {
+        "model_type": "seed_oss", "attention_bias": True, "attention_out_bias": False,
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 27648,
+        "mlp_bias": False, "num_attention_heads": 80, "num_hidden_layers": 64,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_scaling": {"rope_type": "default"},
+        "rope_theta": 10000000.0, "tie_word_embeddings": False, "vocab_size": 155136,
+    },
+    # Qwen/Qwen2-57B-A14B
+    "qwen2_57b_a14b": {
+        "model_type": "qwen2_moe", "decoder_sparse_step": 1, "hidden_act": "silu",
+        "hidden_size": 3584, "intermediate_size": 18944, "max_window_layers": 28,
+        "moe_intermediate_size": 2560, "norm_topk_prob": False, "num_attention_heads": 28,
+        "num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 28,
+        "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 20480,
+        "sliding_window": 131072, "tie_word_embeddings": False, "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    # google/gemma-3-27b-pt, its text_config
+    "gemma3_27b": {
+        "model_type": "gemma3_text", "head_dim": 128, "hidden_size": 5376,
+        "intermediate_size": 21504, "num_attention_heads": 32, "num_hidden_layers": 62,
+        "num_key_value_heads": 16, "query_pre_attn_scalar": 168, "rms_norm_eps": 1e-6,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+        "vocab_size": 262208,
+    },
+    # moonshotai/Kimi-K2-Base
+    "kimi_k2": {
+        "model_type": "kimi_k2", "attention_bias": False, "aux_loss_alpha": 0.001,
+        "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 7168,
+        "intermediate_size": 18432, "kv_lora_rank": 512, "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 384, "n_shared_experts": 1,
+        "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8,
+        "num_hidden_layers": 61, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
+        "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0,
+                         "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+                         "type": "yarn"},
+        "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "scoring_func": "sigmoid",
+        "seq_aux": True, "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc",
+        "v_head_dim": 128, "vocab_size": 163840,
+    },
+    # zai-org/GLM-4.7-Flash
+    "glm4_7_flash": {
+        "model_type": "glm4_moe_lite", "attention_bias": False, "first_k_dense_replace": 1,
+        "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 10240,
+        "kv_lora_rank": 512, "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 64,
+        "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 20,
+        "num_experts_per_tok": 4, "num_hidden_layers": 47, "num_key_value_heads": 20,
+        "partial_rotary_factor": 1.0, "q_lora_rank": 768, "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 1000000,
+        "routed_scaling_factor": 1.8, "tie_word_embeddings": False, "topk_group": 1,
+        "topk_method": "noaux_tc", "v_head_dim": 256, "vocab_size": 154880,
+    },
     # meta-llama/Meta-Llama-3-8B
     "llama3_8b": {
         "model_type": "llama", "hidden_act": "silu", "hidden_size": 4096,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from app.choices import Score
+from app.config import ModelConfig
 from app.hf.families import family_of
 from app.hf.file_names import CONFIG_JSON
 from app.hf.write import Export, as_json
@@ -39,19 +41,30 @@ class Held:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@torch.no_grad()
 def test_transformers_loads_what_we_write(name: str, tmp_path: Path):
-    """With the config.json that we make up for it: all tensors used, none missing, the same
-    logits, and the same greedy text.
-    """
+    check_written(CASES[FAMILIES[name]]()[2], tmp_path)
+
+
+@pytest.mark.every(4)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if "-" not in name])
+def test_embeddings_are_written_tied_or_not(name: str, tmp_path: Path):
+    """As the family's case is not."""
     _, _, model = CASES[FAMILIES[name]]()
+    check_written(replace(model, tie_embeddings=not model.tie_embeddings), tmp_path)
+
+
+@torch.no_grad()
+def check_written(model: ModelConfig, tmp_path: Path) -> None:
+    """`transformers` loads it with the config.json that we make up: all tensors used, none missing,
+    the same logits, and the same greedy text.
+    """
     chunk = make_chunk(model)
     spread_weights(chunk)
     held = Held(chunk)
     if model.moe is not None and model.moe.score is Score.sigmoid:
         for bias_E in held.biases.values():
             bias_E.uniform_(-0.2, 0.2, generator=torch.Generator().manual_seed(1))
-    family = family_of(model, "test", name)
+    family = family_of(model, "test", tmp_path)
     export = Export(model, family, tmp_path / "out", torch.float32)
     export.begin()
     for file in export.files():

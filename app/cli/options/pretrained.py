@@ -7,6 +7,7 @@ from enum import Enum
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from app.config import ModelConfig, MoEConfig, Run
+from app.config.model import SCALINGS
 from app.errors import ConfigError, Instead, typed
 from app.hf.families import OF_EXPERTS, differences
 from app.hf.hub import config_folder
@@ -15,7 +16,7 @@ from app.hf.their_model import TheirModel
 KEY = "model.init_from"
 PRESET = "model=pretrained"
 OF_CONFIG_JSON = "${config_json:"  # how presets leave a key to config.json
-OF_KINDS = ("mla", "yarn", "llama3_rope")  # sections that few models have
+OF_KINDS = ("mla", *SCALINGS)  # sections that few models have
 
 
 def of_config_json(field: str, _root_: DictConfig) -> object:

@@ -73,8 +73,8 @@ class Decoder:
         self.sequences = sequences
         self.tp = model.groups.layout.tp
         self.dtype = DTYPES[self.run.precision.params]
-        places = padded(places, self.tp)
-        sizes = CacheSizes(sequences, places, self.dtype, device=model.device)
+        length, places = places, padded(places, self.tp)
+        sizes = CacheSizes(sequences, places, self.dtype, device=model.device, length=length)
         self.sizes = sizes
         self.cached = [CachedChunk(chunk, sizes) for chunk in model.chunks]
         self.rows = padded(sequences, self.tp)  # T

@@ -127,8 +127,8 @@ class ExportTexts:
 
     def _new_config(self, tokenizer: TrainedTokenizer | None) -> dict[str, Any]:
         return {
-            **self.family.written(self.model),
             "max_position_embeddings": self.config["train"]["seq_len"],
+            **self.family.written(self.model),
             "bos_token_id": None,
             "eos_token_id": None if tokenizer is None else tokenizer.end_id,
             "torch_dtype": self.dtype,

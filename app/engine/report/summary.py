@@ -64,6 +64,8 @@ def print_opening(
         rows.append(("graphs", graphs_line(run, engine.device)))
     if run.precision.fp8.recipe is not None:
         rows.append(("fp8", fp8_line(run, engine.device)))
+    if positions := positions_line(run):
+        rows.append(("positions", positions))
     if attention := attention_line(run, DTYPES[run.precision.params], engine.device):
         rows.append(("attention", attention))
     if pace := pace_line(engine.plan, engine.device):
@@ -79,6 +81,22 @@ def print_opening(
     for name, text in rows:
         print(f"{name:>12}  {text}")
     print(flush=True)
+
+
+def positions_line(run: Run) -> str | None:
+    """Say which rotary positions a run trains with, if they depend on the length of sequences."""
+    rope, length = run.model.rope, run.train.seq_len
+    if (original := rope.original_length) is None:
+        return None
+    longer = length > original
+    what = f"those of model.longrope.{'long' if longer else 'short'}_factors"
+    if rope.dynamic is not None:
+        base = rope.dynamic.base(rope.theta, rope.width, length)
+        what = f"their base is {base:,.0f}" if longer else "they are not scaled"
+    return (
+        f"{what}, as train.seq_len={length} is {'above' if longer else 'at most'} the original "
+        f"length of {original} tokens"
+    )
 
 
 def _padding(train: DataSplit) -> str | None:

@@ -45,6 +45,7 @@ from app.engine.report.telling import telling
 from app.engine.report.trackers import TensorBoard, Wandb
 from app.engine.run.bad_steps import BadSteps
 from app.engine.run.ready import StartTimes
+from app.engine.run.worse import WorseInARow
 from app.engine.start.kept_tokenizer import end_of, keep_tokenizer
 from app.engine.start.start import Data, Start
 from app.engine.step.engine import Engine
@@ -109,6 +110,7 @@ class Trainer:
         self.saved: Path | None = None  # checkpoint of the last step taken
         self.bad_steps = BadSteps(run.train)
         self.stops = False  # True once the ranks have agreed to end after this step
+        self.worse = WorseInARow(run.train.stop_after_worse)
 
     @property
     def is_rank_zero(self) -> bool:
@@ -216,11 +218,14 @@ class Trainer:
     def _train(self, sinks: Sequence[Sink]) -> ValidationReport | None:
         """Run the remaining steps; return the last validation."""
         self.times.end("run folder")
+        if self.worse.most is not None:
+            losses = rank_zero_says(self.engine.groups, self._earlier_losses)
+            self.worse = WorseInARow.after(self.worse.most, losses)
         validated = self._first_validation(sinks)
         if validated is not None:
             self.times.end("validation")
         stopwatch = Stopwatch()
-        while self.progress.step < self.run.train.steps and not self.stops:
+        while not (self._is_last_step or self.stops):
             report = self.step(stopwatch)
             for sink in sinks:
                 sink.step(report)
@@ -234,10 +239,29 @@ class Trainer:
                 continue
             if self._validates_now() and not self.stops:
                 validated = self._validate(sinks)
+                self._tell_end(sinks)
             self._save_if_due()
             if self._validates_now() or self.saved:
                 stopwatch.lap()  # validation and saving are not part of the next step
         return validated
+
+    @property
+    def _is_last_step(self) -> bool:
+        """True if no step follows."""
+        return self.progress.step >= self.run.train.steps or self.worse.ends
+
+    def _earlier_losses(self) -> list[float]:
+        """Return the losses of validations that the run folder holds."""
+        return [row["val_loss"] for row in read_metrics(self.run_dir) if "val_loss" in row]
+
+    def _tell_end(self, sinks: Sequence[Sink]) -> None:
+        """Report that the run ends before its last step."""
+        if not self.worse.ends or self.progress.step == self.run.train.steps:
+            return
+        text = f"the run ends: the validation loss was not below {self.worse.best:.4f} in "
+        text += f"{self.worse.count} validations (train.stop_after_worse)"
+        for sink in sinks:
+            sink.note(f"step {self.progress.step}/{self.run.train.steps}  {text}")
 
     def _tell_ready(self, sinks: Sequence[Sink]) -> None:
         """Report start-up times after the first step of this process."""
@@ -348,6 +372,7 @@ class Trainer:
             total += held.weight * losses[held.label]
         mean = total / sum(held.weight for held, _ in self.held_out)
         several = losses if len(losses) > 1 else {}
+        self.worse.add(mean)
         report = ValidationReport(self.progress.step, mean, tokens, several)
         for sink in sinks:
             sink.validation(report)
@@ -356,7 +381,7 @@ class Trainer:
     def _save_if_due(self) -> None:
         step = self.progress.step
         interval = self.run.checkpoint.interval
-        due = interval and (step % interval == 0 or step == self.run.train.steps or self.stops)
+        due = interval and (step % interval == 0 or self._is_last_step or self.stops)
         if not due:
             self.saved = None
             return
@@ -365,7 +390,7 @@ class Trainer:
 
     def _telling_save(self) -> AbstractContextManager[None]:
         """Print the progress of a slow save at the end of a run, when nothing else is printed."""
-        ends = self.stops or self.progress.step == self.run.train.steps
+        ends = self.stops or self._is_last_step
         what = f"saving {checkpoint_name(self.progress.step)}"
         return telling(what, self.saver.progress, aloud=self.prints_progress and ends)
 

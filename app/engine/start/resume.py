@@ -68,7 +68,8 @@ FREE = frozenset((
     # Length and batches of training; the data cursor counts sequences, whatever the batch.
     "train.steps", "train.global_batch", "train.micro_batch",
     # Validation, sample, and reaction to non-finite steps.
-    "train.eval_interval", "train.eval_sequences", "train.sample_tokens", "train.on_bad_step",
+    "train.eval_interval", "train.eval_sequences", "train.stop_after_worse",
+    "train.sample_tokens", "train.on_bad_step",
     "train.max_bad_steps", "train.max_rollbacks",
 ))  # fmt: skip
 # Layout, speed, precision of the same computation; optimizer; and files written.

@@ -44,7 +44,8 @@ def attention(spec: AttentionSpec, layer_groups: LayerGroups = ALONE) -> nn.Modu
     if spec.mla is not None:
         return LatentAttention(spec, spec.mla, layer_groups)
     if spec.norm_plus_one and spec.qk_norm:
-        return PlusOneAttention(spec, layer_groups)
+        plus_one = PlusOneAttentionWithOutBias if spec.out_bias else PlusOneAttention
+        return plus_one(spec, layer_groups)
     kinds = {
         (False, False): Attention,
         (False, True): AttentionWithOutBias,
@@ -183,6 +184,10 @@ class AttentionWithOutBias(Attention):
         """See `Attention`."""
         # in place is safe: autograd has not saved it
         return super().out(heads, sink).add_(self.bo)
+
+
+class PlusOneAttentionWithOutBias(PlusOneAttention, AttentionWithOutBias):
+    """Attention of Gemma 3 with biases."""
 
 
 class AttentionWithSinks(Attention):

@@ -37,7 +37,7 @@ class CachedChunk:
         `length_B`: tokens of each prompt; padding follows them.
         """
         attends = [partial(cache.prompt, length_B=length_B) for cache in self.caches]
-        return self._forward(x, place_1P, attends)
+        return self._forward(x, place_1P, attends, self.sizes.length or place_1P.shape[1])
 
     def step(self, x: Tensor, place_1T: Tensor) -> Tensor:
         """Map tokens 1 × T (first stage) or hidden states 1 × t × D -> 1 × t × D, t = T / tp."""
@@ -50,12 +50,15 @@ class CachedChunk:
         def attend_with(cache: LayerCache) -> AttendHidden:
             return partial(cache.step, following=following[cache.slots])
 
-        return self._forward(x, place_1T, [attend_with(cache) for cache in self.caches])
+        attends = [attend_with(cache) for cache in self.caches]
+        return self._forward(x, place_1T, attends, self.sizes.length)
 
-    def _forward(self, x: Tensor, places: Tensor, attends: Sequence[AttendHidden]) -> Tensor:
+    def _forward(
+        self, x: Tensor, places: Tensor, attends: Sequence[AttendHidden], length: int
+    ) -> Tensor:
         both = zip(self.chunk.in_order, attends, strict=True)
         runs = [_with_memory(layer, attend) for layer, attend in both]
-        out: Tensor = self.chunk(x, self.chunk.context(places, None), runs).x
+        out: Tensor = self.chunk(x, self.chunk.context(places, None, length=length), runs).x
         return out
 
 

@@ -40,6 +40,7 @@ class CacheSizes:
     places: int  # tokens of a sequence at most; 0 disables the cache
     dtype: torch.dtype
     device: torch.device
+    length: int = 0  # tokens of a sequence at most, of which `places` may be padded
 
     def zeros(self, *shape: int) -> Tensor:
         """Allocate B × … zeros: uninitialised memory may hold NaN, which a mask would not

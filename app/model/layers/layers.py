@@ -182,13 +182,15 @@ class RotaryTable:
     sin_BS1H: Tensor
 
     @classmethod
-    def of(cls, positions_BS: Tensor, rope: Rope) -> RotaryTable:
-        """Compute it (Su et al. 2021, two halves of a head)."""
-        frequencies_H = _frequencies(rope, positions_BS.device)
+    def of(cls, positions_BS: Tensor, rope: Rope, length: int = 0) -> RotaryTable:
+        """Compute it (Su et al. 2021, two halves of a head) for sequences of `length` tokens; 0
+        means at most the original length, where scaling depends on it.
+        """
+        frequencies_H = _frequencies(rope, positions_BS.device, length)
         angles_BSH = (positions_BS[..., None].float() * frequencies_H).repeat(1, 1, 2)
         cos_BSH, sin_BSH = angles_BSH.cos(), angles_BSH.sin()
-        if rope.yarn is not None:
-            growth = rope.yarn.growth_of_heads
+        if (scaling := rope.yarn or rope.longrope) is not None:
+            growth = scaling.growth_of_heads
             cos_BSH, sin_BSH = cos_BSH * growth, sin_BSH * growth
         return cls(cos_BSH[:, :, None], sin_BSH[:, :, None])
 
@@ -216,10 +218,13 @@ def layer_context(
     attend: Attend = BY_TORCH,
     sink: WeightGradSink | None = None,
     recompute: Recomputation | None = None,
+    length: int = 0,
 ) -> Context:
-    """Build the context of a microbatch, with a rotary table for each of `ropes`."""
+    """Build the context of a microbatch, with a rotary table for each of `ropes`; `length` as
+    `RotaryTable.of`.
+    """
     return Context(
-        {rope: RotaryTable.of(positions_BS, rope) for rope in ropes},
+        {rope: RotaryTable.of(positions_BS, rope, length) for rope in ropes},
         documents,
         attend=attend,
         sink=sink,
@@ -227,7 +232,7 @@ def layer_context(
     )
 
 
-def _frequencies(rope: Rope, device: torch.device) -> Tensor:
+def _frequencies(rope: Rope, device: torch.device, length: int) -> Tensor:
     """Return the rotary frequency of each pair of values, radians per token: fp32 [width / 2].
 
     YaRN divides low frequencies by its factor, keeps high ones, and interpolates between the pairs
@@ -236,8 +241,13 @@ def _frequencies(rope: Rope, device: torch.device) -> Tensor:
     """
     even = torch.arange(0, rope.width, 2, device=device, dtype=torch.float32)
     exponent = even / rope.width
-    plain_H: Tensor = rope.theta**-exponent
+    theta = rope.theta
+    if rope.dynamic is not None:
+        theta = rope.dynamic.base(theta, rope.width, length)
+    plain_H: Tensor = theta**-exponent
     yarn = rope.yarn
+    if rope.longrope is not None and (factors := rope.longrope.factors(length)):
+        return plain_H / torch.tensor(factors, device=device)
     if rope.llama3 is not None:
         return _mixed(plain_H, rope.llama3)
     if yarn is None:
@@ -314,18 +324,60 @@ class Mlp(nn.Module):
         """Map B × s × D -> B × s × D; `recompute` may discard the activation and recompute it in
         backward.
         """
-        both = self.w_up.forward(x_BsD, sink)
+        both = self.up(x_BsD, sink)
         act = (
             self.activation(both)
             if recompute is None
             else recompute.checkpoint_and_discard(Recompute.mlp_act, self.activation, both)
         )
+        return self.down(act, sink)
+
+    def up(self, x_BsD: Tensor, sink: WeightGradSink | None) -> Tensor:
+        """Return gate and up of all tokens, in new memory: B × S × 2F / tp."""
+        return self.w_up.forward(x_BsD, sink)
+
+    def down(self, act: Tensor, sink: WeightGradSink | None) -> Tensor:
+        """Map activations to hidden states of this rank's tokens: B × s × D."""
         return self.w_down.forward(act, sink)
+
+
+class BiasedMlp(Mlp):
+    """SwiGLU with biases; every rank adds all of that of `w_down` to its own tokens."""
+
+    def __init__(
+        self,
+        weights: MlpWeights,
+        layer_groups: LayerGroups = ALONE,
+        activation: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__(weights, layer_groups, activation)
+        assert weights.b_up is not None and weights.b_down is not None
+        self.b_up = nn.Parameter(torch.empty(layer_groups.coords.shape(weights.b_up)))
+        self.b_down = nn.Parameter(torch.empty(layer_groups.coords.shape(weights.b_down)))
+
+    def up(self, x_BsD: Tensor, sink: WeightGradSink | None) -> Tensor:
+        """See `Mlp`."""
+        # in place is safe: autograd has not saved it
+        return super().up(x_BsD, sink).add_(self.b_up)
+
+    def down(self, act: Tensor, sink: WeightGradSink | None) -> Tensor:
+        """See `Mlp`."""
+        return super().down(act, sink).add_(self.b_down)
+
+
+def build_mlp(
+    weights: MlpWeights,
+    layer_groups: LayerGroups = ALONE,
+    activation: Callable[[Tensor], Tensor] | None = None,
+) -> Mlp:
+    """Build a feed-forward of the kind that has these weights."""
+    kind = Mlp if weights.b_up is None else BiasedMlp
+    return kind(weights, layer_groups, activation)
 
 
 def mlp(model: ModelConfig, weights: MlpWeights, layer_groups: LayerGroups) -> Mlp:
     """Build the feed-forward of a dense layer, with the model's activation."""
-    return Mlp(weights, layer_groups, ACTIVATIONS[model.activation])
+    return build_mlp(weights, layer_groups, ACTIVATIONS[model.activation])
 
 
 def swiglu(both: Tensor) -> Tensor:

@@ -91,5 +91,5 @@ class MoEBodyWeights(Part):
             experts=ExpertWeights.of(
                 hidden, moe.ffn_hidden_size, moe.num_experts, bias=moe.expert_bias
             ),
-            shared=MlpWeights.of(hidden, width) if width else None,
+            shared=MlpWeights.of(hidden, width, bias=model.mlp_bias) if width else None,
         )

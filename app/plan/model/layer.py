@@ -38,7 +38,7 @@ class DenseBodyWeights(Part):
     @classmethod
     def of(cls, model: ModelConfig) -> DenseBodyWeights:
         """Build the weights of one layer."""
-        mlp = MlpWeights.of(model.hidden_size, model.ffn_hidden_size)
+        mlp = MlpWeights.of(model.hidden_size, model.ffn_hidden_size, bias=model.mlp_bias)
         return cls(_norm(model, BEFORE_BODY), mlp, _norm(model, BEHIND))
 
 

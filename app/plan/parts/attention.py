@@ -13,7 +13,7 @@ from app.choices import AttentionBackendKind, CpComm, Dtype, Recompute
 from app.config import AttentionSpec, Run
 from app.plan.groups import CP, Way
 from app.plan.model.attention import AttentionWeights, LatentAttentionWeights
-from app.plan.parts.linear import column_parallel, norm, row_parallel
+from app.plan.parts.linear import bias, column_parallel, norm, row_parallel
 from app.plan.parts.trace import Sends, Sizes, Trace, Work
 
 BLOCK_SCORES = 2**27  # scores of a block of queries, of all heads, where scores are capped
@@ -68,8 +68,7 @@ def grouped_attention(
         normed = weights.q_norm is not None and not spec.qk_norm_whole
         t.op(Work.heads, qkv, qkv, qkv if normed else 0)
         out = attend_all(t, spec, q, k, k, saved=not weights.wo.trained)
-    out = row_parallel(t, out, weights.wo)
-    return out if weights.bo is None else t.op(Work.other, out, out, passes=True)
+    return bias(t, row_parallel(t, out, weights.wo), weights.bo)
 
 
 def latent_attention(

@@ -94,6 +94,12 @@ def scattered(t: Trace, whole: int) -> int:
 def swiglu(t: Trace, x: int, weights: MlpWeights, *, saved: bool, part: Recompute | None) -> int:
     """Feed-forward; `part` names the recomputation of its activation."""
     up = column_parallel(t, x, weights.w_up, saved=saved)
+    bias(t, up, weights.b_up)
     again = part is not None and t.reruns(part)
     inner = t.op(Work.activation, up, up // 2, saves=up, rerun=again)
-    return row_parallel(t, inner, weights.w_down, saved=not again)
+    return bias(t, row_parallel(t, inner, weights.w_down, saved=not again), weights.b_down)
+
+
+def bias(t: Trace, x: int, weight: Weight | None) -> int:
+    """Add a bias, if there is one, in place."""
+    return x if weight is None else t.op(Work.other, x, x, passes=True)
