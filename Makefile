@@ -6,7 +6,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 ARGS ?=
 # Tests side by side, each process with one thread: two of them with two threads on two cores crawl.
-PYTEST := OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+# Python keeps what it compiles even where the environment says not to: every process would compile
+# all tests and app anew.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help train gpu test test-all test-sample test-gpu test-slurm test-index lint types checks docs bench clean

@@ -60,13 +60,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--share-seed", type=int, default=day, help="which ones; default: the day")
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Fork the server of processes before a test runs, in the processes that run tests."""
-    controls_workers = session.config.getoption("dist", "no") != "no"
-    if hasattr(session.config, "workerinput") or not controls_workers:
-        Server.own = Server()
-
-
 def pytest_sessionfinish(session: pytest.Session) -> None:
     POOL.stop()
     if Server.own is not None:
@@ -75,14 +68,19 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """Collect tests without garbage collection, and exempt what was loaded from later ones."""
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Collect tests without garbage collection, and exempt what was loaded from later ones. Then
+    fork the server of processes, in the processes that run tests: it has loaded all their modules.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
+        controls_workers = session.config.getoption("dist", "no") != "no"
+        if hasattr(session.config, "workerinput") or not controls_workers:
+            Server.own = Server()
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

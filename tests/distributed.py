@@ -44,9 +44,9 @@ def run_distributed(
 
 
 class Pool:
-    """Processes of this pytest process that wait for a call, forked for functions of one module.
+    """Processes of this pytest process that wait for a call, kept for functions of one module.
 
-    The server of processes has loaded that module, so none of them loads it again.
+    Those of the next module start small again.
     """
 
     def __init__(self) -> None:

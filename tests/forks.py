@@ -1,8 +1,9 @@
 """Processes of tests, forked by a server that has run no test.
 
-Every pytest process starts one server before its first test. A process forked by it holds nothing
-that tests have left in their pytest process: no threads, no autograd state (torch refuses backward
-passes in a fork of a process that has run one), no patches except those recorded here.
+Every pytest process starts one server before its first test, once the modules of all tests are
+loaded. A process forked by it loads none of them, and holds nothing that tests have left in their
+pytest process: no threads, no autograd state (torch refuses backward passes in a fork of a process
+that has run one), no patches except those recorded here.
 """
 
 from __future__ import annotations

@@ -47,8 +47,7 @@ def _warm_up() -> None:
     figure.clear()
 
 
-if Server.own is None:  # the process that forks programs
-    _warm_up()
+_warm_up()
 
 
 def run_forked(

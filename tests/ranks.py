@@ -101,8 +101,8 @@ def serve(handle: int, fn: Callable[..., Any]) -> None:
     """Answer calls until the pytest process closes its end, or this one is not clean any more."""
     faulthandler.register(TELL, file=sys.__stderr__)
     with Connection(handle) as end:
-        before = Before()
-        while before.is_back():
+        before, is_back = Before(), True
+        while is_back:
             try:
                 here, fn, (rank, world_size, store), args = cloudpickle.loads(end.recv_bytes())
             except (EOFError, ConnectionResetError):
@@ -115,17 +115,22 @@ def serve(handle: int, fn: Callable[..., Any]) -> None:
             with _as_in(*here):
                 _call(end, fn, rank, world_size=world_size, store=store, args=args)
             before.put_back()
-            end.send_bytes(cloudpickle.dumps(before.is_back()))
+            is_back = before.is_back()
+            end.send_bytes(cloudpickle.dumps(is_back))
 
 
 def _call(
     end: Connection, fn: Callable[..., Any], rank: int, *, world_size: int, store: str, args: Any
 ) -> None:
     try:
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
-        )
-        end.send_bytes(cloudpickle.dumps((True, fn(rank, *args))))
+        files = dist.FileStore(store, world_size)
+        dist.init_process_group("gloo", store=files, rank=rank, world_size=world_size)
+        joined = dist.PrefixStore("joined", files)
+        joined.set(str(rank), "")
+        answer = cloudpickle.dumps((True, fn(rank, *args)))
+        # a rank that leaves earlier fails those that still connect to it
+        joined.wait([str(other) for other in range(world_size)])
+        end.send_bytes(answer)
         dist.destroy_process_group()
     except BaseException:
         end.send_bytes(cloudpickle.dumps((False, traceback.format_exc())))
@@ -159,10 +164,15 @@ class Before:
         self.random = random.getstate(), np.random.get_state(), torch.get_rng_state()
         self.ordered = torch.are_deterministic_algorithms_enabled()
         self.dtype = torch.get_default_dtype()
+        self.loaded: list[int] = []
         self.members: dict[int, tuple[ModuleType | type, dict[str, Any]]] = {}
 
     def look(self) -> None:
         """Note the members of modules and classes that were loaded since."""
+        loaded = [id(module) for module in sys.modules.values()]
+        if loaded == self.loaded:
+            return
+        self.loaded = loaded
         for holder in _holders():
             if id(holder) not in self.members:
                 self.members[id(holder)] = holder, dict(vars(holder))

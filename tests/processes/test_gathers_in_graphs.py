@@ -120,15 +120,25 @@ def histories(rank: int, runs: dict[str, Run], folder: Path) -> dict[str, dict[s
     return {name: history(rank, run, folder / name) for name, run in runs.items()}
 
 
-@pytest.mark.parametrize("case", chosen(CASES, ["dp2, skipped updates"]))
-def test_captured_equals_eager_wherever_parameters_are_gathered(case: str, tmp_path: Path):
-    runs = {
-        "eager": run_of(case, EAGER, True),
-        "whole, beside": run_of(case, WHOLE, True),
-        "whole, before": run_of(case, WHOLE, False),
-        "whole with its update, beside": run_of(case, UPDATING, True),
-        "whole with its update, before": run_of(case, UPDATING, False),
-    }
+HISTORIES = {  # graphs, and whether gathers run beside the step
+    "eager": (EAGER, True),
+    "whole, before": (WHOLE, False),
+    "whole with its update, beside": (UPDATING, True),
+    "whole, beside": (WHOLE, True),
+    "whole with its update, before": (UPDATING, False),
+}
+GATHERS_QUICK = [("dp2, skipped updates", 3)]
+
+
+@pytest.mark.parametrize(
+    ("case", "count"),
+    chosen([*GATHERS_QUICK, *((case, len(HISTORIES)) for case in CASES)], GATHERS_QUICK),
+)
+def test_captured_equals_eager_wherever_parameters_are_gathered(
+    case: str, count: int, tmp_path: Path
+):
+    """Either graph, with gathers before and beside the step."""
+    runs = {name: run_of(case, *HISTORIES[name]) for name in [*HISTORIES][:count]}
     world = runs["eager"].world_size
     for found in run_distributed(histories, world, runs, tmp_path):
         expected = found["eager"]["through"]

@@ -63,7 +63,8 @@ CHOICES = {**{scope: captured(scope) for scope in SCOPES},
            "partial by slot": captured("partial", BY_SLOT)}  # fmt: skip
 CASES = [(layout, model) for layout in LAYOUTS for model in ("moe", "dense", "biased")
          if (layout, model) != ("ep2", "dense")]  # fmt: skip
-QUICK = [("pp2", "biased"), ("ep2", "moe")]
+WIDEST = ("partial", "partial by slot", "attn and moe", "layer", "layer by slot")
+QUICK = [("pp2", "biased", WIDEST)]
 
 
 @pytest.fixture(autouse=True)
@@ -71,13 +72,15 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize(("layout", "model"), chosen(CASES, QUICK))
-def test_it_equals_eager_training_bit_for_bit(layout: str, model: str):
+@pytest.mark.parametrize(
+    ("layout", "model", "choices"),
+    chosen([*QUICK, *((*case, tuple(CHOICES)) for case in CASES)], QUICK),
+)
+def test_it_equals_eager_training_bit_for_bit(layout: str, model: str, choices: tuple[str, ...]):
     runs = {"eager": run_with(EAGER, layout, model)}
-    for name, graph in CHOICES.items():
+    for name in choices:
         try:
-            runs[name] = run_with(graph, layout, model)
+            runs[name] = run_with(CHOICES[name], layout, model)
         except ConfigError:  # no such layers, or an exchange of tokens within
             assert (model, name) == ("dense", "moe") or layout in ("ep2", "tp2")
     for results in run_distributed(several, runs["eager"].world_size, runs):

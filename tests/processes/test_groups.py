@@ -219,3 +219,12 @@ def test_groups_over_gloo_join_the_right_ranks():
             for name, groups in joined.items()
         }
         assert found == [wanted, wanted]
+
+
+def own_number(rank: int) -> int:
+    return rank
+
+
+def test_ranks_that_return_at_once_fail_no_others():
+    for _ in range(40):
+        assert run_distributed(own_number, 3) == [0, 1, 2]

@@ -163,6 +163,7 @@ def beside_torch(rank: int, run: Run, steps: int, wide: bool) -> dict[str, float
     }
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("params", [Dtype.float32, Dtype.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", MuonDtype, ids=str)
 def test_twenty_steps_equal_torchs(params: Dtype, dtype: MuonDtype):
