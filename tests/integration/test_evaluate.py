@@ -95,7 +95,9 @@ def test_the_source_of_the_run_counts():
     assert source_of(Source.text, "data.path=[a.txt,b]")[0] == "data.source=text"
     assert source_of(Source.hub, "data.path=a.jsonl.gz")[0] == "data.source=jsonl"
     assert source_of(Source.text, "data.path=a.json", "data.source=text") == [
-        "data.streaming=false"
+        "data.streaming=false",
+        "data.sources=[]",
+        "data.validation=[]",
     ]
     with pytest.raises(ConfigError, match=r"held\.json: is jsonl by its name.*data\.source=text"):
         source_of(Source.text, "data.path=held.json")
