@@ -36,7 +36,8 @@ METRICS = {
 
 
 def test_every_metric_has_its_panel():
-    assert sorted(key for keys in PANELS.values() for key in keys) == sorted(METRICS - {"step"})
+    known = METRICS - {"step", "by_source"} | {"epochs"}  # of sources, with their labels
+    assert sorted(key for keys in PANELS.values() for key in keys) == sorted(known)
     assert list(PANELS) == ["train", "val", "perf", "memory", "moe", "fp8", "graphs"]
     assert NAMES["loss"] == "train/loss" and NAMES["graph_count"] == "graphs/graph_count"
     report = ValidationReport(3, 2.5, 64, time=7.0)

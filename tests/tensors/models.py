@@ -80,7 +80,8 @@ def forward(
     """
     if positions_BS is None:
         positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
-    length = int(positions_BS.max()) + 1
+    by_length = chunk.model.longrope or chunk.model.dynamic_rope
+    length = int(positions_BS.max()) + 1 if by_length else 0
     out = chunk(tokens_BS, chunk.context(positions_BS, ends_BD, length=length))
     return dataclasses.replace(out, x=chunk.logits(out.x)) if chunk.last else out
 

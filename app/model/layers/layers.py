@@ -324,20 +324,12 @@ class Mlp(nn.Module):
         """Map B × s × D -> B × s × D; `recompute` may discard the activation and recompute it in
         backward.
         """
-        both = self.up(x_BsD, sink)
+        both = self.w_up.forward(x_BsD, sink)
         act = (
             self.activation(both)
             if recompute is None
             else recompute.checkpoint_and_discard(Recompute.mlp_act, self.activation, both)
         )
-        return self.down(act, sink)
-
-    def up(self, x_BsD: Tensor, sink: WeightGradSink | None) -> Tensor:
-        """Return gate and up of all tokens, in new memory: B × S × 2F / tp."""
-        return self.w_up.forward(x_BsD, sink)
-
-    def down(self, act: Tensor, sink: WeightGradSink | None) -> Tensor:
-        """Map activations to hidden states of this rank's tokens: B × s × D."""
         return self.w_down.forward(act, sink)
 
 
@@ -355,14 +347,21 @@ class BiasedMlp(Mlp):
         self.b_up = nn.Parameter(torch.empty(layer_groups.coords.shape(weights.b_up)))
         self.b_down = nn.Parameter(torch.empty(layer_groups.coords.shape(weights.b_down)))
 
-    def up(self, x_BsD: Tensor, sink: WeightGradSink | None) -> Tensor:
+    def forward(
+        self,
+        x_BsD: Tensor,
+        sink: WeightGradSink | None = None,
+        recompute: Recomputation | None = None,
+    ) -> Tensor:
         """See `Mlp`."""
         # in place is safe: autograd has not saved it
-        return super().up(x_BsD, sink).add_(self.b_up)
-
-    def down(self, act: Tensor, sink: WeightGradSink | None) -> Tensor:
-        """See `Mlp`."""
-        return super().down(act, sink).add_(self.b_down)
+        both = self.w_up.forward(x_BsD, sink).add_(self.b_up)
+        act = (
+            self.activation(both)
+            if recompute is None
+            else recompute.checkpoint_and_discard(Recompute.mlp_act, self.activation, both)
+        )
+        return self.w_down.forward(act, sink).add_(self.b_down)
 
 
 def build_mlp(
