@@ -30,6 +30,7 @@ from app.cli.options.compose import load_overrides
 from app.cli.options.messages import readable_errors
 from app.cli.processes.launcher import Launch
 from app.config import Run
+from app.data.corpora import HeldOut
 from app.data.feed import DataSplit
 from app.data.packing import Documents, PackedSequences
 from app.data.tokenizer import load_tokenizer
@@ -125,7 +126,7 @@ def random_data(run: Run) -> Data:
         mean = train.seq_len * packed.per_epoch / len(documents)
         print(f"documents of {mean:.0f} tokens on average, {packed.padding:.2%} padding")
     split = DataSplit(packed, boundary, most)
-    return Data(tokenizer, split, split)
+    return Data(tokenizer, split, (HeldOut("", 1.0, split),))
 
 
 def web_lengths(generator: np.random.Generator, tokens: int) -> np.ndarray:
