@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import math
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from app.config import Run
 from app.data.blend import BlendedSequences
 from app.data.corpora import Corpora, Folders, HeldOut, all_left_out, load_all, prepare_all
 from app.data.feed import DataSplit
+from app.data.packing import PackedSequences
 from app.data.sources import Record, difference, differing_option, identity
 from app.data.tokenizer import BYTES, Tokenizer, load_tokenizer, vocabulary
 from app.engine.checkpoint.load import IMPORTED, LEFT_OUT
@@ -33,6 +35,8 @@ from app.hf.families import differences
 from app.hf.file_names import SENTENCEPIECE, TOKENIZER
 from app.hf.hub import PRETRAINED, commit_of, config_folder, model_folder
 from app.hf.pretrained import Pretrained
+from app.plan.formatting import count_of
+from app.rules.training import check_lr_schedule
 
 INIT_FROM = "model.init_from"
 
@@ -119,10 +123,12 @@ def _check_steps_left(run: Run, checkpoint: Path, taken: int, run_dir: Path | No
     """
     saved_in = checkpoint.parent.parent
     resumes = run_dir is not None and run_dir.resolve() == saved_in.resolve()
-    lacks_end = resumes and taken == run.train.steps and not has_ended(saved_in)
-    if taken >= run.train.steps and not lacks_end:
+    if run.train.steps is None:  # what is left is known when the data are read
+        return
+    lacks_end = resumes and taken == run.steps and not has_ended(saved_in)
+    if taken >= run.steps and not lacks_end:
         rule = f"the checkpoint {checkpoint} has already taken {taken}"
-        raise ConfigError("train.steps", run.train.steps, rule, nearest=taken + 1)
+        raise ConfigError("train.steps", run.steps, rule, nearest=taken + 1)
 
 
 def claim_start(
@@ -231,6 +237,23 @@ def load_all_data(
     return Data(tokenizer, train, validation, record=record)
 
 
+def with_steps(run: Run, data: DataSplit, start: Start) -> Run:
+    """Return the run with the steps that train.epochs makes of its data. Raises ConfigError."""
+    epochs = run.train.epochs
+    if epochs is None:
+        return run
+    assert isinstance(data.sequences, PackedSequences), "streams and blends have no epochs"
+    steps = max(1, math.ceil(epochs * data.sequences.per_epoch / run.train.global_batch))
+    taken = start.manifest["step"] if start.manifest else 0
+    if taken > steps:
+        made = f"makes {count_of(steps, 'step')}"
+        rule = f"{made}, and the checkpoint {start.checkpoint} has taken {taken}"
+        raise ConfigError("train.epochs", epochs, rule, advice="give more")
+    run = replace(run, train=replace(run.train, steps=steps, epochs=None))
+    check_lr_schedule(run)
+    return run
+
+
 def _loaded(
     run: Run, tokenizer: Tokenizer, folders: Folders
 ) -> tuple[DataSplit, tuple[HeldOut, ...]]:
@@ -238,19 +261,16 @@ def _loaded(
     train, validation = load_all(
         run.data, run.train.seq_len, run.train.seed, tokenizer=tokenizer, folders=folders
     )
-    needed = run.train.steps * run.train.global_batch
     sequences = train.sequences
     limit = sequences.limit if isinstance(sequences, BlendedSequences) else None
-    if limit is not None and needed > limit:
+    if limit is not None and (needed := run.steps * run.train.global_batch) > limit:
         rule = f"read {needed} sequences, and the sources, which all stop, have {limit}"
         near = limit // run.train.global_batch
-        raise ConfigError("train.steps", run.train.steps, rule, nearest=near or None)
+        raise ConfigError("train.steps", run.steps, rule, nearest=near or None)
     return train, validation
 
 
-def _agreed(
-    run: Run, groups: Groups, record: Record | None, *, folders: Folders | None
-) -> Folders:
+def _agreed(run: Run, groups: Groups, record: Record | None, *, folders: Folders | None) -> Folders:
     """Return this host's prepared corpora. Raises ConfigError if hosts have different data."""
     # Compare checksums first, and lists of files only if these differ: a list may have thousands
     # of names per host.
