@@ -37,6 +37,10 @@ def listed(sources: Sequence[dict[str, object]]) -> str:
     return "[" + ", ".join(f"{{{entry}}}" for entry in entries) + "]"
 
 
+def write_lines(path: Path, texts: Sequence[str]) -> None:
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+
+
 class Trial:
     """Runs on JSON lines of three sources."""
 
@@ -151,3 +155,30 @@ def test_losses_of_sources_in_every_layout(tmp_path: Path):
         assert len(set(found[name])) == 4
     for name in layouts:
         assert found[name] == [pytest.approx(each, rel=1e-5) for each in found["one"]], name
+
+
+def test_source_split_in_three_has_the_same_losses(tmp_path: Path):
+    """Of an epoch without learning, of documents that fill a sequence each."""
+    trial = Trial(tmp_path)
+    text = (ROOT / "app/planner/plan.py").read_bytes().decode("ascii", errors="ignore")
+    documents = [text[n * 31 : (n + 1) * 31] for n in range(24)]
+    for name, part in {"all": documents, "a": documents[:12], "b": documents[12:18]}.items():
+        write_lines(tmp_path / f"{name}.jsonl", part)
+    write_lines(tmp_path / "c.jsonl", documents[18:])
+    more = ("train.steps=6", "checkpoint.interval=0", "optim.lr=1e-30", "optim.min_lr=0")
+    more = (*more, "data.document_mask=true", "data.packing=best_fit")
+    more = (*more, f"data.validation={tmp_path}/docs.jsonl")
+    trial.go(more=(*more, "data=jsonl", f"data.path={tmp_path}/all.jsonl", "run_dir=whole"))
+    sources = trial.source("a", weight=2.0), trial.source("b"), trial.source("c")
+    trial.go(*sources, more=(*more, "run_dir=split"))
+    whole, split = (
+        [row for row in untimed(tmp_path / name) if "loss" in row] for name in ("whole", "split")
+    )
+    mean = sum(row["loss"] for row in whole) / 6
+    assert sum(row["loss"] for row in split) / 6 == pytest.approx(mean, rel=1e-6)
+    assert whole[0]["loss"] != split[0]["loss"]
+    assert [split[-1][f"epochs/{label}"] for label in "abc"] == [1.0, 1.0, 1.0]
+    shares = {"a": 0.5, "b": 0.25, "c": 0.25}
+    for row in split:
+        parts = sum(share * row[f"loss/{label}"] for label, share in shares.items())
+        assert row["loss"] == pytest.approx(parts, rel=1e-6)
