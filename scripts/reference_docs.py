@@ -27,6 +27,7 @@ from typing import Any
 
 import yaml
 
+from app.cli.options import other_names
 from app.cli.options.compose import load_overrides
 from app.cli.options.keys import all_keys, is_section, type_of
 from app.config import Run
@@ -349,7 +350,17 @@ def _docstring(name: str) -> str:
     return ast.get_docstring(ast.parse(text)) or ""
 
 
-PAGES = {"keys.md": keys_page, "commands.md": commands_page}
+def other_names_page() -> str:
+    """Return the contents of docs/other-names.md: its first paragraphs are written by hand."""
+    head, _, _ = (DOCS / "other-names.md").read_text().partition("\n## ")
+    return head + "\n" + "\n".join(other_names.page()).lstrip("\n") + "\n"
+
+
+PAGES = {
+    "keys.md": keys_page,
+    "commands.md": commands_page,
+    "other-names.md": other_names_page,
+}
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ def slow_paths(
             "plain torch, since Triton is not installed: a step of model=small takes 1.5 "
             "times as long",
         )
-    if run.train.deterministic and run.train.attention_backend is AttentionBackendKind.torch:
+    by_torch = run.train.attention_backend is AttentionBackendKind.torch
+    if run.train.deterministic and by_torch and run.model.attention_softcap is None:
         yield "attention", _ordered_attention(run)
     if slow := _slow_fp8(run):
         yield "FP8", slow

@@ -1,4 +1,8 @@
-"""Rules that span sections of the configuration, applied before anything is built."""
+"""Rules that span sections of the configuration, applied before anything is built.
+
+What one section alone decides is checked where its dataclass is built, in `app.config`. `block` has
+what keys of the model exclude of each other, `attention` what attention libraries cannot compute.
+"""
 
 from __future__ import annotations
 

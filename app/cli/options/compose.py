@@ -9,12 +9,13 @@ from pathlib import Path
 
 from hydra import compose
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from app.choices import Source
 from app.cli.options.arguments import CONFIG_NAME, Typed, key_of
 from app.cli.options.continued import RunSettings
-from app.cli.options.keys import all_keys, defaults
+from app.cli.options.keys import all_keys, defaults, is_section
 from app.cli.options.old_names import read_files_by_present_names, with_present_names
 from app.cli.options.pretrained import adopt, check_agreement, of_config_json
 from app.cli.options.unknown import no_such_key
@@ -143,6 +144,23 @@ def refuse_deletions(typed: Typed) -> None:
             if "." in word:
                 rule = "takes away a key that every run has"
             raise ConfigError("override", word, rule, advice="leave it away")
+        _refuse_section(word)
+
+
+def _refuse_section(word: str) -> None:
+    """Raise ConfigError for a dictionary as the value of a section: where the section is null, it
+    would be ignored, or OmegaConf would fail.
+    """
+    key, _, value = word.partition("=")
+    key = key.lstrip("+")
+    if not (value.startswith("{") and "." in key and is_section(key)):
+        return
+    (override,) = OverridesParser.create().parse_overrides([word])
+    given = override.value()
+    assert isinstance(given, dict), "the value begins with a brace"
+    keys = " ".join(f"{key}.{name}={as_typed(each)}" for name, each in given.items())
+    rule = "is a section, whose keys are given one by one"
+    raise ConfigError(key, value, rule, advice=f"type {keys}" if keys else None)
 
 
 def load_typed(typed: Typed, world_size: int | None = None) -> Run:
