@@ -59,6 +59,9 @@ LATENT = dataclasses.replace(
 # rounding into a step.
 STEADY = OptimConfig(lr=1e-3, warmup_steps=2, eps=1e-5)
 
+# Two microbatches, where no pipeline needs more in flight: the host's work is what takes the time.
+TWO_MICROBATCHES = TrainConfig(steps=20, seq_len=16, micro_batch=2, global_batch=4)
+
 
 def make_run(model: ModelConfig = TINY, **sections: Any) -> Run:
     """A checked run; keyword arguments replace whole sections."""
