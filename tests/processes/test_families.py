@@ -126,7 +126,7 @@ PHASES = (Recompute.attn_core, Recompute.norm, Recompute.mlp_act)
 @pytest.mark.parametrize("name", chosen([*BLOCKS, *TABLES], BLOCKS))
 @pytest.mark.parametrize("parallel", chosen([{}, {"tp": 2}], [{}]), ids=str)
 def test_recomputed_and_captured_parts_change_nothing(name: str, parallel: dict[str, Any]):
-    plain = family_run(name, parallel, train=TWO_MICROBATCHES)
+    plain = family_run(name, parallel)
     again = dataclasses.replace(plain, recompute=RecomputeConfig(phases=PHASES))
     runs = {
         "eager": plain,
@@ -168,8 +168,7 @@ def test_fp8_trains(name: str):
     for step, loss in plain["losses"].items():
         assert coarse["losses"][step] == pytest.approx(loss, rel=0.02)
         assert coarse["losses"][step] != loss
-    sections = {"precision": runs[1].precision, "train": TWO_MICROBATCHES}
-    eager = family_run(name, {}, model=wide, **sections)
+    eager = family_run(name, {}, model=wide, precision=runs[1].precision)
     captured = dataclasses.replace(eager, cuda_graph=local("partial"))
     (both,) = run_distributed(several, 1, {"eager": eager, "captured": captured})
     assert same(both["captured"], both["eager"])
