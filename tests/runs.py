@@ -162,11 +162,14 @@ def _put_together(held: list[tuple[str, Slice, torch.Tensor]]) -> dict[str, torc
     )
     whole: dict[str, torch.Tensor] = {}
     for name, place, values in (piece for rank in found for piece in rank):
-        numbers = torch.arange(math.prod(place.block.shape)).view(place.block.shape)
-        box = numbers[tuple(map(slice, place.block.start, place.block.stop))].flatten()
-        part = torch.from_numpy(values)
-        target = whole.setdefault(name, torch.full((numbers.numel(),), torch.nan, dtype=part.dtype))
-        target[box[slice(*place.bounds)]] = part
+        part, shape = torch.from_numpy(values), place.block.shape
+        target = whole.setdefault(
+            name, torch.full((math.prod(shape),), torch.nan, dtype=part.dtype)
+        )
+        box = target.view(shape)[tuple(map(slice, place.block.start, place.block.stop))]
+        flat = box.reshape(-1)  # a copy where the block is not contiguous
+        flat[slice(*place.bounds)] = part
+        box.copy_(flat.view_as(box))
     assert not any(values.isnan().any() for values in whole.values()), "a part is missing"
     return {name: whole[name] for name in sorted(whole)}
 
