@@ -303,7 +303,7 @@ def draw_moments(kills: int, run: Run, seed: int) -> list[Moment]:
     kinds = [KINDS[nth % len(KINDS)] for nth in range(kills)]
     draw.shuffle(kinds)
     # The last ones leave room for the warm-up of the attempts behind them.
-    width = 0.8 * run.train.steps / kills
+    width = 0.8 * run.steps / kills
     steps = [int(width * (nth + draw.random())) for nth in range(kills)]
     return [Moment(kind, step, draw.random()) for kind, step in zip(kinds, steps, strict=True)]
 

@@ -95,7 +95,7 @@ def train(run: Run, launch: Launch) -> tuple[list[dict[str, Any]], dict[str, flo
         engine = build_engine(plan, groups, device)
         with closing_graphs(engine), engine.watchdog.running():
             trainer, watch = Trainer(engine, random_data(run), Start(None)), Stopwatch()
-            rows = [trainer.step(watch).metrics() for _ in range(run.train.steps)]
+            rows = [trainer.step(watch).metrics() for _ in range(run.steps)]
             engine.gather_all_params()
         return rows, reserved_gib(groups, device)
 

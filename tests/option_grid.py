@@ -195,6 +195,8 @@ LEFT_OUT = {
     "data.accept_changed": HOST,
     "train.eval_interval": HOST,
     "train.stop_after_worse": HOST,
+    "train.tokens": HOST,
+    "train.epochs": HOST,
     "train.sample_tokens": HOST,
     "train.on_bad_step": HOST,
     "train.max_bad_steps": HOST,

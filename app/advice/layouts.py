@@ -62,7 +62,7 @@ def compare_layouts(
     network = run.hardware.network_gb_s
     slower = SLOWER * network if slower_gb_s is None else slower_gb_s
     if tokens is None:
-        tokens = run.train.steps * run.train.global_batch * run.train.seq_len
+        tokens = run.steps * run.train.global_batch * run.train.seq_len
     trials = Trials(plan.gpu_memory)
     search = _Search(run, trials)
     complete = True

@@ -167,7 +167,11 @@ def inspect(asked: InspectRequest) -> Iterator[str]:
             shares += found
         if index == asked.sequence:
             shown = found
-            source = f" (source {reader.source})" if isinstance(reader, BlendReader) else ""
+            source = (
+                f" (source {reader.parts[reader.source].label})"
+                if isinstance(reader, BlendReader)
+                else ""
+            )
     of = ""
     if isinstance(sequences, PackedSequences):
         of = f" of {sequences.per_epoch:,} in the first epoch"

@@ -31,6 +31,7 @@ from app.config.layout import (
 from app.config.model import LayerSpec, ModelConfig
 from app.config.profile import HardwareProfile
 from app.config.training import (
+    USUAL_STEPS,
     CheckpointConfig,
     DataConfig,
     LogConfig,
@@ -38,6 +39,7 @@ from app.config.training import (
     OptimConfig,
     TrainConfig,
 )
+from app.errors import ConfigError, Instead
 
 __all__ = [
     "AttentionSpec",
@@ -126,9 +128,18 @@ class Run:
         return max(1, self.train.eval_sequences // (self.train.micro_batch * self.dp))
 
     @property
+    def steps(self) -> int:
+        """Optimizer updates. Raises ConfigError while the data, which decide, are not read."""
+        if self.train.steps is None:
+            rule = "the number of steps is known when the data are read"
+            near = Instead("train.epochs=null", f"train.steps={USUAL_STEPS}")
+            raise ConfigError("train.epochs", self.train.epochs, rule, nearest=near)
+        return self.train.steps
+
+    @property
     def decay_steps(self) -> int:
         """Step at which the learning rate reaches its minimum."""
-        return self.train.steps if self.optim.decay_steps is None else self.optim.decay_steps
+        return self.steps if self.optim.decay_steps is None else self.optim.decay_steps
 
     @property
     def warmup_steps(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -24,6 +25,8 @@ from app.config.bounds import above_zero, at_least, finite
 from app.config.sources import SourceConfig, source_list
 from app.errors import ConfigError, Instead, nearest_multiples, typed
 
+LENGTHS = ("steps", "tokens", "epochs")  # keys of TrainConfig of which one is given
+USUAL_STEPS = 700
 EXAMPLE = "give for example data.path='folder/*'"
 # Most documents of a sequence by default: so many, or as many as there are with so many tokens.
 USUAL_DOCUMENTS, SHORT_DOCUMENT = 16, 64
@@ -134,7 +137,8 @@ class DataConfig:
     streaming: bool = False  # read while training instead of preparing an arrow cache first (hub)
     text_field: str = "text"  # column that holds the text
     on_bad_file: BadFile = BadFile.stop  # skip leaves out files that cannot be read
-    tokenizer: str = "bytes"  # "bytes" or the path of a `tokenizers` JSON file
+    # "bytes", a `tokenizers` JSON file, its folder, a run, or a name on the Hugging Face hub
+    tokenizer: str = "bytes"
     # validation documents of their own: a path, a list of paths, or a list of sources as in
     # data.sources; []: held out from the training documents
     validation: Any = ()
@@ -333,7 +337,10 @@ class LossConfig:
 class TrainConfig:
     """Length and batch of the run."""
 
-    steps: int = 700  # optimizer updates
+    # optimizer updates; null: as many as tokens or epochs make, or 700
+    steps: int | None = None
+    tokens: float | None = None  # tokens to train on, up to a full step; null: those of steps
+    epochs: float | None = None  # passes over one source, likewise
     seq_len: int = 128  # tokens per sequence
     micro_batch: int = 8  # sequences per forward on one rank
     global_batch: int = 16  # sequences per optimizer update over all ranks
@@ -361,6 +368,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "frozen", tuple(self.frozen))
+        above_zero("train", self, "tokens", "epochs")
         at_least(
             "train", self, 1, "steps", "seq_len", "micro_batch", "global_batch", "eval_sequences"
         )
@@ -370,3 +378,19 @@ class TrainConfig:
             rule = "counts validations, and train.eval_interval=0 has none between first and last"
             near = ("null", Instead("train.eval_interval=100"))
             raise ConfigError("train.stop_after_worse", self.stop_after_worse, rule, nearest=near)
+        self._settle_length()
+
+    def _settle_length(self) -> None:
+        """Set `steps`, unless the data decide."""
+        given = [key for key in LENGTHS if getattr(self, key) is not None]
+        if len(given) > 1:
+            key, other = given[1], given[0]
+            rule = f"train.{other}={getattr(self, other):g} is given too"
+            near = (Instead(f"train.{other}=null"), "null")
+            raise ConfigError(f"train.{key}", getattr(self, key), rule, nearest=near)
+        steps = USUAL_STEPS
+        if self.tokens is not None:
+            steps = math.ceil(self.tokens / (self.global_batch * self.seq_len))
+        if given in ([], ["tokens"]):
+            object.__setattr__(self, "steps", steps)
+            object.__setattr__(self, "tokens", None)

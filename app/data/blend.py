@@ -195,16 +195,15 @@ class BlendReader:
         self.parts = parts
         self.readers = readers
         self.walk = walk
-        self.source = ""  # of the sequence that was read last
+        self.source = 0  # of the sequence that was read last, its place among the parts
 
     def sample(self, index: int) -> np.ndarray:
         """Tokens of a global sequence; indices rise."""
         assert index >= self.walk.next, "sequences are read in order"
         while self.walk.next < index:
             self.walk.advance()
-        source, number = self.walk.advance()
-        self.source = self.parts[source].label
-        return self.readers[source].sample(number)
+        self.source, number = self.walk.advance()
+        return self.readers[self.source].sample(number)
 
     def state(self, sequences: int) -> dict[str, Any]:
         """Position after so many global sequences, no fewer than were read."""

@@ -6,7 +6,7 @@ Shapes: B sequences per microbatch, S tokens per sequence.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,7 @@ class Batch:
     positions_BS: torch.Tensor
     # int32; where the documents of each whole sequence end, padded with S; None: not kept apart
     ends_BD: torch.Tensor | None
+    sources_B: torch.Tensor | None = None  # of each sequence, its place in a blend; None: no blend
 
 
 @dataclass(frozen=True)
@@ -181,11 +182,13 @@ class TrainFeed:
 
     def _microbatch(self, ordinal: int) -> Batch:
         first = self._sequences + ordinal * self.micro_batch
-        return make_batch(
-            [self._reader.sample(first + j) for j in range(self.micro_batch)],
-            self.dataset.boundary,
-            self.dataset.max_documents,
-        )
+        rows, sources = [], []
+        for index in range(first, first + self.micro_batch):
+            rows.append(self._reader.sample(index))
+            if isinstance(self._reader, BlendReader):
+                sources.append(self._reader.source)
+        batch = make_batch(rows, self.dataset.boundary, self.dataset.max_documents)
+        return replace(batch, sources_B=torch.tensor(sources)) if sources else batch
 
 
 class ValidationFeed:

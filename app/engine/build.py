@@ -25,6 +25,7 @@ from app.engine.ranks.dtypes import DTYPES
 from app.engine.ranks.groups import Groups
 from app.engine.step.engine import Engine
 from app.engine.step.executor import Transport
+from app.engine.step.source_losses import SourceLosses
 from app.engine.watchdog.watchdog import Watchdog
 from app.fp8.linear import Fp8Layers
 from app.fp8.ready import ReadyRows
@@ -116,7 +117,7 @@ def build_engine(
         static=built.static,
         recorder=build_recorder(run, device),
         paging=built.paging,
-        states=tuple(_states(run, chunks, built, fp8=fp8)),
+        states=tuple(_states(run, chunks, built, fp8=fp8, device=device)),
         frozen=frozen,
     )
 
@@ -140,7 +141,12 @@ def _freeze(run: Run, chunks: Sequence[Chunk], groups: Groups) -> tuple[FrozenWe
 
 
 def _states(
-    run: Run, chunks: Sequence[Chunk], built: BuiltDispatcher, *, fp8: Fp8Layers | None
+    run: Run,
+    chunks: Sequence[Chunk],
+    built: BuiltDispatcher,
+    *,
+    fp8: Fp8Layers | None,
+    device: torch.device,
 ) -> Iterator[StepState]:
     """Yield the state that the run's features keep per step."""
     if run.model.moe is not None and run.model.moe.balance is Balance.global_batch:
@@ -150,6 +156,8 @@ def _states(
         yield built.cloning
     if fp8 is not None:
         yield fp8
+    if run.data.parts:
+        yield SourceLosses([source.label for source, _ in run.data.parts], device)
 
 
 def _build_dispatcher(

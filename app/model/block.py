@@ -304,7 +304,7 @@ class StepState:
     def stepped(self, skipped: bool) -> None:
         """Note on the host whether the update was skipped."""
 
-    def metrics(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+    def metrics(self, sums: Mapping[str, float]) -> Mapping[str, object]:
         """Return metrics of this step (fields of `StepReport`) from its `sums` over all ranks."""
         return {}
 

@@ -156,6 +156,12 @@ class Chunk(nn.Module):
         """Return the last stage's cross-entropy, nats, summed over positions with a label; a
         scalar.
         """
+        return self.loss_and_parts(x_BsD, labels_BS, context)[0]
+
+    def loss_and_parts(
+        self, x_BsD: Tensor, labels_BS: Tensor, context: Context
+    ) -> tuple[Tensor, Tensor]:
+        """Return `loss`, and without gradients its part of every position, fp32 B × S."""
         sink = context.sink
         if self.first and self.head is None and sink is not None and not sink.deferred:
             # For a tied table on one stage, autograd sums both gradients and fires one hook: skip

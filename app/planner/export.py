@@ -75,7 +75,7 @@ class Estimate:
             bubble_fraction=plan.timeline.bubble_fraction,
             peak_tflops=peak,
             efficiency=run.hardware.efficiency,
-            gpu_hours=seconds * run.train.steps * run.world_size / 3600,
+            gpu_hours=seconds * run.steps * run.world_size / 3600,
             profile=None if plan.profile is None else plan.profile.gpu,
         )
 

@@ -43,9 +43,9 @@ def summary_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     )
     sequences = f"{count_of(train.global_batch, 'sequence')} of {train.seq_len:,}"
     yield "step", f"{tokens:,} tokens: {sequences}, {micro}"
-    flops = train.steps * tokens * run_flops_per_token(run)
-    seen = amount(train.steps * tokens)
-    yield "run", f"{count_of(train.steps, 'step')}, {seen} tokens, {flops:.2e} FLOPs"
+    flops = run.steps * tokens * run_flops_per_token(run)
+    seen = amount(run.steps * tokens)
+    yield "run", f"{count_of(run.steps, 'step')}, {seen} tokens, {flops:.2e} FLOPs"
 
 
 def types(precision: PrecisionConfig) -> str:

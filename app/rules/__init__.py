@@ -28,7 +28,7 @@ from app.rules.layout import (
 from app.rules.pipeline import check_schedule_choice, check_stages
 from app.rules.precision import check_fp8
 from app.rules.sizes import check_microbatches, check_sizes
-from app.rules.training import check_batch, check_lr_schedule, check_rollback
+from app.rules.training import check_batch, check_epochs, check_lr_schedule, check_rollback
 
 # Sizes come first: later rules plan stages and schedules, which takes too long for absurd sizes.
 RULES: tuple[Callable[[Run], None], ...] = (
@@ -54,6 +54,7 @@ RULES: tuple[Callable[[Run], None], ...] = (
     check_graphs_update,
     check_graphs_choice,
     check_graphs_beside,
+    check_epochs,
     check_lr_schedule,
     check_rollback,
 )

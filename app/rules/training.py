@@ -32,8 +32,19 @@ def _batch_of(run: Run) -> tuple[FirstOf, ...]:
     return (*found, *nearest_divisors(run.dp, whole, "parallel.dp")[:1])
 
 
+def check_epochs(run: Run) -> None:
+    """Refuse epochs of data without a known length."""
+    for key, value in (("streaming", run.data.streaming), ("sources", bool(run.data.parts))):
+        if run.train.epochs is not None and value:
+            rule = f"are those of one source of known length, and data.{key} is given"
+            near = Instead("train.epochs=null", "train.tokens=1e9")
+            raise ConfigError("train.epochs", run.train.epochs, rule, nearest=near)
+
+
 def check_lr_schedule(run: Run) -> None:
     """Refuse warm-up and final decay that do not fit into the decay steps."""
+    if run.train.steps is None:
+        return  # until the data are read
     warmup, last, whole = run.warmup_steps, run.wsd_decay_steps, run.decay_steps
     if warmup >= whole:
         rule = f"must be below the {whole} decay steps"

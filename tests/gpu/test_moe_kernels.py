@@ -108,10 +108,9 @@ def layer(leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     # unequal experts: probabilities matter
     factors_R = (1 + torch.arange(probs_TK.numel(), device="cuda") % 5).bfloat16()
     out_TD = combine(permute(x_TD, record) * factors_R[:, None], probs_TK, record)
-    loss = (
-        summed_loss(out_TD.view(*labels_BS.shape, -1), weight_VD, labels_BS, backend=TorchLinear())
-        / 1024
-    )
+    out_BSD = out_TD.view(*labels_BS.shape, -1)
+    total, _ = summed_loss(out_BSD, weight_VD, labels_BS, backend=TorchLinear())
+    loss = total / 1024
     return loss.detach(), *torch.autograd.grad(loss, (x_TD, logits_TE, weight_VD))
 
 

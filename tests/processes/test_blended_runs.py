@@ -68,6 +68,7 @@ def test_resumed_blend_repeats_and_may_change(tmp_path: Path):
     assert last["tokens/plans"] == 3 * last["tokens/rules"]
     assert last["tokens/plans"] + last["tokens/rules"] == last["tokens"]
     assert 0 < last["epochs/rules"] < 1
+    assert last["loss"] == pytest.approx(0.75 * last["loss/plans"] + 0.25 * last["loss/rules"])
     held = next(row for row in reversed(rows) if "val_loss" in row)
     assert held["val_loss"] == pytest.approx(
         0.75 * held["val_loss/plans"] + 0.25 * held["val_loss/rules"]
@@ -121,3 +122,32 @@ def test_validation_documents_of_their_own(tmp_path: Path):
     assert several["val_loss/rules"] == single["val_loss"]
     mean = 0.75 * several["val_loss/rules"] + 0.25 * several["val_loss/docs"]
     assert several["val_loss"] == pytest.approx(mean)
+
+
+def test_losses_of_sources_in_every_layout(tmp_path: Path):
+    """Each rank counts its part; a replayed graph counts every step anew."""
+    trial = Trial(tmp_path)
+    files = [trial.source("plans", weight=3.0), trial.source("rules")]
+    more = ("train.steps=4", "model.num_layers=2", "checkpoint.interval=0", "train.micro_batch=1")
+    layouts = {
+        "one": (),
+        "graph": (
+            "cuda_graph=full_iteration",
+            "cuda_graph.optimizer=true",
+            "cuda_graph.warmup_steps=1",
+        ),
+        "tp": ("parallel.tp=2",),
+        "stages": (
+            "parallel.pp=2",
+            "parallel.cp=2",
+        ),
+    }
+    found = {}
+    for name, layout in layouts.items():
+        ranks = {"tp": 2, "stages": 4}.get(name, 1)
+        trial.go(*files, more=(*more, *layout, f"run_dir={name}"), ranks=ranks)
+        rows = [row for row in untimed(tmp_path / name) if "loss" in row]
+        found[name] = [(row["loss/plans"], row["loss/rules"]) for row in rows]
+        assert len(set(found[name])) == 4
+    for name in layouts:
+        assert found[name] == [pytest.approx(each, rel=1e-5) for each in found["one"]], name

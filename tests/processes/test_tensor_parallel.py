@@ -49,7 +49,7 @@ def golden_loss(rank: int, case: dict[str, Any], chunk: int | None) -> tuple[flo
     )
     own = slice(rank * vocab // ranks, (rank + 1) * vocab // ranks)
     h = logits_BSV.chunk(ranks, dim=1)[rank].clone().requires_grad_()
-    loss = summed_loss(
+    loss, _ = summed_loss(
         h,
         nn.Parameter(torch.eye(vocab)[own].clone()),
         labels_BS,

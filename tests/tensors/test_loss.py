@@ -55,7 +55,9 @@ def test_loss_and_gradients(
 ):
     monkeypatch.setattr(app.model.layers.loss, "ROWS", rows)
     h, weight, labels = draw(dtype)
-    loss = summed_loss(h, weight, labels, backend=BACKEND, chunk_tokens=chunk)
+    loss, parts = summed_loss(h, weight, labels, backend=BACKEND, chunk_tokens=chunk)
+    assert not parts.requires_grad and parts.shape == labels.shape
+    assert torch.equal(parts.sum(), loss) and parts[labels == -100].eq(0).all()
     (loss * 0.25).backward()
     wanted, h_grad, weight_grad = exact(h, weight, labels, scale=0.25)
     terms = (
@@ -70,7 +72,8 @@ def test_loss_and_gradients(
 def test_the_weight_gradient_can_wait(chunk: int | None):
     h, weight, labels = draw(torch.float32)
     queue, sums = WeightGradQueue(), torch.zeros(V, D)
-    summed_loss(h, weight, labels, backend=BACKEND, chunk_tokens=chunk, sink=queue).backward()
+    loss, _ = summed_loss(h, weight, labels, backend=BACKEND, chunk_tokens=chunk, sink=queue)
+    loss.backward()
     assert weight.grad is None
     queue.run(lambda param, gradient: gradient.add_to(sums))
     expect_sums({"weight": sums}, {"weight": exact(h, weight, labels, scale=1.0)[2]}, TERMS)
@@ -78,14 +81,14 @@ def test_the_weight_gradient_can_wait(chunk: int | None):
 
 def test_nothing_with_a_label_is_nothing():
     h, weight, labels = draw(torch.float32)
-    loss = summed_loss(h, weight, torch.full_like(labels, -100), backend=BACKEND)
+    loss, _ = summed_loss(h, weight, torch.full_like(labels, -100), backend=BACKEND)
     loss.backward()
     assert loss == 0 and h.grad.eq(0).all() and weight.grad.eq(0).all()
 
 
 def test_large_logits_stay_finite():
     h, weight, labels = draw(torch.float32)
-    loss = summed_loss(h * 1e4, weight, labels, backend=BACKEND)
+    loss, _ = summed_loss(h * 1e4, weight, labels, backend=BACKEND)
     loss.backward()
     assert loss.isfinite() and h.grad.isfinite().all()
 
@@ -96,7 +99,7 @@ def test_equals_golden(case: dict):
     for s in range(len(target)):
         for b in range(target.shape[1]):
             h = logits[s : s + 1, b : b + 1].clone().requires_grad_()
-            loss = summed_loss(
+            loss, _ = summed_loss(
                 h,
                 nn.Parameter(torch.eye(logits.shape[2])),
                 target[s : s + 1, b : b + 1],

@@ -22,6 +22,7 @@ from app.choices import Fp8Recipe
 from app.cli.options.arguments import CONFIG_NAME, Typed
 from app.config.layout import OF_DELAYED
 from app.config.renamed import with_new_names
+from app.config.training import LENGTHS
 from app.engine.files.checkpoints import CHECKPOINTS, MANIFEST, newest_checkpoint, parse_manifest
 from app.engine.files.run_folder import CONFIG, HEADER
 from app.engine.files.signals import ctrl_c_held_back
@@ -78,8 +79,11 @@ class RunSettings:
             name: copy.deepcopy(value) for name, value in self.values.items() if name not in chosen
         }
         _leave_out_unread(values)
+        keys = {each.key_or_group for each in _parsed(typed.overrides)}
+        if keys & {f"train.{name}" for name in LENGTHS}:
+            for name in LENGTHS:
+                values.get("train", {}).pop(name, None)
         if isinstance(parallel := values.get("parallel"), dict):
-            keys = {each.key_or_group for each in _parsed(typed.overrides)}
             _set_replicas(parallel, world_size, anew="parallel.world_size" in keys)
         return dict(_kept(values, "", frozenset(known)))
 

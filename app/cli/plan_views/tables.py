@@ -202,7 +202,7 @@ def _print_schedule(plan: Plan, console: Console) -> None:
     console.print(table)
     rate = f"{figures(estimate.tokens_per_second_per_gpu)} tokens/s per GPU, MFU {estimate.mfu:.1%}"
     console.print(f"Estimate: {figures(estimate.seconds * 1e3)} ms per step, {rate},")
-    steps = count_of(plan.run.train.steps, "step")
+    steps = count_of(plan.run.steps, "step")
     console.print(f"{figures(estimate.gpu_hours)} GPU hours for {steps},")
     console.print(_assumption(plan, estimate), style="dim")
     _print_times(plan, console)

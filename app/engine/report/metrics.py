@@ -69,7 +69,7 @@ class Meter:
             setattr(report, key, value)
 
     def _at_interval(self, step: int) -> bool:
-        return step % self.run.log.interval == 0 or step == self.run.train.steps
+        return step % self.run.log.interval == 0 or step == self.run.steps
 
     def advice(self) -> list[str]:
         """Return advice for the next run from measurements of this one; all ranks call it."""

@@ -128,7 +128,7 @@ class Console:
     """Console output: a live line on a terminal, elsewhere a line per log interval."""
 
     def __init__(self, run: Run, from_step: int, stream: TextIO | None = None) -> None:
-        self.total = run.train.steps
+        self.total = run.steps
         self.interval = run.log.interval
         self.stream = sys.stdout if stream is None else stream
         self.live = LiveLine(self.stream, self.total) if self.stream.isatty() else None

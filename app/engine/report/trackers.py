@@ -70,7 +70,7 @@ class Tracker(Sink, ABC):
     def __init__(self, name: str, plan: Plan) -> None:
         self._name = name
         self._interval = plan.run.log.interval
-        self._total = plan.run.train.steps
+        self._total = plan.run.steps
         self._lost = False
 
     def step(self, report: StepReport) -> None:

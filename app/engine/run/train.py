@@ -27,6 +27,7 @@ from app.engine.start.start import (
     look_once,
     open_pretrained,
     reads_initial_weights,
+    with_steps,
 )
 from app.engine.step.engine import Engine
 from app.engine.watchdog.heartbeats import Heartbeats
@@ -109,6 +110,7 @@ def start_up(
         times.end("pretrained model")
     watchdog.rest("preparing the corpus")
     data = load_all_data(run, groups, local_rank, sources=sources, manifest=start.manifest)
+    plan = Plan(with_steps(run, data.train, start)) if run.train.epochs else plan
     times.end("data")
     watchdog.rest("building the model")
     # differs by rank, as the jitter of router inputs must

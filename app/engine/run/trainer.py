@@ -248,7 +248,7 @@ class Trainer:
     @property
     def _is_last_step(self) -> bool:
         """True if no step follows."""
-        return self.progress.step >= self.run.train.steps or self.worse.ends
+        return self.progress.step >= self.run.steps or self.worse.ends
 
     def _earlier_losses(self) -> list[float]:
         """Return the losses of validations that the run folder holds."""
@@ -256,12 +256,12 @@ class Trainer:
 
     def _tell_end(self, sinks: Sequence[Sink]) -> None:
         """Report that the run ends before its last step."""
-        if not self.worse.ends or self.progress.step == self.run.train.steps:
+        if not self.worse.ends or self.progress.step == self.run.steps:
             return
         text = f"the run ends: the validation loss was not below {self.worse.best:.4f} in "
         text += f"{self.worse.count} validations (train.stop_after_worse)"
         for sink in sinks:
-            sink.note(f"step {self.progress.step}/{self.run.train.steps}  {text}")
+            sink.note(f"step {self.progress.step}/{self.run.steps}  {text}")
 
     def _tell_ready(self, sinks: Sequence[Sink]) -> None:
         """Report start-up times after the first step of this process."""
@@ -269,7 +269,7 @@ class Trainer:
             return
         self.times.end("first step")
         for sink in sinks:
-            sink.note(f"step {self.progress.step}/{self.run.train.steps}  {self.times}")
+            sink.note(f"step {self.progress.step}/{self.run.steps}  {self.times}")
 
     def _tell_graphs(self, sinks: Sequence[Sink]) -> None:
         """Report captured graphs beside the plan, after the step that captured them."""
@@ -281,7 +281,7 @@ class Trainer:
         plan = engine.plan.graphs[engine.groups.pp_rank]
         text = GraphFacts.of(recorder).beside(plan.num_graphs if plan else 1)
         for sink in sinks:
-            sink.note(f"step {self.progress.step}/{self.run.train.steps}  {text}")
+            sink.note(f"step {self.progress.step}/{self.run.steps}  {text}")
 
     def _tell_pace(self, sinks: Sequence[Sink], report: StepReport) -> None:
         """Report once if steps are slower than planned."""
@@ -289,7 +289,7 @@ class Trainer:
             return
         text = self.pace.sentence(report, self.meter.rank_load)
         for sink in sinks if text else ():
-            sink.note(f"step {self.progress.step}/{self.run.train.steps}  {text}")
+            sink.note(f"step {self.progress.step}/{self.run.steps}  {text}")
 
     def _say_farewell(self, command: str) -> None:
         if self.is_rank_zero:
@@ -322,7 +322,7 @@ class Trainer:
         """Train on the next global batch; `stopwatch` measures time from step to step."""
         run = self.run
         lr = lr_at(self.progress.updates + 1, run)
-        following = self.feed.look_ahead if self.progress.step + 1 < run.train.steps else None
+        following = self.feed.look_ahead if self.progress.step + 1 < run.steps else None
         began = time.perf_counter()
         batches = self.feed.next_step()
         data_wait = time.perf_counter() - began
@@ -331,11 +331,11 @@ class Trainer:
         self.meter.count(totals)
         report.step = self.progress.step + 1
         report.tokens = self.progress.tokens + self.meter.tokens_per_step
-        report.by_source = by_source
+        report.by_source = {**by_source, **(report.by_source or {})} if by_source else None
         updates = self.progress.updates + 1 - report.skipped
         self.progress = Progress(report.step, updates, report.tokens)
         # a stop request during the last step changes nothing: the run ends anyway
-        self.stops = self.training_step.stops and report.step < run.train.steps
+        self.stops = self.training_step.stops and report.step < run.steps
         report.step_ms, report.data_wait_ms = stopwatch.lap() * 1e3, data_wait * 1e3
         blocked = self.saver.blocked()
         report.checkpoint_blocked_ms = None if blocked is None else blocked * 1e3
@@ -345,7 +345,7 @@ class Trainer:
     def _validates_now(self) -> bool:
         step = self.progress.step
         interval = self.run.train.eval_interval
-        return step == self.run.train.steps or bool(interval and step % interval == 0)
+        return step == self.run.steps or bool(interval and step % interval == 0)
 
     def _owes_validation(self) -> bool:
         """True if a validation is due at the start, or was skipped when the last process ended."""
@@ -362,7 +362,7 @@ class Trainer:
         """Run a validation owed before the first step, or the final one if no step is left."""
         if self._owes_validation():
             return self._validate(sinks)
-        return self._validate(()) if self.progress.step == self.run.train.steps else None
+        return self._validate(()) if self.progress.step == self.run.steps else None
 
     def _validate(self, sinks: Sequence[Sink]) -> ValidationReport:
         losses, tokens, total = {}, 0, 0.0

@@ -66,7 +66,7 @@ FREE = frozenset((
     # Sources may come and go, but keep their texts (`_other_source`).
     "data.sources",
     # Length and batches of training; the data cursor counts sequences, whatever the batch.
-    "train.steps", "train.global_batch", "train.micro_batch",
+    "train.steps", "train.tokens", "train.epochs", "train.global_batch", "train.micro_batch",
     # Validation, sample, and reaction to non-finite steps.
     "train.eval_interval", "train.eval_sequences", "train.stop_after_worse",
     "train.sample_tokens", "train.on_bad_step",
@@ -82,6 +82,7 @@ SOURCES = "data.sources"
 BIAS_RATE = "model.moe.bias_update_rate"
 # Keys of a source that may differ: its share, and its place, whose contents count instead.
 SHARES = ("weight", "after_end", "path", "name")
+LENGTH = ("train.steps", "train.epochs")  # saved as steps, which the data decide with epochs
 UNREPORTED = ("run_dir", "resume", "parallel.world_size", "data.accept_changed")
 READ_OTHERWISE = (
     "read exactly as written now; the program that saved the checkpoint rewrote texts of JSON that "
@@ -127,7 +128,7 @@ def allowed_changes(
         raise ConfigError(key, now, rule, nearest=near, advice=advice)
     data.check(checkpoint)
     idle = set(unread(saved)) & set(unread(current))
-    quiet = (*UNREPORTED, *idle)
+    quiet = (*UNREPORTED, *idle, *(LENGTH if run.train.epochs else ()))
     told = (each for each in differences if not each[0].startswith(quiet))
     changes = tuple(
         f"{key}: {_other_shares(was, now) if key == SOURCES else f'{was} -> {now}'}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import math
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,8 +19,10 @@ from app.config import Run
 from app.data.blend import BlendedSequences
 from app.data.corpora import Corpora, Folders, HeldOut, all_left_out, load_all, prepare_all
 from app.data.feed import DataSplit
+from app.data.packing import PackedSequences
 from app.data.sources import Record, difference, differing_option, identity
 from app.data.tokenizer import BYTES, Tokenizer, load_tokenizer, vocabulary
+from app.data.tokenizer_files import SENTENCEPIECE, TOKENIZER, bring_tokenizer, tokenizer_file
 from app.engine.checkpoint.load import IMPORTED, LEFT_OUT
 from app.engine.files.checkpoints import newest_checkpoint, read_manifest
 from app.engine.files.run_folder import RUNS, FolderLock, check_place, choose_folder, has_ended
@@ -30,9 +33,10 @@ from app.engine.start.kept_tokenizer import changed_end, kept_end, recorded_end
 from app.engine.start.resume import allowed_changes, checkpoint_to_resume
 from app.errors import ConfigError, typed, warn
 from app.hf.families import differences
-from app.hf.file_names import SENTENCEPIECE, TOKENIZER
 from app.hf.hub import PRETRAINED, commit_of, config_folder, model_folder
 from app.hf.pretrained import Pretrained
+from app.plan.formatting import count_of
+from app.rules.training import check_lr_schedule
 
 INIT_FROM = "model.init_from"
 
@@ -119,10 +123,12 @@ def _check_steps_left(run: Run, checkpoint: Path, taken: int, run_dir: Path | No
     """
     saved_in = checkpoint.parent.parent
     resumes = run_dir is not None and run_dir.resolve() == saved_in.resolve()
-    lacks_end = resumes and taken == run.train.steps and not has_ended(saved_in)
-    if taken >= run.train.steps and not lacks_end:
+    if run.train.steps is None:  # what is left is known when the data are read
+        return
+    lacks_end = resumes and taken == run.steps and not has_ended(saved_in)
+    if taken >= run.steps and not lacks_end:
         rule = f"the checkpoint {checkpoint} has already taken {taken}"
-        raise ConfigError("train.steps", run.train.steps, rule, nearest=taken + 1)
+        raise ConfigError("train.steps", run.steps, rule, nearest=taken + 1)
 
 
 def claim_start(
@@ -166,9 +172,10 @@ def check_own_tokenizer(run: Run, folder: Path, name: str) -> None:
         return
     if typed_in == BYTES:
         raise refusal(f"{name} was trained with a tokenizer of its own")
-    if not Path(typed_in).is_file() or filecmp.cmp(typed_in, own, shallow=False):
+    file = tokenizer_file(typed_in)
+    if filecmp.cmp(file, own, shallow=False):
         return
-    ids = vocabulary(Path(typed_in))
+    ids = vocabulary(file)
     for token, number in sorted(vocabulary(own).items(), key=lambda entry: entry[1]):
         if ids.get(token) != number:
             rule = f"{name} has been trained with {number} for {token!r}, which is {ids.get(token)}"
@@ -177,16 +184,19 @@ def check_own_tokenizer(run: Run, folder: Path, name: str) -> None:
         raise refusal(f"has {max(ids.values()) + 1} ids, and {name} has {run.model.vocab_size}")
 
 
-def check_tokenizer(run: Run, manifest: Mapping[str, Any] | None = None) -> Tokenizer:
+def check_tokenizer(
+    run: Run, manifest: Mapping[str, Any] | None = None, *, asks: bool = True
+) -> Tokenizer:
     """Load the tokenizer, and check it against the model's vocabulary.
 
     For a run with model.init_from, whose files are present, it must match the initial model's.
     `manifest` is that of the checkpoint resumed or used, whose end-of-document token is kept; None
-    without a checkpoint. Raises ConfigError.
+    without a checkpoint. `asks`: whether this process asks the hub for it. Raises ConfigError.
     """
     if (name := run.model.init_from) is not None:
         check_own_tokenizer(run, config_folder(name, INIT_FROM, asks=False), name)
     spec = run.data.tokenizer
+    bring_tokenizer(spec, asks)
     tokenizer = load_tokenizer(spec, kept_end(manifest, spec))
     if tokenizer.vocab_size > run.model.vocab_size:
         rule = f"data.tokenizer={spec} has {tokenizer.vocab_size} ids"
@@ -219,7 +229,7 @@ def load_all_data(
     """
     leads = local_rank == 0
     look = sources or look_once(run)
-    tokenizer = all_succeed(groups, lambda: check_tokenizer(run, manifest))
+    tokenizer = all_succeed(groups, lambda: check_tokenizer(run, manifest, asks=leads))
     own = all_succeed(
         groups, lambda: prepare_all(run.data, tokenizer, look(), say=warn) if leads else None
     )
@@ -231,6 +241,23 @@ def load_all_data(
     return Data(tokenizer, train, validation, record=record)
 
 
+def with_steps(run: Run, data: DataSplit, start: Start) -> Run:
+    """Return the run with the steps that train.epochs makes of its data. Raises ConfigError."""
+    epochs = run.train.epochs
+    if epochs is None:
+        return run
+    assert isinstance(data.sequences, PackedSequences), "streams and blends have no epochs"
+    steps = max(1, math.ceil(epochs * data.sequences.per_epoch / run.train.global_batch))
+    taken = start.manifest["step"] if start.manifest else 0
+    if taken > steps:
+        made = f"makes {count_of(steps, 'step')}"
+        rule = f"{made}, and the checkpoint {start.checkpoint} has taken {taken}"
+        raise ConfigError("train.epochs", epochs, rule, advice="give more")
+    run = replace(run, train=replace(run.train, steps=steps, epochs=None))
+    check_lr_schedule(run)
+    return run
+
+
 def _loaded(
     run: Run, tokenizer: Tokenizer, folders: Folders
 ) -> tuple[DataSplit, tuple[HeldOut, ...]]:
@@ -238,19 +265,16 @@ def _loaded(
     train, validation = load_all(
         run.data, run.train.seq_len, run.train.seed, tokenizer=tokenizer, folders=folders
     )
-    needed = run.train.steps * run.train.global_batch
     sequences = train.sequences
     limit = sequences.limit if isinstance(sequences, BlendedSequences) else None
-    if limit is not None and needed > limit:
+    if limit is not None and (needed := run.steps * run.train.global_batch) > limit:
         rule = f"read {needed} sequences, and the sources, which all stop, have {limit}"
         near = limit // run.train.global_batch
-        raise ConfigError("train.steps", run.train.steps, rule, nearest=near or None)
+        raise ConfigError("train.steps", run.steps, rule, nearest=near or None)
     return train, validation
 
 
-def _agreed(
-    run: Run, groups: Groups, record: Record | None, *, folders: Folders | None
-) -> Folders:
+def _agreed(run: Run, groups: Groups, record: Record | None, *, folders: Folders | None) -> Folders:
     """Return this host's prepared corpora. Raises ConfigError if hosts have different data."""
     # Compare checksums first, and lists of files only if these differ: a list may have thousands
     # of names per host.

@@ -19,8 +19,16 @@ from app.engine.capture.recorder import Recorder
 from app.engine.capture.transformer_engine import GraphsByTransformerEngine, graphed_callables
 from app.engine.ranks.dtypes import DTYPES
 from app.engine.ranks.groups import Groups
-from app.engine.step.executor import Executor, ForwardBackward, InFlight, RankStages, Transport
+from app.engine.step.executor import (
+    Executor,
+    ForwardBackward,
+    InFlight,
+    RankStages,
+    Transport,
+    chunk_loss,
+)
 from app.engine.step.frozen import PartlyTrained
+from app.engine.step.source_losses import SourceLosses
 from app.engine.watchdog.watchdog import Watchdog
 from app.model.block import StepState
 from app.model.chunk import Chunk
@@ -150,6 +158,7 @@ def select_forward_backward(
     """
     run = engine.plan.run
     rank = engine.groups.pp_rank
+    by_source = engine.state(SourceLosses)
     stages = RankStages(
         engine.chunks,
         engine.plan.next_here(rank),
@@ -159,6 +168,7 @@ def select_forward_backward(
         device=engine.device,
         sink=engine.optimizer.main_grad_sink(),
         graphs=graphs,
+        loss=chunk_loss if by_source is None else by_source.loss,
     )
     return Executor(
         lists[rank],

@@ -22,11 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from app.data.feed import Batch
 from app.engine.capture.partial import PartialGraphs
 from app.engine.step.records import StepInput, StepTotals
 from app.engine.watchdog.watchdog import Watchdog
 from app.model.chunk import Chunk
 from app.model.layers.layer_groups import rank
+from app.model.layers.layers import Context
 from app.model.layers.weight_grads import (
     AddGrad,
     MainGradSink,
@@ -111,6 +113,15 @@ def _capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+# a last chunk, its output B × s × D, the microbatch, the chunk's context -> the summed loss
+LossOf = Callable[[Chunk, Tensor, Batch, Context], Tensor]
+
+
+def chunk_loss(chunk: Chunk, x_BsD: Tensor, batch: Batch, context: Context) -> Tensor:
+    """Return the chunk's loss."""
+    return chunk.loss(x_BsD, batch.labels_BS, context)
+
+
 @dataclass(frozen=True, slots=True)
 class RankStages:
     """This rank's chunks, and the description of tensors sent between stages."""
@@ -123,6 +134,7 @@ class RankStages:
     device: torch.device
     sink: MainGradSink | None = None  # fuses weight GEMMs into main gradients; None uses autograd
     graphs: PartialGraphs | None = None  # captured parts of the chunks' layers in training
+    loss: LossOf = chunk_loss
 
 
 class InFlight:
@@ -162,7 +174,8 @@ class InFlight:
         self.totals.add(chunk, out.routing, self.step.routing_weight)
         root = out.x
         if module.last:
-            root = module.loss(out.x, batch.labels_BS, context) * self.step.loss_weights_M[mb]
+            loss = self.stages.loss(module, out.x, batch, context)
+            root = loss * self.step.loss_weights_M[mb]
             if rank(module.layer_groups.tp) == 0:  # all tensor-parallel ranks have the same loss
                 self.totals.loss = self.totals.loss + root.detach()
         else:

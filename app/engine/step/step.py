@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from functools import partial
 
 import torch
@@ -76,12 +77,13 @@ class Loader:
         return tuple(self._part(batch, own_S) for batch in batches), self._move(counts_M)
 
     def _part(self, batch: Batch, own_S: Tensor) -> Batch:
-        ends = batch.ends_BD
+        ends, sources = batch.ends_BD, batch.sources_B
         return Batch(
             tokens_BS=self._move(batch.tokens_BS[:, own_S]),
             labels_BS=self._move(batch.labels_BS[:, own_S]),
             positions_BS=self._move(batch.positions_BS[:, own_S]),
             ends_BD=None if ends is None else self._move(ends),
+            sources_B=None if sources is None else self._move(sources),
         )
 
     def _move(self, tensor: Tensor) -> Tensor:
@@ -92,8 +94,8 @@ class Loader:
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
-    ends = [] if batch.ends_BD is None else [batch.ends_BD]
-    return [batch.tokens_BS, batch.labels_BS, batch.positions_BS, *ends]
+    found = (getattr(batch, field.name) for field in fields(batch))
+    return [tensor for tensor in found if tensor is not None]
 
 
 def step_input(

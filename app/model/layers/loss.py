@@ -40,18 +40,19 @@ def summed_loss(
     chunk_tokens: int | None = None,
     sink: WeightGradSink | None = None,
     logits: PlainLogits | None = None,
-) -> Tensor:
-    """Return the cross-entropy of h · weightᵀ, nats, summed over labels >= 0; an fp32 scalar.
+) -> tuple[Tensor, Tensor]:
+    """Return the cross-entropy of h · weightᵀ, nats, summed over labels >= 0, an fp32 scalar; and
+    that of each label, 0 for negative ones, fp32 B × S without gradients.
 
     All ranks of `group` return the same. `backend` computes the GEMMs. With `chunk_tokens`, only
     logits of that many tokens exist at once; otherwise all, which are saved for backward in the
     dtype of the weight. `sink` takes the weight's gradient as in `app.model.layers.linear`.
     `logits` maps outputs of the head to logits; None leaves them as they are.
     """
-    loss: Tensor = _SummedLoss.apply(
+    total, each_T = _SummedLoss.apply(
         h_BsD, weight_VD, labels_BS.flatten(), backend, group, chunk_tokens, sink, logits or PLAIN
     )
-    return loss
+    return total, each_T.view_as(labels_BS)
 
 
 @torch.no_grad()
@@ -151,7 +152,7 @@ class _SummedLoss(torch.autograd.Function):
         chunk_tokens: int | None,
         sink: WeightGradSink | None,
         logits: PlainLogits,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         backend = logits.backend(backend)
         h_TD = gathered(h_BsD, group).flatten(0, 1)
         row_T = labels_T - rank(group) * len(weight_VD)
@@ -171,11 +172,14 @@ class _SummedLoss(torch.autograd.Function):
         ctx.chunk = chunk
         ctx.sink = sink
         ctx.logits = logits
-        return torch.where(counts_T, lse_T - label_T, 0.0).sum()
+        each_T = torch.where(counts_T, lse_T - label_T, 0.0)
+        ctx.mark_non_differentiable(each_T)
+        ctx.set_materialize_grads(False)
+        return each_T.sum(), each_T
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
         h_BsD, row_T, lse_T, counts_T, *kept = ctx.saved_tensors
         weight_VD = ctx.weight_VD
         h_TD = gathered(h_BsD, ctx.group).flatten(0, 1)
