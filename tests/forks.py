@@ -99,7 +99,7 @@ class Process:
     It calls `target(*handles, *args)` with its own copies of the file descriptors `handles`.
     Function and arguments travel pickled, so the caller does not see changes to them. The process
     gets the caller's environment variables, working folder, warning filters, standard output and,
-    if `repeats_patches`, recorded patches.
+    if `repeats_patches`, recorded patches. The server calls `first` before it forks.
     """
 
     def __init__(
@@ -109,12 +109,14 @@ class Process:
         handles: Sequence[int] = (),
         *,
         repeats_patches: bool = True,
+        first: Callable[[], object] = int,
     ) -> None:
         self.pid: int | None = None
         self.exitcode: int | None = None
         self._work = (target, tuple(args))
         self._handles = handles
         self._repeats_patches = repeats_patches
+        self._first = first
 
     def start(self) -> None:
         """Fork it."""
@@ -122,7 +124,7 @@ class Process:
         active = Patches.active if self._repeats_patches else []
         calls = [call for patches in active for call in patches.calls]
         state = (dict(os.environ), os.getcwd(), sys.path[:])
-        work = cloudpickle.dumps((*self._work, calls, warnings.filters))
+        work = cloudpickle.dumps((self._first, *self._work, calls, warnings.filters))
         self.pid = Server.own.ask(("start", state, work), (1, 2, *self._handles))
 
     def join(self, timeout: float | None = None) -> None:
@@ -231,7 +233,8 @@ def _answer(
     # Once for all processes of this test and of later ones: torch's compiler, two seconds, which
     # checkpoints and symbolic shapes load, and below the modules of the test.
     importlib.import_module("torch._dynamo")
-    target, args, calls, filters = cloudpickle.loads(work)
+    first, target, args, calls, filters = cloudpickle.loads(work)
+    first()
     child = multiprocessing.get_context("fork").Process(
         target=_begin,
         args=(target, args, handles),

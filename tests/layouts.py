@@ -9,7 +9,7 @@ from app.choices import CpComm, ScheduleName
 from app.config import ModelConfig, ParallelConfig, RecomputeConfig, Run, ScheduleConfig
 from tests.distributed import run_distributed
 from tests.parity import OneProcess, few_steps
-from tests.runs import STEADY, make_run
+from tests.runs import STEADY, TWO_MICROBATCHES, make_run
 
 STEPS = 3
 LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {  # parallelism, schedule
@@ -30,10 +30,12 @@ def layout_run(
     phases: Any = (),
     **sections: Any,
 ) -> Run:
-    """A run of a model with as many layers as the layout needs, two at least; `phases` are
-    recomputed, and keyword arguments replace whole sections.
+    """A run of a model with as many layers as the layout needs, two at least, and on one stage with
+    two microbatches; `phases` are recomputed, and keyword arguments replace whole sections.
     """
     stages = parallel.get("pp", 1) * parallel.get("vpp", 1)
+    if stages == 1:
+        sections.setdefault("train", TWO_MICROBATCHES)
     return make_run(
         dataclasses.replace(model, num_layers=max(2, stages)),
         parallel=ParallelConfig(**({"dp": 1} | parallel)),

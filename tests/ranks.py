@@ -22,10 +22,11 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
+from operator import is_
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,7 +53,9 @@ class Rank:
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.end_here, end_there = Pipe()
         # with the function, so that the server loads its module, and all processes have it
-        self.process = Process(serve, (fn,), handles=(end_there.fileno(),), repeats_patches=False)
+        self.process = Process(
+            serve, (fn,), handles=(end_there.fileno(),), repeats_patches=False, first=look
+        )
         self.process.start()
         end_there.close()  # so that a process that dies closes its pipe
         self.answered = True  # and has nothing to do
@@ -111,7 +114,7 @@ def serve(handle: int, fn: Callable[..., Any]) -> None:
                 given = recv_handle(end)
                 os.dup2(given, output)
                 os.close(given)
-            before.look()
+            look()
             with _as_in(*here):
                 _call(end, fn, rank, world_size=world_size, store=store, args=args)
             before.put_back()
@@ -164,18 +167,6 @@ class Before:
         self.random = random.getstate(), np.random.get_state(), torch.get_rng_state()
         self.ordered = torch.are_deterministic_algorithms_enabled()
         self.dtype = torch.get_default_dtype()
-        self.loaded: list[int] = []
-        self.members: dict[int, tuple[ModuleType | type, dict[str, Any]]] = {}
-
-    def look(self) -> None:
-        """Note the members of modules and classes that were loaded since."""
-        loaded = [id(module) for module in sys.modules.values()]
-        if loaded == self.loaded:
-            return
-        self.loaded = loaded
-        for holder in _holders():
-            if id(holder) not in self.members:
-                self.members[id(holder)] = holder, dict(vars(holder))
 
     def put_back(self) -> None:
         """Put back all but members of modules and classes."""
@@ -197,13 +188,28 @@ class Before:
             not dist.is_initialized()
             and threading.active_count() == self.threads
             and _resident() < self.size + GROWN
-            and all(_same(vars(holder), known) for holder, known in self.members.values())
+            and all(_same(vars(holder), known) for holder, known in MEMBERS.values())
         )
 
 
-def _holders() -> Iterator[ModuleType | type]:
+LOADED: dict[str, ModuleType] = {}  # modules whose members are noted
+MEMBERS: dict[int, tuple[ModuleType | type, dict[str, Any]]] = {}
+
+
+def look() -> None:
+    """Note the members of modules and classes that were loaded since. The server of processes does
+    it before it forks one, which then knows most of them.
+    """
+    new = {name: it for name, it in list(sys.modules.items()) if LOADED.get(name) is not it}
+    LOADED.update(new)
+    for holder in _holders(new) if new else ():
+        if id(holder) not in MEMBERS:
+            MEMBERS[id(holder)] = holder, dict(vars(holder))
+
+
+def _holders(modules: Mapping[str, ModuleType]) -> Iterator[ModuleType | type]:
     yield from PATCHED
-    for name, module in list(sys.modules.items()):
+    for name, module in modules.items():
         if name.partition(".")[0] in ("app", "tests"):
             yield module
             for value in list(vars(module).values()):
@@ -213,7 +219,7 @@ def _holders() -> Iterator[ModuleType | type]:
 
 def _same(now: Any, known: dict[str, Any]) -> bool:
     """Return whether all members are there that were known, unchanged."""
-    return all(now.get(name, known) is value for name, value in known.items())
+    return now.keys() >= known.keys() and all(map(is_, map(now.get, known), known.values()))
 
 
 def _resident() -> int:

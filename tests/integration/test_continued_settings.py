@@ -157,11 +157,12 @@ def test_broken_settings_do_not_end_in_a_trace(tmp_path: Path, text: str):
 # Whole runs.
 
 
-def program(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+def program(
+    folder: Path, *words: str, draws: bool = False, **env: str
+) -> subprocess.CompletedProcess[str]:
     given = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **env}
-    return run_forked(
-        folder, [sys.executable, str(ROOT / "train.py"), *words], env=given, tree=True
-    )
+    line = [sys.executable, str(ROOT / "train.py"), *words]
+    return run_forked(folder, line, env=given, tree=True, draws=draws)
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +229,7 @@ def test_folders_of_any_name_are_typed_and_found(tmp_path: Path):
 @pytest.mark.parametrize("name", NAMES)
 def test_runs_live_in_folders_of_any_name(trained: Path, name: str):
     (word,) = shlex.split(shell_word("run_dir", name))
-    done = program(trained, *TINY, "train.steps=2", word)
+    done = program(trained, *TINY, "train.steps=2", word, draws=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert (trained / name / "loss.png").is_file() and (trained / name / "ended.json").is_file()
     (word,) = shlex.split(shell_word("resume", name))

@@ -23,7 +23,7 @@ from app.engine.report.trackers import NAMES
 from app.engine.step.records import RollbackReport, StepReport, ValidationReport
 from app.version import Version
 from tests.cases import chosen
-from tests.programs import Forked, run_forked
+from tests.programs import Forked, ForkedTree, run_forked
 from tests.training import TIMED, wait_for
 from tests.wandb_file import history, told
 
@@ -344,10 +344,15 @@ ENDS = [
 ]
 
 
-@pytest.mark.every(len(ENDS))
-@pytest.mark.parametrize(("who", "number", "phase"), ENDS)
+FORKED = (*ENDS[0], ForkedTree)
+
+
+@pytest.mark.parametrize(
+    ("who", "number", "phase", "program"),
+    chosen([FORKED, *((*end, subprocess.Popen) for end in ENDS)], [FORKED]),
+)
 def test_no_rank_outlives_its_starter(
-    tmp_path: Path, corpus: str, who: str, number: signal.Signals, phase: str
+    tmp_path: Path, corpus: str, who: str, number: signal.Signals, phase: str, program: type
 ):
     """Whoever of the processes above the ranks ends, and however; with a signal to it alone.
 
@@ -356,8 +361,8 @@ def test_no_rank_outlives_its_starter(
     processes = 2 if who == "plain torchrun" else 1
     settings = ("parallel.dp=2", "train.steps=100000", "run_dir=run")
     line = command(corpus, *settings, processes=processes)
-    with (tmp_path / "said").open("wb") as said:
-        starter = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=said)
+    with (tmp_path / "out").open("wb") as out, (tmp_path / "said").open("wb") as said:
+        starter = program(line, cwd=tmp_path, stdout=out, stderr=said)
     if phase == "steps":
         wait_for(lambda: newest_checkpoint(tmp_path / "run") is not None)
     else:

@@ -24,7 +24,7 @@ from app.engine.capture.facts import GraphFacts
 from app.engine.report.metrics import Meter
 from app.engine.step.step import TrainingStep
 from app.plan.graphs import GraphPlan
-from tests.runs import TINY, batches_of, engine_of, make_run, whole_gradients
+from tests.runs import TINY, TWO_MICROBATCHES, batches_of, engine_of, make_run, whole_gradients
 
 FOUR = dataclasses.replace(TINY, num_layers=4)
 
@@ -77,6 +77,10 @@ FULL_ITERATIONS = ("full iteration", "full iteration, update")
 
 
 def run_of(model: ModelConfig, graph: CudaGraphConfig, **sections: Any) -> Run:
+    """A run with graphs; where one rank has all layers and data, with two microbatches."""
+    parallel = sections.get("parallel", ParallelConfig())
+    if parallel.pp * (parallel.dp or 1) == 1:
+        sections.setdefault("train", TWO_MICROBATCHES)
     return make_run(model, cuda_graph=graph, **sections)
 
 

@@ -186,8 +186,8 @@ def test_what_follows_a_captured_part_is_recomputed_as_before(monkeypatch: pytes
             calls.clear()
             step(batches_of(run, n, 0), 0.0, 0.0)
             per_step.append(len(calls))
-    # twice for each of three MoE layers and four microbatches
-    assert per_step == [2 * 3 * 4] * STEPS
+    # twice for each of three MoE layers and two microbatches
+    assert per_step == [2 * 3 * 2] * STEPS
 
 
 @pytest.mark.every(2)
@@ -221,9 +221,9 @@ def test_validation_is_captured_beside_training():
     run = run_of(FOUR, WHOLE)
     with process_world(0, 1, torch.device("cpu")):
         engine = engine_of(run)
-        step, validation = TrainingStep(engine), Validation(engine, 3)
-        plain = Validation(engine_of(dataclasses.replace(run, cuda_graph=EAGER)), 3)
-        held_out, other = (batches_of(run, 100 + n, 0)[:3] for n in (0, 1))
+        step, validation = TrainingStep(engine), Validation(engine, 1)
+        plain = Validation(engine_of(dataclasses.replace(run, cuda_graph=EAGER)), 1)
+        held_out, other = (batches_of(run, 100 + n, 0)[:1] for n in (0, 1))
         assert validation(held_out) == plain(held_out)
         for n in range(STEPS):
             step(batches_of(run, n, 0), 0.0, 0.0)

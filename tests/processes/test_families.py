@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from app.choices import Fp8Part, Fp8Recipe, Recompute
-from app.config import Fp8Config, ModelConfig, OptimConfig, PrecisionConfig, Run
+from app.config import Fp8Config, ModelConfig, OptimConfig, PrecisionConfig, RecomputeConfig, Run
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.hf_folders import FAMILIES as FOLDERS
@@ -23,7 +23,7 @@ from tests.layouts import LAYOUTS, expect_one_process, layout_run
 from tests.parity import few_steps
 from tests.processes.captured import WHOLE, local, same, several
 from tests.processes.init_from import engine_from, run_from
-from tests.runs import batches_of, make_run, train_steps, whole_parameters
+from tests.runs import TWO_MICROBATCHES, batches_of, make_run, train_steps, whole_parameters
 from tests.tensors.hf_parity import CASES
 from tests.tensors.hf_weights import converted
 
@@ -88,7 +88,7 @@ def ours_trained(rank: int, run: Run) -> tuple[list[float], dict[str, torch.Tens
 @pytest.mark.parametrize("name", [*BLOCKS, *TABLES, "gpt_oss"])
 def test_steps_equal_transformers(name: str, tmp_path: Path):
     hf, model = save_random(name, tmp_path)
-    run = dataclasses.replace(run_from(tmp_path, {}), optim=OPTIM)
+    run = dataclasses.replace(run_from(tmp_path, {}), optim=OPTIM, train=TWO_MICROBATCHES)
     run = dataclasses.replace(run, model=fixed_biases(run.model))
     ((losses, params),) = run_distributed(ours_trained, 1, run)
     assert losses == pytest.approx(trained_by_transformers(hf, run), rel=1e-5)
@@ -127,7 +127,7 @@ PHASES = (Recompute.attn_core, Recompute.norm, Recompute.mlp_act)
 @pytest.mark.parametrize("parallel", chosen([{}, {"tp": 2}], [{}]), ids=str)
 def test_recomputed_and_captured_parts_change_nothing(name: str, parallel: dict[str, Any]):
     plain = family_run(name, parallel)
-    again = family_run(name, parallel, phases=PHASES)
+    again = dataclasses.replace(plain, recompute=RecomputeConfig(phases=PHASES))
     runs = {
         "eager": plain,
         "again": again,
@@ -160,7 +160,10 @@ def test_fp8_trains(name: str):
         sizes["moe"] = dataclasses.replace(model.moe, shared_ffn_hidden_size=32)
     wide = dataclasses.replace(model, **sizes)
     fp8 = Fp8Config(Fp8Recipe.current, include=(Fp8Part.linear, Fp8Part.head))
-    runs = [make_run(wide), make_run(wide, precision=PrecisionConfig(fp8=fp8))]
+    runs = [
+        make_run(wide, train=TWO_MICROBATCHES, precision=precision)
+        for precision in (PrecisionConfig(), PrecisionConfig(fp8=fp8))
+    ]
     (plain,), (coarse,) = (run_distributed(few_steps, 1, run, 3) for run in runs)
     for step, loss in plain["losses"].items():
         assert coarse["losses"][step] == pytest.approx(loss, rel=0.02)

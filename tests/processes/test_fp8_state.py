@@ -25,7 +25,7 @@ from tests.cases import chosen
 from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed
 from tests.processes.fp8_state import DENSE, STEPS, WHOLE
-from tests.runs import TINY, batches_of, engine_of, fp8_of, make_run
+from tests.runs import TINY, TWO_MICROBATCHES, batches_of, engine_of, fp8_of, make_run
 
 EAGER = CudaGraphConfig()
 UPDATING = dataclasses.replace(WHOLE, optimizer=True)
@@ -36,7 +36,8 @@ Scales = dict[str, Any]  # global name of a weight -> its layer's scales, and wh
 def run_of(model: Any = DENSE, params: Dtype = Dtype.float32, **sections: Any) -> Run:
     history = sections.pop("history", 3)
     fp8 = Fp8Config(Fp8Recipe.delayed, include=(Fp8Part.linear, Fp8Part.head), amax_history=history)
-    return make_run(model, **({"precision": PrecisionConfig(params, fp8=fp8)} | sections))
+    given = {"precision": PrecisionConfig(params, fp8=fp8), "train": TWO_MICROBATCHES}
+    return make_run(model, **(given | sections))
 
 
 def scales_of(engine: Engine) -> Scales:
@@ -219,5 +220,5 @@ def from_other_recipe(rank: int, runs: tuple[Run, Run], folder: Path) -> tuple[S
 
 
 def test_a_checkpoint_without_scales_begins_them_anew(tmp_path: Path):
-    plain = make_run(DENSE)
+    plain = make_run(DENSE, train=TWO_MICROBATCHES)
     assert run_distributed(from_other_recipe, 1, (plain, run_of()), tmp_path)[0] == ({}, False)

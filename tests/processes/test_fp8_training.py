@@ -60,7 +60,15 @@ from tests.processes.fp8_training import (
     stopped_and_resumed,
     trained,
 )
-from tests.runs import TINY, batches_of, engine_of, fp8_of, make_run, train_steps
+from tests.runs import (
+    TINY,
+    TWO_MICROBATCHES,
+    batches_of,
+    engine_of,
+    fp8_of,
+    make_run,
+    train_steps,
+)
 from tests.training import composed, corpus_in, untimed
 
 # with biases, which attention adds in place to the output of its first FP8 layer
@@ -104,7 +112,7 @@ ONE_STAGE = {
 
 @pytest.mark.parametrize("recipe", chosen(RECIPES, [Fp8Recipe.current]))
 def test_recomputation_and_buckets_change_no_bits(recipe: Fp8Recipe):
-    plain = {"optim": OptimConfig(lr=1e-2, warmup_steps=2)}
+    plain = {"optim": OptimConfig(lr=1e-2, warmup_steps=2), "train": TWO_MICROBATCHES}
     model = dataclasses.replace(EXPERTS, num_layers=2)  # dense, and with experts
     runs = {
         name: run_of(recipe, model, **(plain | sections))
@@ -162,10 +170,11 @@ LAYOUTS_QUICK = [(Fp8Recipe.current, "tp2 pp2 zero-bubble"), (Fp8Recipe.block, "
 @pytest.mark.parametrize(("recipe", "layout"), chosen(LAYOUT_CASES, LAYOUTS_QUICK))
 def test_layouts_are_as_near_to_fp64_as_one_process(recipe: Fp8Recipe, layout: str):
     """Ranks that have parts of a matrix scale their own: no worse than one scale for all."""
-    fp32 = Dtype.float32
-    exact = run_distributed(exact_step, 1, run_of(None, precision=in_8(None, fp32)))[0]
-    one = run_distributed(first_step, 1, run_of(recipe, precision=in_8(recipe, fp32)))[0]
-    run = run_of(recipe, precision=in_8(recipe, fp32), **LAYOUTS[layout])
+    given = {"precision": in_8(recipe, Dtype.float32), "train": TWO_MICROBATCHES}
+    plain = given | {"precision": in_8(None, Dtype.float32)}
+    exact = run_distributed(exact_step, 1, run_of(None, **plain))[0]
+    one = run_distributed(first_step, 1, run_of(recipe, **given))[0]
+    run = run_of(recipe, **given, **LAYOUTS[layout])
     several = run_distributed(first_step, run.world_size, run)
     noise = distance(one, exact)
     assert 1e-3 < noise < 0.25  # steps of 2⁻⁴ and 2⁻³, in every GEMM of four layers
@@ -233,7 +242,7 @@ def quantised_while_recording(rank: int, run: Run) -> list[int]:
 @pytest.mark.parametrize("name", ["attn", "layer"])
 def test_graphs_of_parts_hold_no_quantising_of_weights(name: str):
     """It is done in front of them, once per update, and not by each of their replays."""
-    run = run_of(Fp8Recipe.current, cuda_graph=GRAPHS[name])
+    run = run_of(Fp8Recipe.current, TWO, train=TWO_MICROBATCHES, cuda_graph=GRAPHS[name])
     (counts,) = run_distributed(quantised_while_recording, 1, run)
     assert counts and not any(counts)
 
@@ -296,7 +305,7 @@ def validated(rank: int, run: Run) -> list[float]:
 @pytest.mark.parametrize("name", ["layer", "full iteration"])
 def test_validation_sees_the_weights_of_the_last_update(name: str):
     runs = [
-        run_of(Fp8Recipe.current, TWO, cuda_graph=graph)
+        run_of(Fp8Recipe.current, TWO, train=TWO_MICROBATCHES, cuda_graph=graph)
         for graph in (CudaGraphConfig(), GRAPHS[name])
     ]
     eager, replayed = (run_distributed(validated, 1, run)[0] for run in runs)
@@ -306,7 +315,8 @@ def test_validation_sees_the_weights_of_the_last_update(name: str):
 def with_experts(recipe: Fp8Recipe, graph: CudaGraphConfig) -> Run:
     """A dense layer and one with experts; all that can be in FP8 is."""
     model = dataclasses.replace(EXPERTS, num_layers=2)
-    return run_of(recipe, model, precision=in_8(recipe, include=EVERYTHING), cuda_graph=graph)
+    given = {"precision": in_8(recipe, include=EVERYTHING), "train": TWO_MICROBATCHES}
+    return run_of(recipe, model, cuda_graph=graph, **given)
 
 
 @contextmanager

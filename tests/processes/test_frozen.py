@@ -32,7 +32,7 @@ from tests.processes.test_layouts import alone
 from tests.rounding import error
 from tests.runs import batches_of, engine_of, train_steps, whole_parameters
 
-STEPS = 5
+STEPS = 3
 FROZEN = {
     # the tied table, the first layers, and all but a matrix of the last one
     "dense": ("embedding", "layers.0-1", "layers.3", "!layers.3.attn.wo"),

@@ -161,7 +161,7 @@ def test_gradients_arrive_from_replays_as_from_eager_steps(monkeypatch: pytest.M
                 totals = step(batches_of(run, n, 0), 0.0, 0.0)[1]
                 assert not totals.aux_loss.requires_grad and not totals.z_loss.requires_grad
                 found.append(sorted(arrived))
-    assert len(found[0]) > 100 and found == [found[0]] * (2 * STEPS)
+    assert len(found[0]) > 50 and found == [found[0]] * (2 * STEPS)
 
 
 def test_what_leaves_is_contiguous():

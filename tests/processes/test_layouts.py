@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from app.config import Run
+from app.config import Run, TrainConfig
 from app.engine.step.engine import Engine
 from tests.distributed import run_distributed
 from tests.parity import NUMBERS, OneProcess, Trained, results
-from tests.processes.layouts import Case, in_pairs, legal, run_of, world
+from tests.processes.layouts import SEQ_LEN, Case, in_pairs, legal, run_of, world
 from tests.runs import engine_of
 
 STEPS = 2
+SHORT = TrainConfig(steps=20, seq_len=SEQ_LEN, micro_batch=1, global_batch=2)
 RANKS = [1, 2, 4, 8]
 QUICK: dict[str, Case] = {
     "cp4 ep2 etp2": ("moe", 1, 4, 2, 2, 1, 1, 1, "1f1b", "all_gather", "auto"),
@@ -77,18 +78,27 @@ def one_process() -> dict[str, OneProcess]:
     return {model: OneProcess.of(run_of(alone(model)), STEPS) for model in ("dense", "moe")}
 
 
-def expect_parity(cases: list[Case], one_process: dict[str, OneProcess]) -> None:
+@pytest.fixture(scope="module")
+def shortly() -> dict[str, OneProcess]:
+    return {
+        model: OneProcess.of(run_of(alone(model), train=SHORT), STEPS) for model in ("dense", "moe")
+    }
+
+
+def expect_parity(
+    cases: list[Case], one_process: dict[str, OneProcess], **sections: TrainConfig
+) -> None:
     """Each case has fresh processes: gloo groups created where others were just destroyed may fail
     to connect on a busy machine.
     """
     for case in cases:
-        for found in run_distributed(steps_of_layout, world(case), run_of(case)):
+        for found in run_distributed(steps_of_layout, world(case), run_of(case, **sections)):
             one_process[case[0]].expect(found, case)
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_layout_has_parity(one_process, name: str):
-    expect_parity([QUICK[name]], one_process)
+def test_a_layout_has_parity(shortly, name: str):
+    expect_parity([QUICK[name]], shortly, train=SHORT)
 
 
 @pytest.mark.full

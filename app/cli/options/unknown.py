@@ -80,12 +80,13 @@ def like_key(word: str) -> str | None:
     section, _, leaf = word.rpartition(".")
     keys = [key for key in all_keys() if word.startswith(MEASURED) or not key.startswith(MEASURED)]
     inside = [key for key in keys if key.rpartition(".")[0] == section]
+    near = near_names(leaf, _leaves(keys))
     for found in (
         [f"{section}.{name}" if section else name for name in near_names(leaf, _leaves(inside))],
         list(with_words(leaf, [key for key in inside if not section or not is_section(key)])),
         [key for key in keys if key.rpartition(".")[2] == leaf],
         [key for key in keys if _near_parts(word, key)],
-        [key for key in keys if key.rpartition(".")[2] in near_names(leaf, _leaves(keys))],
+        [key for key in keys if key.rpartition(".")[2] in near],
     ):
         if 0 < len(found) <= MOST_GUESSED:
             return " or ".join(found)
