@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from app import telling
 from app.config import ParallelConfig
 from app.engine.checkpoint import save as checkpoint_save
 from app.engine.checkpoint.tensor_file import Writable
 from app.engine.decoding.generate import sample_tokens
-from app.engine.report import telling
 from tests.distributed import run_distributed
 from tests.runs import TINY, engine_of, make_run
 from tests.training import composed, corpus_in, train_rank, wait_for
@@ -43,7 +43,7 @@ def test_slow_work_prints_progress(monkeypatch: pytest.MonkeyPatch):
         time.sleep(0.05)
     lines = said.getvalue().splitlines()
     assert all(re.fullmatch(r"counting: \d of 3, \d s so far", line) for line in lines[:-1])
-    assert re.fullmatch(r"counting: done in \d s", lines[-1])
+    assert re.fullmatch(r"counting: 3 of 3, done in \d s", lines[-1])
 
 
 def test_error_is_not_reported_as_done(

@@ -23,7 +23,6 @@ from app.engine.fp8 import fp8_line
 from app.engine.ranks.dtypes import DTYPES
 from app.engine.report.pace import pace_line
 from app.engine.report.plot import LOSS, plot_run
-from app.engine.report.telling import telling
 from app.engine.report.trackers import TENSORBOARD
 from app.engine.start.start import Data, Start
 from app.engine.step.engine import Engine
@@ -31,6 +30,7 @@ from app.engine.step.records import ValidationReport
 from app.errors import warn, writing
 from app.model.attention.chosen import attention_line
 from app.planner.summary import memory_line, summary_lines
+from app.telling import telling
 from app.version import VERSION, Version
 
 FILES = ("config.yaml", "plan.json", "metrics.jsonl", LOSS)  # written by every run
