@@ -10,16 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from app.data.packing import PackedSequences
-from app.data.reader import Reader
+from app.data.stream import Lanes, StreamedSequences
 from app.errors import ConfigError
-
-if TYPE_CHECKING:
-    from app.data.stream import StreamedSequences
 
 KEY = "data.sources"
 UNITS = 2**32  # a weight is rounded to a multiple of the largest one's UNITS-th part
@@ -57,7 +54,7 @@ class BlendedSequences:
         return self.parts[0].sequences.seq_len
 
     def reader(
-        self, dp_rank: int, dp: int, sequences: int, state: dict[str, Any] | None
+        self, dp: int, micro_batch: int, sequences: int, state: dict[str, Any] | None
     ) -> BlendReader:
         """Sequences of one rank, from the start or from a state of `BlendReader.state`.
 
@@ -72,7 +69,9 @@ class BlendedSequences:
             _Place.of(number, part, saved.get(part.label)) for number, part in enumerate(self.parts)
         ]
         readers = [
-            part.sequences.reader(dp_rank, dp, place.used, place.stream)
+            part.sequences.lanes(dp, micro_batch, place.used, place.stream)
+            if isinstance(part.sequences, StreamedSequences)
+            else part.sequences.reader(dp, micro_batch, place.used, place.stream)
             for part, place in zip(self.parts, found, strict=True)
         ]
         same = {label: each["rate"] for label, each in saved.items() if not each["ended"]}
@@ -191,7 +190,9 @@ class Walk:
 class BlendReader:
     """Sequences of one rank in a blend."""
 
-    def __init__(self, parts: Sequence[BlendPart], readers: Sequence[Reader], walk: Walk) -> None:
+    def __init__(
+        self, parts: Sequence[BlendPart], readers: Sequence[PackedSequences | Lanes], walk: Walk
+    ) -> None:
         self.parts = parts
         self.readers = readers
         self.walk = walk
@@ -200,10 +201,10 @@ class BlendReader:
     def sample(self, index: int) -> np.ndarray:
         """Tokens of a global sequence; indices rise."""
         assert index >= self.walk.next, "sequences are read in order"
-        while self.walk.next < index:
-            self.walk.advance()
+        self._go_to(index)
         self.source, number = self.walk.advance()
-        return self.readers[self.source].sample(number)
+        reader = self.readers[self.source]
+        return reader.read(index) if isinstance(reader, Lanes) else reader.sample(number)
 
     def state(self, sequences: int) -> dict[str, Any]:
         """Position after so many global sequences, no fewer than were read."""
@@ -217,7 +218,7 @@ class BlendReader:
                     "rate": place.rate,
                     "credit": credits.get(place.label, 0),
                     "ended": place.ended,
-                    "stream": reader.state(place.used),
+                    "stream": reader.state() if isinstance(reader, Lanes) else None,
                 }
                 for place, reader in zip(self.walk.places, self.readers, strict=True)
             }
@@ -237,5 +238,7 @@ class BlendReader:
         return {"tokens": tokens, "epochs": epochs}
 
     def _go_to(self, sequences: int) -> None:
-        while self.walk.next < sequences:
-            self.walk.advance()
+        while (index := self.walk.next) < sequences:
+            source, _ = self.walk.advance()
+            if isinstance(reader := self.readers[source], Lanes):
+                reader.count(index)

@@ -269,7 +269,7 @@ class PackedSequences:
         return epoch
 
     def reader(
-        self, _dp_rank: int, _dp: int, _sequences: int, state: dict[str, Any] | None
+        self, _dp: int, _micro_batch: int, _sequences: int, state: dict[str, Any] | None
     ) -> PackedSequences:
         """Itself: any rank may read any sequence. ConfigError for the state of a stream."""
         if state is not None:

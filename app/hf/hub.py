@@ -30,6 +30,7 @@ TEXTS = (
 PRETRAINED = "pretrained"  # subfolder of a run: configurations and tokenizer of its initial model
 SNAPSHOTS = "snapshots"  # in the library's cache: contains a folder per commit
 
+
 def config_folder(name: str, key: str, asks: bool = True) -> Path:
     """Return a folder with the model's config.json. Raises ConfigError about option `key`.
 

@@ -31,7 +31,7 @@ def part(number: int, weight: float = 1.0, sequences: int = 12, **choices: Any) 
 
 def drawn(blend: BlendedSequences, count: int) -> list[int]:
     """Sources of the first sequences."""
-    reader = blend.reader(0, 1, 0, None)
+    reader = blend.reader(1, 1, 0, None)
     return [int(reader.sample(index)[0]) // PLACE for index in range(count)]
 
 
@@ -51,7 +51,7 @@ def test_shares_are_within_one_sequence(weights: list[float]):
 def test_sources_keep_their_own_order():
     alone = part(1).sequences
     blend = BlendedSequences((part(0, 2.0), part(1)))
-    reader = blend.reader(0, 1, 0, None)
+    reader = blend.reader(1, 1, 0, None)
     rows = [reader.sample(index) for index in range(60)]
     of_one = [row for row in rows if row[0] // PLACE == 1]
     assert len(of_one) == 20
@@ -75,11 +75,11 @@ def test_padding_does_not_count_for_shares():
     padded = PackedSequences(single.lengths_D, single.read, SEQ, seed=0, max_documents=2)
     assert padded.padding == pytest.approx(0.5, abs=0.02)
     blend = BlendedSequences((part(0), BlendPart("s1", 1.0, True, padded)))
-    reader = blend.reader(0, 1, 0, None)
+    reader = blend.reader(1, 1, 0, None)
     rows = [reader.sample(index) for index in range(90)]
     tokens = Counter(int(row[0]) // PLACE for row in rows for _ in row[row != PADDING][:SEQ])
     assert tokens[1] == pytest.approx(tokens[0], rel=0.05)
-    totals = blend.reader(0, 1, 0, None).totals(90)["tokens"]
+    totals = blend.reader(1, 1, 0, None).totals(90)["tokens"]
     assert totals["s1"] == pytest.approx(totals["s0"], rel=0.05)
 
 
@@ -135,7 +135,7 @@ def test_sources_come_and_go_at_their_positions():
 def test_position_of_one_source_is_refused():
     blend = BlendedSequences((part(0), part(1)))
     with pytest.raises(ConfigError, match="not that of several sources"):
-        blend.reader(0, 1, 8, None)
+        blend.reader(1, 1, 8, None)
 
 
 @pytest.mark.parametrize(
