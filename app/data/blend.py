@@ -90,9 +90,29 @@ class BlendedSequences:
     @property
     def padding(self) -> float:
         """Share of positions without a token while no source is used up."""
-        rates = _rates(self.parts)
-        shares = zip(rates, self.parts, strict=True)
-        return sum(rate * part.padding for rate, part in shares) / sum(rates)
+        return self._mean([part.padding for part in self.parts])
+
+    def padding_with(self, max_documents: int) -> float:
+        """Share of padding with another `max_documents`."""
+        found = (part.sequences for part in self.parts)
+        return self._mean(
+            [
+                each.padding_with(max_documents) if isinstance(each, PackedSequences) else 0.0
+                for each in found
+            ]
+        )
+
+    def _mean(self, paddings: Sequence[float]) -> float:
+        """Padding of all from that of each source: weights are of tokens."""
+        tokens = sum(part.weight for part in self.parts)
+        pairs = zip(self.parts, paddings, strict=True)
+        return 1 - tokens / sum(part.weight / (1 - padding) for part, padding in pairs)
+
+    @property
+    def documents(self) -> int:
+        """Documents of all sources, without streams."""
+        found = (part.sequences for part in self.parts)
+        return sum(each.documents for each in found if isinstance(each, PackedSequences))
 
 
 def _rates(parts: Sequence[BlendPart]) -> list[int]:

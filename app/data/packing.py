@@ -236,7 +236,7 @@ class PackedSequences:
         self._epoch = self._order(0, 0)
         self.per_epoch = len(self._epoch.sequences_K)  # of the first one
         if self.per_epoch < 1:
-            rule = f"the {name} has only {self.num_tokens} tokens, one sequence needs {seq_len + 1}"
+            rule = f"the {name} has only {self.num_tokens} token{'s' * (self.num_tokens != 1)}, one sequence needs {seq_len + 1}"
             rule += f", and {share} says how much it gets" if share else ""
             near = (FirstOf(_shorter(self.num_tokens)), FirstOf(larger))
             raise ConfigError("train.seq_len", seq_len, rule, nearest=near)
@@ -306,6 +306,11 @@ class PackedSequences:
             stretches=stretches,
             sequences_K=generator.permutation(len(stretches) - 1),
         )
+
+    @property
+    def documents(self) -> int:
+        """How many documents there are."""
+        return len(self.lengths_D)
 
     def padding_with(self, max_documents: int) -> float:
         """Share of padding with another `max_documents`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,13 @@ from hypothesis import strategies as st
 
 from app.config import DataConfig
 from app.data.blend import BlendedSequences, BlendPart
+from app.data.corpora import Corpora, load_all, prepare_all
 from app.data.feed import Cursor, DataSplit, TrainFeed
 from app.data.packing import PADDING, Documents, PackedSequences
+from app.data.tokenizer import load_tokenizer
+from app.engine.report.summary import _padding
 from app.errors import ConfigError
+from tests.data.conftest import write_jsonl
 
 SEQ = 4
 PLACE = 1000  # tokens of a source are its number times this, and more
@@ -81,6 +86,34 @@ def test_padding_does_not_count_for_shares():
     assert tokens[1] == pytest.approx(tokens[0], rel=0.05)
     totals = blend.reader(1, 1, 0, None).totals(90)["tokens"]
     assert totals["s1"] == pytest.approx(totals["s0"], rel=0.05)
+
+
+def test_padding_of_a_blend_and_what_leaves_less():
+    """A source of which half is padding takes two of three positions."""
+    single = Documents.from_lists([[PLACE + n] for n in range(101)])
+    padded = PackedSequences(single.lengths_D, single.read, SEQ, seed=0, max_documents=2)
+    blend = BlendedSequences((part(0), BlendPart("s1", 1.0, True, padded)))
+    assert blend.padding == pytest.approx(1 / 3, abs=0.01)
+    assert blend.padding_with(3) == pytest.approx(1 / 7, abs=0.01)
+    line = _padding(DataSplit(blend, PLACE, max_documents=2))
+    assert line is not None and line.endswith(
+        "where more would fit; data.max_documents=4 leaves 0.0%"
+    )
+
+
+def test_too_small_a_source_is_named(tmp_path: Path):
+    for name, size in (("large", 1000), ("small", 9)):
+        write_jsonl(tmp_path / f"{name}.jsonl", ["x" * size, "y" * size])
+    paths = [{"path": f"{tmp_path}/{name}.jsonl"} for name in ("large", "small")]
+    config = DataConfig(sources=paths, cache_dir=f"{tmp_path}/cache")
+    tokenizer = load_tokenizer("bytes")
+    folders = prepare_all(config, tokenizer, Corpora.find(config))
+    with pytest.raises(ConfigError) as error:
+        load_all(config, 16, 1, tokenizer=tokenizer, folders=folders)
+    assert str(error.value) == (
+        "data.sources=small: the training split of small has only 10 tokens, one sequence needs 17; "
+        "leave it out, give it more documents, or lower train.seq_len"
+    )
 
 
 def feed(blend: BlendedSequences, dp: int = 1, rank: int = 0, cursor: Cursor | None = None):

@@ -107,12 +107,10 @@ def _padding(train: DataSplit) -> str | None:
     if isinstance(sequences, StreamedSequences) or sequences.padding < NO_PADDING:
         return None
     said = f"{sequences.padding:.1%} of positions are padding"
-    if isinstance(sequences, BlendedSequences):
-        fewer = None
-        whole = any(isinstance(part.sequences, BestFitSequences) for part in sequences.parts)
-    else:
-        fewer = _fewer_padding(sequences)
-        whole = isinstance(sequences, BestFitSequences)
+    parts = sequences.parts if isinstance(sequences, BlendedSequences) else ()
+    found = [sequences, *(part.sequences for part in parts)]
+    whole = any(isinstance(each, BestFitSequences) for each in found)
+    fewer = _fewer_padding(sequences, train.max_documents)
     if whole:
         said += ", as data.packing=best_fit cuts no document that fits"
         return f"{said}; {fewer}" if fewer else said
@@ -120,12 +118,14 @@ def _padding(train: DataSplit) -> str | None:
     return f"{said}where more would fit{f'; {fewer}' if fewer else ''}"
 
 
-def _fewer_padding(sequences: PackedSequences) -> str | None:
+def _fewer_padding(
+    sequences: PackedSequences | BlendedSequences, max_documents: int | None
+) -> str | None:
     """Say which data.max_documents leaves less padding; None: none, or there are too many
     documents to try it.
     """
-    most, best = sequences.max_documents, sequences.padding
-    if most is None or len(sequences.lengths_D) > MOST_TRIED:
+    most, best = max_documents, sequences.padding
+    if most is None or sequences.documents > MOST_TRIED:
         return None
     found = most
     while (most := min(2 * most, sequences.seq_len)) > found and best >= NO_PADDING:
@@ -133,7 +133,7 @@ def _fewer_padding(sequences: PackedSequences) -> str | None:
         if best - share < NO_PADDING:
             break
         found, best = most, share
-    if found == sequences.max_documents:
+    if found == max_documents:
         return None
     return f"data.max_documents={found} leaves {best:.1%}"
 
