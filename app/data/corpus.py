@@ -2,7 +2,7 @@
 
 Documents are read one by one and tokenized in batches of about BATCH_BYTES, longer ones by
 themselves, so that memory depends on the longest document and not on the corpus. Every KEPT batches
-the state is written beside the tokens (`Kept`), from which an interrupted start continues.
+the state is written beside the tokens (`WriterState`), from which an interrupted start continues.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ START = Place()
 
 
 @dataclass(slots=True)
-class Kept:
+class WriterState:
     """State of a corpus that is being written: what TOKENS holds up to `size`."""
 
     size: int = 0  # bytes of TOKENS
@@ -74,7 +74,7 @@ class Kept:
     bad_rows: dict[str, tuple[int, str]] = field(default_factory=dict)  # of files before the place
 
     @classmethod
-    def of(cls, folder: Path) -> Kept:
+    def of(cls, folder: Path) -> WriterState:
         """Return what a start that was interrupted has left in a folder, or the beginning."""
         try:
             found = cls(**json.loads((folder / STATE).read_text(encoding="utf-8")))
@@ -95,7 +95,7 @@ class Kept:
         new.replace(folder / STATE)
 
 
-class Writer:
+class TokenWriter:
     """Writes the tokens of a source into a folder, from where an earlier writer was interrupted."""
 
     def __init__(
@@ -106,7 +106,7 @@ class Writer:
         self.reader = DocumentReader(config, sources, folder / "raw")
         dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32)
         self.encode = _Encoder(tokenizer, dtype)
-        self.kept = Kept.of(folder)
+        self.kept = WriterState.of(folder)
         self._tokens_before = self.kept.tokens
         self._began = time.monotonic()
 

@@ -236,7 +236,8 @@ class PackedSequences:
         self._epoch = self._order(0, 0)
         self.per_epoch = len(self._epoch.sequences_K)  # of the first one
         if self.per_epoch < 1:
-            rule = f"the {name} has only {self.num_tokens} token{'s' * (self.num_tokens != 1)}, one sequence needs {seq_len + 1}"
+            tokens = "1 token" if self.num_tokens == 1 else f"{self.num_tokens} tokens"
+            rule = f"the {name} has only {tokens}, one sequence needs {seq_len + 1}"
             rule += f", and {share} says how much it gets" if share else ""
             near = (FirstOf(_shorter(self.num_tokens)), FirstOf(larger))
             raise ConfigError("train.seq_len", seq_len, rule, nearest=near)

@@ -30,7 +30,7 @@ import pyarrow as pa
 
 from app.choices import BadFile, Source
 from app.config import DataConfig
-from app.data.corpus import STATE, Writer
+from app.data.corpus import STATE, TokenWriter
 from app.data.packing import Documents
 from app.data.paths import source_option
 from app.data.sources import Sources, check_unchanged, file_sum
@@ -192,7 +192,7 @@ def _write(config: DataConfig, tokenizer: Tokenizer, sources: Sources, *, partia
         if config.source is Source.megatron:
             written = check_pairs(config, tokenizer, sources)
         else:
-            writer = Writer(config, tokenizer, sources, folder=partial)
+            writer = TokenWriter(config, tokenizer, sources, folder=partial)
             key, value = source_option(config)
             what = f"preparing {key}={typed(value)}"
             with telling(what, writer.progress, stream=sys.stderr):

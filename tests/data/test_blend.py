@@ -111,8 +111,8 @@ def test_too_small_a_source_is_named(tmp_path: Path):
     with pytest.raises(ConfigError) as error:
         load_all(config, 16, 1, tokenizer=tokenizer, folders=folders)
     assert str(error.value) == (
-        "data.sources=small: the training split of small has only 10 tokens, one sequence needs 17; "
-        "leave it out, give it more documents, or lower train.seq_len"
+        "data.sources=small: the training split of small has only 10 tokens, one sequence "
+        "needs 17; leave it out, give it more documents, or lower train.seq_len"
     )
 
 

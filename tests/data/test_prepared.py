@@ -123,7 +123,7 @@ def test_files_that_have_moved_are_not_prepared_twice(
     config = write("text", tmp_path / "data", texts)
     folder = prepare(config, TOKENIZER)
     (tmp_path / "data").rename(tmp_path / "moved")
-    monkeypatch.setattr(prepared, "Writer", None)
+    monkeypatch.setattr(prepared, "TokenWriter", None)
     moved = DataConfig(
         source=Source.text, path=(f"{tmp_path}/moved/*",), cache_dir=config.cache_dir
     )
