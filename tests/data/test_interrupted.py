@@ -21,6 +21,7 @@ from app.data.load import prepare
 from app.data.prepared import left_out
 from app.data.sources import find_sources
 from app.data.tokenizer import load_tokenizer
+from app.errors import ConfigError
 
 TOKENIZER = load_tokenizer("bytes")
 TEXTS = [f"{n:03d}:" + chr(97 + n % 26) * (3000 + 100 * (n % 7)) for n in range(40)]
@@ -132,6 +133,22 @@ def test_kills_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         f"data.on_bad_file=skip_rows: 2 rows of 2 files left out: {tmp_path}/data/train0.jsonl: "
         "line 10 holds a number in text, not text"
     )
+
+
+def test_a_lost_process_loses_no_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = written(tmp_path)
+    whole = contents(prepare(config("whole"), TOKENIZER))
+    encode = corpus._Encoder.__call__
+
+    def dying(self: corpus._Encoder, batch: list[bytes]) -> object:
+        return os._exit(1) if batch[0].startswith(b"030") else encode(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus._Encoder, "__call__", dying)
+        with pytest.raises(ConfigError, match=r"data\.num_proc=2: one of these processes has died"):
+            prepare(config("cut", 2), TOKENIZER)
+    folder, made = batches_made(config("cut"), monkeypatch)
+    assert contents(folder) == whole and made == 2
 
 
 def test_a_folder_of_the_library_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
