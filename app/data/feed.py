@@ -64,6 +64,13 @@ class Cursor:
         """The cursor whose `state()` this was."""
         return cls(**state)
 
+    @staticmethod
+    def is_of_streams(state: dict[str, Any]) -> bool:
+        """Whether a state has positions in streams, of which each rank has saved a part."""
+        stream = state.get("stream") or {}
+        places = [stream, *(each["stream"] or {} for each in stream.get("sources", {}).values())]
+        return any("lanes" in place or "place" in place for place in places)
+
     @classmethod
     def merged(cls, states: Sequence[dict[str, Any]]) -> Cursor:
         """The position of a run from the states of all data-parallel ranks."""

@@ -116,7 +116,7 @@ def load_checkpoint(
     engine.optimizer.restored(manifest["updates"])
     progress = Progress(manifest["step"], manifest["updates"], manifest["tokens"])
     cursor = json.loads(own.metadata()[CURSOR])
-    if cursor.get("stream") is not None:
+    if Cursor.is_of_streams(cursor):
         one_each = {dp_rank: rank for rank, dp_rank in enumerate(dp_ranks)}.values()
         metadata = (opened[rank].metadata() for rank in one_each)
         cursor = rank_zero_says(
