@@ -251,6 +251,7 @@ class BadFile(Enum):
 
     stop = "stop"  # end the run with a line that names the file
     skip = "skip"  # read nothing of it; a line at the start says so
+    skip_rows = "skip_rows"  # leave out bad lines and rows only; a line at the start counts them
 
 
 class Packing(Enum):

@@ -18,10 +18,10 @@ from app.cli.options.messages import readable_errors
 from app.cli.processes.output import exit_by
 from app.engine.export.export import export_checkpoint
 from app.engine.export.imported import import_model
-from app.engine.report.telling import telling
 from app.engine.start.resume import checkpoint_at
 from app.errors import ConfigError, nearest, say
 from app.hf.hub import model_folder
+from app.telling import telling
 
 FROM, TO = WAYS = ("from-hf", "to-hf")
 HELP = """\

@@ -156,7 +156,7 @@ def inspect(asked: InspectRequest) -> Iterator[str]:
     length = run.train.seq_len
     dataset, _ = load_all(run.data, length, run.train.seed, tokenizer=tokenizer, folders=folders)
     sequences = dataset.sequences
-    reader = sequences.reader(0, 1, 0, None)
+    reader = sequences.reader(run.dp, run.train.micro_batch, 0, None)
     shares, shown, source = Shares(), list[SequencePart](), ""
     for index in range(max(asked.over, asked.sequence + 1)):
         # Streams and blends give their sequences in order only; of others, unused ones are skipped.

@@ -42,11 +42,11 @@ from app.engine.decoding.model_tokens import prefix_token
 from app.engine.decoding.scoring import Question, ScoredWindow, accuracy, perplexity, windows
 from app.engine.decoding.trained import TrainedModel, WeightSource, weights_at
 from app.engine.ranks.agreement import rank_zero_says
-from app.engine.report.telling import telling
 from app.engine.start.kept_tokenizer import changed_end
 from app.engine.start.start import check_tokenizer, usable_gpus
 from app.errors import ConfigError, say
 from app.plan.formatting import count_of
+from app.telling import telling
 
 OWN = ("choices", "stride", "batch")
 # suffixes of files that are not plain text, and how they are read

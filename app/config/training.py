@@ -136,7 +136,8 @@ class DataConfig:
     split: str = "train"  # the dataset's split for source=hub
     streaming: bool = False  # read while training instead of preparing an arrow cache first (hub)
     text_field: str = "text"  # column that holds the text
-    on_bad_file: BadFile = BadFile.stop  # skip leaves out files that cannot be read
+    # skip leaves out files that cannot be read, skip_rows lines and rows of files
+    on_bad_file: BadFile = BadFile.stop
     # "bytes", a `tokenizers` JSON file, its folder, a run, or a name on the Hugging Face hub
     tokenizer: str = "bytes"
     # validation documents of their own: a path, a list of paths, or a list of sources as in
@@ -189,7 +190,7 @@ class DataConfig:
         if self.streaming and self.source is not Source.hub:
             rule = f"data={self.source.value} is prepared, not streamed"
             raise ConfigError("data.streaming", True, rule, nearest=False, advice="data=hub can be")
-        if self.on_bad_file is BadFile.skip and self.source is Source.hub:
+        if self.on_bad_file is not BadFile.stop and self.source is Source.hub:
             rule = "data=hub reads files through the datasets library, which ends at a bad one"
             raise ConfigError("data.on_bad_file", self.on_bad_file, rule, nearest="stop")
         finite("data", self, "validation_fraction")

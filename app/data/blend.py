@@ -10,16 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from app.data.packing import PackedSequences
-from app.data.reader import Reader
+from app.data.stream import Lanes, StreamedSequences
 from app.errors import ConfigError
-
-if TYPE_CHECKING:
-    from app.data.stream import StreamedSequences
 
 KEY = "data.sources"
 UNITS = 2**32  # a weight is rounded to a multiple of the largest one's UNITS-th part
@@ -57,7 +54,7 @@ class BlendedSequences:
         return self.parts[0].sequences.seq_len
 
     def reader(
-        self, dp_rank: int, dp: int, sequences: int, state: dict[str, Any] | None
+        self, dp: int, micro_batch: int, sequences: int, state: dict[str, Any] | None
     ) -> BlendReader:
         """Sequences of one rank, from the start or from a state of `BlendReader.state`.
 
@@ -72,7 +69,9 @@ class BlendedSequences:
             _Place.of(number, part, saved.get(part.label)) for number, part in enumerate(self.parts)
         ]
         readers = [
-            part.sequences.reader(dp_rank, dp, place.used, place.stream)
+            part.sequences.lanes(dp, micro_batch, place.used, place.stream)
+            if isinstance(part.sequences, StreamedSequences)
+            else part.sequences.reader(dp, micro_batch, place.used, place.stream)
             for part, place in zip(self.parts, found, strict=True)
         ]
         same = {label: each["rate"] for label, each in saved.items() if not each["ended"]}
@@ -91,9 +90,29 @@ class BlendedSequences:
     @property
     def padding(self) -> float:
         """Share of positions without a token while no source is used up."""
-        rates = _rates(self.parts)
-        shares = zip(rates, self.parts, strict=True)
-        return sum(rate * part.padding for rate, part in shares) / sum(rates)
+        return self._mean([part.padding for part in self.parts])
+
+    def padding_with(self, max_documents: int) -> float:
+        """Share of padding with another `max_documents`."""
+        found = (part.sequences for part in self.parts)
+        return self._mean(
+            [
+                each.padding_with(max_documents) if isinstance(each, PackedSequences) else 0.0
+                for each in found
+            ]
+        )
+
+    def _mean(self, paddings: Sequence[float]) -> float:
+        """Padding of all from that of each source: weights are of tokens."""
+        tokens = sum(part.weight for part in self.parts)
+        pairs = zip(self.parts, paddings, strict=True)
+        return 1 - tokens / sum(part.weight / (1 - padding) for part, padding in pairs)
+
+    @property
+    def documents(self) -> int:
+        """Documents of all sources, without streams."""
+        found = (part.sequences for part in self.parts)
+        return sum(each.documents for each in found if isinstance(each, PackedSequences))
 
 
 def _rates(parts: Sequence[BlendPart]) -> list[int]:
@@ -191,7 +210,9 @@ class Walk:
 class BlendReader:
     """Sequences of one rank in a blend."""
 
-    def __init__(self, parts: Sequence[BlendPart], readers: Sequence[Reader], walk: Walk) -> None:
+    def __init__(
+        self, parts: Sequence[BlendPart], readers: Sequence[PackedSequences | Lanes], walk: Walk
+    ) -> None:
         self.parts = parts
         self.readers = readers
         self.walk = walk
@@ -200,10 +221,10 @@ class BlendReader:
     def sample(self, index: int) -> np.ndarray:
         """Tokens of a global sequence; indices rise."""
         assert index >= self.walk.next, "sequences are read in order"
-        while self.walk.next < index:
-            self.walk.advance()
+        self._go_to(index)
         self.source, number = self.walk.advance()
-        return self.readers[self.source].sample(number)
+        reader = self.readers[self.source]
+        return reader.read(index) if isinstance(reader, Lanes) else reader.sample(number)
 
     def state(self, sequences: int) -> dict[str, Any]:
         """Position after so many global sequences, no fewer than were read."""
@@ -217,7 +238,7 @@ class BlendReader:
                     "rate": place.rate,
                     "credit": credits.get(place.label, 0),
                     "ended": place.ended,
-                    "stream": reader.state(place.used),
+                    "stream": reader.state() if isinstance(reader, Lanes) else None,
                 }
                 for place, reader in zip(self.walk.places, self.readers, strict=True)
             }
@@ -237,5 +258,7 @@ class BlendReader:
         return {"tokens": tokens, "epochs": epochs}
 
     def _go_to(self, sequences: int) -> None:
-        while self.walk.next < sequences:
-            self.walk.advance()
+        while (index := self.walk.next) < sequences:
+            source, _ = self.walk.advance()
+            if isinstance(reader := self.readers[source], Lanes):
+                reader.count(index)

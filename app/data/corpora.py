@@ -19,6 +19,7 @@ from app.data.load import load_data, load_whole, prepare, split_of
 from app.data.prepared import left_out
 from app.data.sources import VALIDATION, Record, Sources, find_sources, text_sum
 from app.data.tokenizer import Tokenizer
+from app.errors import ConfigError
 
 Folders = Mapping[str, Path | None]  # label -> cache; None: a stream has none
 
@@ -104,10 +105,16 @@ def load_all(
     entries = config.parts or ((None, config),)
     for entry, alone in entries:
         label, weight = (entry.label, entry.weight) if entry else ("", 1.0)
-        if config.validation:
-            splits.append((load_whole(alone, seq_len, seed, tokenizer, **of(label)), None))
-            continue
-        train, held = load_data(alone, seq_len, seed, tokenizer, **of(label))
+        try:
+            if config.validation:
+                splits.append((load_whole(alone, seq_len, seed, tokenizer, **of(label)), None))
+                continue
+            train, held = load_data(alone, seq_len, seed, tokenizer, **of(label))
+        except ConfigError as error:
+            if entry is None or error.key != "train.seq_len":
+                raise
+            advice = "leave it out, give it more documents, or lower train.seq_len"
+            raise ConfigError("data.sources", label, error.rule, advice=advice) from error
         splits.append((train, HeldOut(label, weight, held)))
     own = [
         HeldOut(

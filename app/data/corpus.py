@@ -1,19 +1,24 @@
 """From the documents of a source to an arrow file of tokens.
 
 Documents are read one by one and tokenized in batches of about BATCH_BYTES, longer ones by
-themselves, so that memory depends on the longest document and not on the corpus.
+themselves, so that memory depends on the longest document and not on the corpus. Every KEPT batches
+the state is written beside the tokens (`WriterState`), from which an interrupted start continues.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import IO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +26,7 @@ import pyarrow as pa
 from app.choices import BadFile, Source
 from app.config import DataConfig
 from app.data.documents import ColumnFault, documents
-from app.data.faults import Fault
+from app.data.faults import Fault, Reading
 from app.data.paths import no_column, source_option
 from app.data.slices import TokenBuffer
 from app.data.sources import Sources, unreadable
@@ -32,6 +37,9 @@ BATCH_BYTES = 2**22  # of text that is tokenized at once
 LONG = 2**20  # bytes of a document that is a batch by itself
 LARGE = 2**24  # bytes of one that is not sent to another process
 TOKENS = "tokens.arrow"
+KEPT = 16  # batches after which the state is written
+STATE = "state.json"
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of the arrow streaming format
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,52 +48,130 @@ class Written:
 
     names: tuple[str, ...]
     left_out: tuple[tuple[str, str], ...]
+    bad_rows: dict[str, tuple[int, str]] = field(default_factory=dict)  # as `Reading.bad_rows`
     mapped: tuple[str, ...] = ()  # source files whose tokens are read where they are
     open_end: tuple[str, int] | None = None  # first document of these, from 1, without its end
 
 
-def write_tokens(
-    config: DataConfig, tokenizer: Tokenizer, sources: Sources, folder: Path
-) -> Written:
-    """Write all non-empty documents of a source, in a fixed order, as an arrow file in `folder`.
+class Place(NamedTuple):
+    """How far the documents of a source were read."""
 
-    Each document ends with eod. Raises ConfigError when the source cannot be read or holds no text,
-    OSError when the file cannot be written.
-    """
-    reader = DocumentReader(config, sources, folder / "raw")
-    found = reader.documents()
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32)
-    schema = pa.schema({"ids": pa.list_(pa.from_numpy_dtype(dtype))})
-    count = 0
-    with (folder / TOKENS).open("wb") as file, pa.ipc.new_stream(file, schema) as sink:
-        for tokens in _tokenized(batches(found), _Encoder(tokenizer, dtype), config.num_proc):
-            count += len(tokens.offsets) - 1
-            sink.write_batch(pa.record_batch([tokens.array()], schema))
-    if not count:
-        raise reader.nothing()
-    return Written((TOKENS,), tuple(reader.left_out))
+    file: int = 0
+    document: int = 0  # documents of that file, empty ones too
 
 
-def batches(found: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """The non-empty documents in batches, each of which its last document fills; one of LONG bytes
-    and more is a batch by itself.
+START = Place()
+
+
+@dataclass(slots=True)
+class WriterState:
+    """State of a corpus that is being written: what TOKENS holds up to `size`."""
+
+    size: int = 0  # bytes of TOKENS
+    place: Place = START  # where the next document is
+    documents: int = 0
+    tokens: int = 0
+    bad_rows: dict[str, tuple[int, str]] = field(default_factory=dict)  # of files before the place
+
+    @classmethod
+    def of(cls, folder: Path) -> WriterState:
+        """Return what a start that was interrupted has left in a folder, or the beginning."""
+        try:
+            found = cls(**json.loads((folder / STATE).read_text(encoding="utf-8")))
+            if (folder / TOKENS).stat().st_size >= found.size:
+                found.place = Place(*found.place)
+                return found
+        except (OSError, ValueError, TypeError):
+            pass
+        return cls()
+
+    def write(self, file: IO[bytes], folder: Path) -> None:
+        """Write the state behind the tokens that it tells of."""
+        self.size = file.tell()
+        file.flush()
+        os.fsync(file.fileno())
+        new = folder / f".{STATE}"
+        new.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        new.replace(folder / STATE)
+
+
+class TokenWriter:
+    """Writes the tokens of a source into a folder, from where an earlier writer was interrupted."""
+
+    def __init__(
+        self, config: DataConfig, tokenizer: Tokenizer, sources: Sources, folder: Path
+    ) -> None:
+        self.config = config
+        self.folder = folder
+        self.reader = DocumentReader(config, sources, folder / "raw")
+        dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32)
+        self.encode = _Encoder(tokenizer, dtype)
+        self.kept = WriterState.of(folder)
+        self._tokens_before = self.kept.tokens
+        self._began = time.monotonic()
+
+    def write(self) -> Written:
+        """Write all non-empty documents, in a fixed order, as an arrow file.
+
+        Each document ends with eod. Raises ConfigError when the source cannot be read or holds no
+        text, OSError when the file cannot be written.
+        """
+        kept, reader = self.kept, self.reader
+        reader.reading.bad_rows.update(kept.bad_rows)
+        with (self.folder / TOKENS).open("r+b" if kept.size else "wb") as file:
+            file.truncate(kept.size)
+            file.seek(kept.size)
+            schema = pa.schema({"ids": pa.list_(pa.from_numpy_dtype(self.encode.dtype))})
+            if not kept.size:
+                file.write(schema.serialize())
+            found = batches(reader.documents(kept.place))
+            done: Iterable[tuple[Place, _Tokens]]
+            if self.config.num_proc == 1:
+                done = ((place, self.encode(batch)) for place, batch in found)
+            else:
+                done = _tokenized(found, self.encode, self.config.num_proc)
+            for number, (kept.place, tokens) in enumerate(done, start=1):
+                kept.documents += len(tokens.offsets) - 1
+                kept.tokens += len(tokens.ids)
+                file.write(pa.record_batch([tokens.array()], schema).serialize())
+                if number % KEPT == 0:
+                    kept.bad_rows = reader.bad_rows_before(kept.place.file)
+                    kept.write(file, self.folder)
+            file.write(END_OF_STREAM)
+        if not kept.documents:
+            raise reader.nothing()
+        return Written((TOKENS,), tuple(reader.left_out), reader.reading.bad_rows)
+
+    def progress(self) -> str:
+        """How much was written, and how fast."""
+        rate = (self.kept.tokens - self._tokens_before) / (time.monotonic() - self._began)
+        counts = f"{self.kept.documents:,} documents, {self.kept.tokens:,} tokens ({rate:,.0f}/s)"
+        share = self.reader.share()
+        return counts if share is None else f"{share:.0%} of the bytes, {counts}"
+
+
+def batches(found: Iterable[tuple[Place, bytes]]) -> Iterator[tuple[Place, list[bytes]]]:
+    """The non-empty documents in batches, each of which its last document fills, and how far the
+    source is read with it; a document of LONG bytes and more is a batch by itself.
     """
     batch: list[bytes] = []
     size = 0
-    for document in found:
+    last = START
+    for place, document in found:
         if not document:
             continue
         alone = len(document) >= LONG
         if batch and (alone or size >= BATCH_BYTES):
-            yield batch
+            yield last, batch
             batch, size = [], 0
+        last = place
         if alone:
-            yield [document]
+            yield last, [document]
             continue
         batch.append(document)
         size += len(document)
     if batch:
-        yield batch
+        yield last, batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +213,10 @@ class _Encoder:
         return _Tokens(np.array(ends, dtype=np.int32), buffer.ids())
 
 
-def _tokenized(found: Iterator[list[bytes]], encode: _Encoder, processes: int) -> Iterator[_Tokens]:
+def _tokenized(
+    found: Iterator[tuple[Place, list[bytes]]], encode: _Encoder, processes: int
+) -> Iterator[tuple[Place, _Tokens]]:
     """Tokens of every batch, in order, by so many processes beside this one."""
-    if processes == 1:
-        yield from map(encode, found)
-        return
     context = multiprocessing.get_context("fork")
     ends: list[Connection] = []
     workers = []
@@ -143,21 +228,21 @@ def _tokenized(found: Iterator[list[bytes]], encode: _Encoder, processes: int) -
         theirs.close()
         workers.append(worker)
     free = deque(ends)
-    busy: deque[Connection] = deque()
+    busy: deque[tuple[Place, Connection]] = deque()
     try:
-        for batch in found:
+        for place, batch in found:
             large = len(batch[0]) >= LARGE
             # Each has one batch at most, so that no send waits for one that waits for us.
             while busy and (large or not free):
-                yield _received(busy[0])
-                free.append(busy.popleft())
+                yield busy[0][0], _received(busy[0][1])
+                free.append(busy.popleft()[1])
             if large:
-                yield encode(batch)
+                yield place, encode(batch)
                 continue
             free[0].send(batch)
-            busy.append(free.popleft())
-        for end in busy:
-            yield _received(end)
+            busy.append((place, free.popleft()))
+        for each, end in busy:
+            yield each, _received(end)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         rule = "one of these processes has died, perhaps for want of memory"
         raise ConfigError("data.num_proc", processes, rule, advice="start fewer") from None
@@ -181,15 +266,14 @@ def _work(connection: Connection, others: list[Connection], encode: _Encoder) ->
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
     for other in others:  # that a fork has copied: they would keep ends open
         other.close()
-    while True:
-        try:
+    with suppress(EOFError, OSError):
+        while True:
             batch = connection.recv()
-        except EOFError:
-            return
-        try:
-            connection.send(encode(batch))
-        except Exception as error:
-            connection.send(error)
+            try:
+                found: object = encode(batch)
+            except Exception as error:
+                found = error
+            connection.send(found)
 
 
 class DocumentReader:
@@ -202,25 +286,49 @@ class DocumentReader:
         self.cache = cache  # where the datasets library writes meanwhile
         self.count = 0
         self.left_out: list[tuple[str, str]] = []
-        self._keys: set[str] = set()  # of the first object of JSON lines
+        self.reading = Reading(config.on_bad_file is BadFile.skip_rows)
+        self._sizes = {file.path: file.bytes for file in sources.files}
+        self._read = 0  # bytes of the files before the present one
 
-    def documents(self) -> Iterator[bytes]:
-        """All documents, in order. Raises ConfigError."""
+    def documents(self, after: Place = START) -> Iterator[tuple[Place, bytes]]:
+        """All documents behind a place, in order, each with the place behind it. Raises
+        ConfigError.
+        """
+        found: Iterable[Iterator[bytes]]
         if self.config.source is Source.hub:
             from app.data.hub import hub_documents  # imports `datasets`
 
-            found = hub_documents(self.config, self.paths, str(self.cache))
+            found = [hub_documents(self.config, self.paths, str(self.cache), reading=self.reading)]
         else:
-            found = (text for path in self._good_paths() for text in self._of_file(path))
-        for document in found:
-            self.count += 1
-            yield document
+            paths = self._good_paths()
+            self._read = sum(self._sizes[path] for path in paths[: after.file])
+            found = map(self._of_file, paths[after.file :])
+        for file, texts in enumerate(found, start=after.file):
+            for number, document in enumerate(texts, start=1):
+                if (place := Place(file, number)) > after:
+                    self.count += 1
+                    yield place, document
+
+    def share(self) -> float | None:
+        """Share of the bytes that was read; None: not known."""
+        if self.config.source is Source.hub:
+            return None
+        try:
+            read = self._read + self.reading.tell()
+        except ValueError:  # just closed: another thread asks
+            return None
+        return read / max(1, sum(self._sizes.values()))
+
+    def bad_rows_before(self, file: int) -> dict[str, tuple[int, str]]:
+        """Those of the files before this one."""
+        before = set(self.paths[:file])
+        return {path: each for path, each in self.reading.bad_rows.items() if path in before}
 
     def nothing(self) -> ConfigError:
         """What to say where no document has a token."""
         field = self.config.text_field
-        if self._keys and field not in self._keys:
-            return no_column(field, sorted(self._keys))
+        if (keys := self.reading.keys) and field not in keys:
+            return no_column(field, sorted(keys))
         where = source_option(self.config)
         bad = [*self._unreadable, *self.left_out]
         if bad and len(self.left_out) == len(self.paths):
@@ -234,12 +342,12 @@ class DocumentReader:
 
     def _good_paths(self) -> list[str]:
         """The files to be read: where bad ones are left out, those that are whole."""
-        if self.config.on_bad_file is BadFile.stop:
+        if self.config.on_bad_file is not BadFile.skip:
             return self.paths
         good = []
         for path in self.paths:
             try:
-                for _ in documents(path, self.config, set()):
+                for _ in documents(path, self.config, Reading()):
                     pass
             except (Fault, OSError) as error:
                 why = error.strerror if isinstance(error, OSError) else str(error)
@@ -251,7 +359,9 @@ class DocumentReader:
     def _of_file(self, path: str) -> Iterator[bytes]:
         key = source_option(self.config)[0]
         try:
-            yield from documents(path, self.config, self._keys)
+            yield from documents(path, self.config, self.reading)
+            self.reading.tell = int
+            self._read += self._sizes[path]
         except ColumnFault as fault:
             if path != self.paths[0]:
                 raise ConfigError(key, path, fault.rule, advice=fault.advice) from fault

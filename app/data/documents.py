@@ -7,6 +7,7 @@ matter, and those of documents are bounded.
 from __future__ import annotations
 
 import lzma
+import os
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
@@ -15,7 +16,7 @@ from pyarrow import parquet
 
 from app.choices import Source
 from app.config import DataConfig
-from app.data.faults import STREAMS, Fault, check_utf8, file_format, without_mark
+from app.data.faults import STREAMS, Fault, Reading, check_utf8, file_format, without_mark
 from app.data.json_lines import json_texts, opened
 
 MOST_BYTES = 2**28  # of a document
@@ -43,41 +44,49 @@ class ColumnFault(Fault):
         self.names = tuple(names)  # columns that are there
 
 
-def documents(path: str, config: DataConfig, keys: set[str]) -> Iterator[bytes]:
+def documents(path: str, config: DataConfig, reading: Reading) -> Iterator[bytes]:
     """Documents of a file, in order; empty where a text is empty, null or missing.
 
-    Adds the keys of the first JSON object to `keys`. Raises Fault and OSError.
+    Raises Fault and OSError.
     """
+    reading.tell = int
     try:
-        yield from bounded(_documents(path, config, keys))
+        yield from bounded(_documents(path, config, reading), path, reading)
     except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the system's; those of decompressors have no number
         raise Fault(f"is not a whole compressed file: {error}") from error
 
 
-def bounded(found: Iterable[bytes]) -> Iterator[bytes]:
-    """The documents; raises Fault for one that is too long."""
+def bounded(found: Iterable[bytes], path: str, reading: Reading) -> Iterator[bytes]:
+    """The documents; one that is too long is a bad row."""
     for number, document in enumerate(found, start=1):
         if len(document) > MOST_BYTES:
             rule = f"document {number} has more than {MOST_BYTES >> 20} MiB, the most that is read"
-            raise Fault(rule, advice="split it")
-        yield document
+            reading.bad_row(path, Fault(rule, advice="split it"))
+        else:
+            yield document
 
 
-def _documents(path: str, config: DataConfig, keys: set[str]) -> Iterator[bytes]:
+def _documents(path: str, config: DataConfig, reading: Reading) -> Iterator[bytes]:
     match config.source:
         case Source.stdlib:
             yield _replaced(path)
         case Source.text:
-            yield _text(path)
+            try:
+                whole = _text(path)
+            except Fault as fault:
+                reading.bad_row(path, fault)
+            else:
+                yield whole
         case Source.parquet:
-            yield from _parquet_texts(path, config.text_field)
+            yield from _parquet_texts(path, config.text_field, reading)
         case _:
-            found: set[str] = set()
-            for text in json_texts(path, config.text_field, found):
+            before, reading.keys = reading.keys, set()
+            for text in json_texts(path, config.text_field, reading):
                 yield text.encode() if isinstance(text, str) else text or b""
-            keys |= found
+            found = reading.keys
+            reading.keys = before | found
             if found:
                 _check_key(found, config.text_field)
 
@@ -115,25 +124,23 @@ def _unpacked(path: str) -> bytes:
     try:
         check_utf8(content)  # a text may begin with "BZh"
     except Fault:
-        with opened(path) as file:
+        with opened(path, Reading()) as file:
             return file.read(most)
     return content
 
 
-def _parquet_texts(path: str, field: str) -> Iterator[bytes]:
+def _parquet_texts(path: str, field: str, reading: Reading) -> Iterator[bytes]:
     try:
         with parquet.ParquetFile(path, buffer_size=BUFFER, pre_buffer=False) as file:
             if file.metadata.num_rows == 0:
                 return
             _check_column(file.schema_arrow.names, field)
-            done = 0
+            first, size = 1, os.path.getsize(path)
             for group in range(file.num_row_groups):
-                facts = file.metadata.row_group(group)
-                rows = rows_at_once(facts.total_byte_size, facts.num_rows)
-                for batch in file.iter_batches(rows, [group], [field], use_threads=False):
-                    for row, text in enumerate(texts_of(batch.column(0), field), start=done + 1):
-                        yield checked_text(text, row)
-                    done += len(batch)
+                rows = file.metadata.row_group(group).num_rows
+                reading.tell = lambda: size * first // file.metadata.num_rows  # noqa: B023
+                yield from _group_texts(file, group, first, path=path, field=field, reading=reading)
+                first += rows
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
@@ -141,8 +148,33 @@ def _parquet_texts(path: str, field: str) -> Iterator[bytes]:
         with open(path, "rb") as content:
             if content.read(16).lstrip().startswith((b"{", b"[")):
                 advice = "read JSON lines with data.source=jsonl"
-        reason = " ".join(str(error).split())
-        raise Fault(f"is not a whole parquet file: {reason}", advice=advice) from error
+        raise Fault(f"is not a whole parquet file: {_reason(error)}", advice=advice) from error
+
+
+def _group_texts(
+    file: parquet.ParquetFile, group: int, first: int, *, path: str, field: str, reading: Reading
+) -> Iterator[bytes]:
+    """Texts of a row group whose first row has the number `first`."""
+    facts = file.metadata.row_group(group)
+    row, last = first, first + facts.num_rows - 1
+    at_once = rows_at_once(facts.total_byte_size, facts.num_rows)
+    try:
+        for batch in file.iter_batches(at_once, [group], [field], use_threads=False):
+            for text in texts_of(batch.column(0), field):
+                row += 1
+                if (fault := text_fault(text, row - 1)) is None:
+                    yield text or b""
+                else:
+                    reading.bad_row(path, fault)
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        rule = f"is not a whole parquet file: rows {row} to {last}: {_reason(error)}"
+        reading.bad_row(path, Fault(rule), last + 1 - row)
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _check_key(found: Collection[str], field: str) -> None:
@@ -182,12 +214,10 @@ def texts_of(column: pa.Array, field: str) -> list[bytes | None]:
     return found
 
 
-def checked_text(text: bytes | None, row: int) -> bytes:
-    """A value of a row, empty for null. Raises Fault where it is not UTF-8."""
-    if text is None:
-        return b""
+def text_fault(text: bytes | None, row: int) -> Fault | None:
+    """What is wrong with the value of a row: that it is not UTF-8."""
     try:
-        check_utf8(text)
+        check_utf8(text or b"")
     except Fault as fault:
-        raise Fault(f"row {row} {fault.rule}") from None
-    return text
+        return Fault(f"row {row} {fault.rule}")
+    return None

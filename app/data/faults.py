@@ -6,6 +6,8 @@ Imports nothing large: programs that read a few lines of text use it too.
 from __future__ import annotations
 
 import codecs
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 PROBE = 2**20  # bytes that are decoded at once where only their validity is asked
 
@@ -47,6 +49,24 @@ class Fault(ValueError):
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle by arguments: files may be read in another process."""
         return type(self), (self.rule, self.advice)
+
+
+@dataclass(slots=True)
+class Reading:
+    """What is found while files are read, one after the other."""
+
+    skips_rows: bool = False  # data.on_bad_file=skip_rows
+    keys: set[str] = field(default_factory=set)  # of the first object of JSON lines
+    # count of rows that were left out, and the first fault, by file
+    bad_rows: dict[str, tuple[int, str]] = field(default_factory=dict)
+    tell: Callable[[], int] = int  # bytes of the present file that were read
+
+    def bad_row(self, path: str, fault: Fault, rows: int = 1) -> None:
+        """Count rows that are left out, or raise their fault."""
+        if not self.skips_rows:
+            raise fault
+        count, first = self.bad_rows.get(path, (0, fault.rule))
+        self.bad_rows[path] = count + rows, first
 
 
 def file_format(head: bytes) -> str | None:

@@ -15,7 +15,7 @@ import torch
 from app.data.blend import BlendedSequences, BlendReader
 from app.data.packing import PADDING, PackedSequences
 from app.data.reader import Reader
-from app.data.stream import StreamedSequences
+from app.data.stream import StreamedSequences, merged
 
 IGNORED = -100  # label of a position without a target
 
@@ -46,10 +46,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class Cursor:
-    """Position of a run in its training data; `stream` differs by rank, `sequences` does not."""
+    """Position of a run in its training data; `stream` differs by data-parallel rank, and those of
+    all ranks make the position (`merged`).
+    """
 
     sequences: int = 0  # used by all data-parallel ranks together
-    stream: dict[str, Any] | None = None  # position of this rank's stream when streaming
+    stream: dict[str, Any] | None = None  # of a stream, or of several sources
 
     def state(self) -> dict[str, Any]:
         """Numbers, strings, lists and dictionaries only: fit for JSON and for
@@ -61,6 +63,34 @@ class Cursor:
     def from_state(cls, state: dict[str, Any]) -> Cursor:
         """The cursor whose `state()` this was."""
         return cls(**state)
+
+    @staticmethod
+    def is_of_streams(state: dict[str, Any]) -> bool:
+        """Whether a state has positions in streams, of which each rank has saved a part."""
+        stream = state.get("stream") or {}
+        places = [stream, *(each["stream"] or {} for each in stream.get("sources", {}).values())]
+        return any("lanes" in place or "place" in place for place in places)
+
+    @classmethod
+    def merged(cls, states: Sequence[dict[str, Any]]) -> Cursor:
+        """The position of a run from the states of all data-parallel ranks."""
+        streams = [state["stream"] for state in states]
+        stream = streams[0]
+        if stream is not None and "sources" not in stream:
+            stream = merged(streams)
+        elif stream is not None:
+            stream = {
+                "sources": {
+                    label: {
+                        **place,
+                        "stream": merged([e["sources"][label]["stream"] for e in streams]),
+                    }
+                    if place["stream"]
+                    else place
+                    for label, place in stream["sources"].items()
+                }
+            }
+        return cls(states[0]["sequences"], stream)
 
 
 def make_batch(
@@ -112,8 +142,7 @@ class TrainFeed:
     """Microbatches of one data-parallel rank, step by step.
 
     Microbatch m of rank r holds the global sequences base + (m·dp + r)·B + j for j < B, where base
-    counts what earlier steps used: over all ranks a step covers the same sequences for every dp. (A
-    stream gives each rank its own part instead.)
+    counts what earlier steps used: over all ranks a step covers the same sequences for every dp.
     """
 
     def __init__(
@@ -132,7 +161,7 @@ class TrainFeed:
         self.num_microbatches = num_microbatches
         self._sequences = cursor.sequences
         self._reader: Reader = dataset.sequences.reader(
-            dp_rank, dp, cursor.sequences, cursor.stream
+            dp, micro_batch, cursor.sequences, cursor.stream
         )
         # read, but not given out; with the position before them
         self._ahead: tuple[Cursor, list[Batch]] | None = None

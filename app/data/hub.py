@@ -32,8 +32,8 @@ from pyarrow.parquet import read_schema
 
 from app.choices import Source
 from app.config import DataConfig
-from app.data.documents import bounded, checked_text, documents, rows_at_once, texts_of
-from app.data.faults import Fault, in_one_line
+from app.data.documents import bounded, documents, rows_at_once, text_fault, texts_of
+from app.data.faults import Fault, Reading, in_one_line
 from app.data.json_lines import BUFFER, json_texts
 from app.data.paths import most_like, no_column, source_option
 from app.errors import ConfigError
@@ -70,7 +70,9 @@ def default_cache() -> Path:
     return Path(datasets.config.HF_DATASETS_CACHE)
 
 
-def hub_documents(config: DataConfig, files: Sequence[str], cache: str) -> Iterator[bytes]:
+def hub_documents(
+    config: DataConfig, files: Sequence[str], cache: str, reading: Reading
+) -> Iterator[bytes]:
     """All documents of a dataset as UTF-8, in order, empty ones too. `files` are those of a local
     folder, `cache` is where the library puts what it makes of them. Raises ConfigError.
     """
@@ -88,11 +90,17 @@ def hub_documents(config: DataConfig, files: Sequence[str], cache: str) -> Itera
     rows = rows_at_once(raw.data.nbytes, len(raw.data))
     tables = raw.with_format("arrow").iter(batch_size=rows)
     texts = (text for table in tables for text in _texts_of_table(table, config.text_field))
-    numbered = (checked_text(text, row) for row, text in enumerate(texts, start=1))
     try:
-        yield from bounded(numbered)
+        yield from bounded(_checked(texts, str(config.name), reading), str(config.name), reading)
     except Fault as fault:
         raise ConfigError(*source_option(config), fault.rule, advice=fault.advice) from fault
+
+
+def _checked(texts: Iterable[bytes | None], name: str, reading: Reading) -> Iterator[bytes]:
+    for row, text in enumerate(texts, start=1):
+        if fault := text_fault(text, row):
+            reading.bad_row(name, fault)
+        yield text or b""
 
 
 def _texts_of_table(table: pa.Table, field: str) -> Iterator[bytes | None]:
@@ -168,10 +176,10 @@ def _exact_tables(
 ) -> Iterator[tuple[Key, pa.Table]]:
     """What the library asks of a builder, with the texts as they are written: a row per line."""
     field = config.text_field
-    keys: set[str] = set()
+    reading = Reading()
     any_text = False
 
-    def opened(path: str) -> IO[bytes]:
+    def opened(path: str, _reading: Reading) -> IO[bytes]:
         options = datasets.DownloadConfig(token=token)
         return io.BufferedReader(xopen(path, "rb", download_config=options), BUFFER)
 
@@ -179,7 +187,7 @@ def _exact_tables(
         batch = 0
         for file in files:
             try:
-                for texts in _some(json_texts(file, field, keys, opened)):
+                for texts in _some(json_texts(file, field, reading, opened)):
                     any_text = any_text or any(text is not None for text in texts)
                     column = pa.array(texts, pa.string())
                     yield Key(shard, batch), pa.table({field: column})
@@ -187,8 +195,8 @@ def _exact_tables(
             except Fault as fault:
                 named = original_files[shard]
                 raise ConfigError("data.name", named, fault.rule, advice=fault.advice) from fault
-        if keys and field not in keys and not any_text:
-            raise no_column(field, sorted(keys))
+        if reading.keys and field not in reading.keys and not any_text:
+            raise no_column(field, sorted(reading.keys))
 
 
 def _some(texts: Iterable[str | bytes | None]) -> Iterator[list[str | None]]:
@@ -224,7 +232,7 @@ def _fault_of(path: str, config: DataConfig) -> str | None:
         return None
     alone = replace(config, source=kind, path=(path,), streaming=False)
     try:
-        for _ in documents(path, alone, set()):
+        for _ in documents(path, alone, Reading()):
             pass
     except Fault as fault:
         return fault.rule

@@ -14,10 +14,11 @@ import json
 import lzma
 import re
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import IO, Any
 from uuid import uuid4
 
-from app.data.faults import Fault, character_start, file_format, no_utf8, without_mark
+from app.data.faults import Fault, Reading, character_start, file_format, no_utf8, without_mark
 
 MOST_LINE = 2**30  # bytes of a line
 MOST_ARRAY = 2**28  # bytes of a file that is one JSON array, which is read as a whole
@@ -33,23 +34,29 @@ DEEP = "has more brackets within brackets than can be read"
 KINDS = {bool: "true or false", int: "a number", float: "a number", list: "a list"}
 
 
-def opened(path: str) -> IO[bytes]:
+@contextmanager
+def opened(path: str, reading: Reading) -> Iterator[IO[bytes]]:
     """A file of lines, unpacked if it is compressed. Raises Fault for other formats, OSError."""
-    with open(path, "rb") as file:
-        found = file_format(file.read(8))
-    match found:
+    with io.BufferedReader(io.FileIO(path), BUFFER) as file:
+        reading.tell = file.tell
+        with _unpacked(file) as unpacked:
+            yield unpacked
+
+
+def _unpacked(file: io.BufferedReader[Any]) -> IO[bytes]:
+    match found := file_format(file.peek(8)[:8]):
         case None:
-            return open(path, "rb", buffering=BUFFER)
+            return file
         case "gzip":
-            return io.BufferedReader(gzip.open(path), BUFFER)
+            return io.BufferedReader(gzip.open(file), BUFFER)
         case "bz2":
-            return bz2.open(path)
+            return bz2.open(file)
         case "xz":
-            return lzma.open(path)
+            return lzma.open(file)
         case "zstd" | "lz4":
             import pyarrow as pa
 
-            unpacked = pa.input_stream(path, compression=found, buffer_size=BUFFER)
+            unpacked = pa.input_stream(file, compression=found, buffer_size=BUFFER)
             return io.BufferedReader(unpacked, BUFFER)
         case "parquet":
             raise Fault("is a parquet file", advice="read it with data.source=parquet")
@@ -58,36 +65,43 @@ def opened(path: str) -> IO[bytes]:
 
 
 def json_texts(
-    path: str, field: str, keys: set[str], open_file: Callable[[str], IO[bytes]] = opened
+    path: str,
+    field: str,
+    reading: Reading,
+    open_file: Callable[[str, Reading], AbstractContextManager[IO[bytes]]] = opened,
 ) -> Iterator[str | bytes | None]:
     """The text of every line but blank ones; None where it is null or missing. Those of very long
     lines come as UTF-8.
 
-    Adds the keys of the first object to `keys`, and `field` once an object has it. Compressed files
-    are unpacked, and a file that is one array gives the texts of its objects. Raises Fault, with
-    the line, and OSError.
+    Adds the keys of the first object to `reading.keys`, and `field` once an object has it.
+    Compressed files are unpacked, and a file that is one array gives the texts of its objects.
+    Raises Fault, with the line, and OSError.
     """
-    with open_file(path) as file:
+    with open_file(path, reading) as file:
         offset = 0
         for number, line in enumerate(iter(lambda: file.readline(MOST_LINE), b""), start=1):
             if number == 1:
                 offset, line = len(line), without_mark(line)
                 offset -= len(line)
                 if line.lstrip().startswith(b"["):
-                    yield from _array_texts(line + file.read(MOST_ARRAY), field, keys)
+                    yield from _array_texts(line + file.read(MOST_ARRAY), field, reading)
                     return
             if line.isspace() or not line:
                 offset += len(line)
                 continue
             size = len(line)
+            text, fault = None, None
             try:
-                text = _line_text(line, field, keys)
+                text = _line_text(line, field, reading.keys)
             except UnicodeDecodeError as error:
-                raise Fault(f"line {number} {no_utf8(error, offset).rule}") from None
-            except Fault as fault:
-                raise Fault(f"line {number} {fault.rule}", fault.advice) from None
+                fault = Fault(f"line {number} {no_utf8(error, offset).rule}")
+            except Fault as found:
+                fault = Fault(f"line {number} {found.rule}", found.advice)
             del line  # it may be longer than all that follows from it
-            yield text
+            if fault is not None:
+                reading.bad_row(path, fault)
+            else:
+                yield text
             offset += size
 
 
@@ -155,8 +169,8 @@ def _check_characters(text: str, field: str) -> None:
         raise Fault(f"holds half of a character in {field}: {half}") from None
 
 
-def _array_texts(content: bytes, field: str, keys: set[str]) -> Iterator[str | None]:
-    """The texts of the objects of one array."""
+def _array_texts(content: bytes, field: str, reading: Reading) -> Iterator[str | None]:
+    """The texts of the objects of one array. Any fault ends it: what is behind it is unknown."""
     if len(content) >= MOST_ARRAY:
         rule = f"is one JSON array of more than {MOST_ARRAY >> 20} MiB"
         raise Fault(rule, advice="write an object per line")
@@ -170,7 +184,7 @@ def _array_texts(content: bytes, field: str, keys: set[str]) -> Iterator[str | N
     while not text.startswith("]", at):
         try:
             row, end = _element(text, at, first)
-            yield _checked(row, field, keys)
+            yield _checked(row, field, reading.keys)
         except Fault as fault:
             number = text.count("\n", 0, at) + 1
             raise Fault(f"line {number} {fault.rule}", fault.advice) from None

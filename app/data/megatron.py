@@ -122,7 +122,7 @@ def check_pairs(config: DataConfig, tokenizer: Tokenizer, sources: Sources) -> W
             pair = Pair.open(path)
             pair.check(tokenizer.vocab_size, f"data.tokenizer={config.tokenizer}")
         except (Fault, OSError) as error:
-            if config.on_bad_file is BadFile.stop:
+            if config.on_bad_file is not BadFile.skip:
                 raise _refusal(path, error) from error
             left_out.append((path, str(error)))
             continue

@@ -236,7 +236,8 @@ class PackedSequences:
         self._epoch = self._order(0, 0)
         self.per_epoch = len(self._epoch.sequences_K)  # of the first one
         if self.per_epoch < 1:
-            rule = f"the {name} has only {self.num_tokens} tokens, one sequence needs {seq_len + 1}"
+            tokens = "1 token" if self.num_tokens == 1 else f"{self.num_tokens} tokens"
+            rule = f"the {name} has only {tokens}, one sequence needs {seq_len + 1}"
             rule += f", and {share} says how much it gets" if share else ""
             near = (FirstOf(_shorter(self.num_tokens)), FirstOf(larger))
             raise ConfigError("train.seq_len", seq_len, rule, nearest=near)
@@ -269,7 +270,7 @@ class PackedSequences:
         return epoch
 
     def reader(
-        self, _dp_rank: int, _dp: int, _sequences: int, state: dict[str, Any] | None
+        self, _dp: int, _micro_batch: int, _sequences: int, state: dict[str, Any] | None
     ) -> PackedSequences:
         """Itself: any rank may read any sequence. ConfigError for the state of a stream."""
         if state is not None:
@@ -306,6 +307,11 @@ class PackedSequences:
             stretches=stretches,
             sequences_K=generator.permutation(len(stretches) - 1),
         )
+
+    @property
+    def documents(self) -> int:
+        """How many documents there are."""
+        return len(self.lengths_D)
 
     def padding_with(self, max_documents: int) -> float:
         """Share of padding with another `max_documents`."""

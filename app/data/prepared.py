@@ -1,13 +1,14 @@
 """The cache of prepared corpora: tokens in arrow files, a folder for each corpus.
 
     <cache>/graphfold/<key>/contents.json     sizes and sums of the others
-    <cache>/graphfold/<key>/tokens.arrow      documents as lists of ids; num_proc > 1: several files
+    <cache>/graphfold/<key>/tokens.arrow      documents as lists of ids
 
 Of tokens that are used as they are, contents.json says that they have been checked.
 
 The key covers contents, sizes and times of the sources, the tokenizer and what is read of them, so
-that a changed file makes another entry. A folder is written under a hidden name and renamed when it
-is complete; one that is not as `contents.json` says is made anew.
+that a changed file makes another entry. A folder is written as .<key>.partial and renamed when it
+is complete; one that is not as `contents.json` says is made anew. What an interrupted start has
+written is used by the next one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import hashlib
 import json
 import pickle
 import shutil
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,14 +30,20 @@ import pyarrow as pa
 
 from app.choices import BadFile, Source
 from app.config import DataConfig
+from app.data.corpus import STATE, TokenWriter
 from app.data.packing import Documents
+from app.data.paths import source_option
 from app.data.sources import Sources, check_unchanged, file_sum
 from app.data.tokenizer import Tokenizer
-from app.errors import ConfigError
+from app.errors import ConfigError, typed
+from app.plan.formatting import count_of
+from app.telling import telling
 
 FORMAT = 1  # of a folder, and of how documents become tokens
 CONTENTS = "contents.json"
 MOST_NAMED = 3  # files in a line about those that were left out
+QUIET_S = 2.0  # seconds that another process is waited for without a word
+POLL_S = 0.05
 
 
 def prepare_tokens(
@@ -42,19 +51,23 @@ def prepare_tokens(
 ) -> Path:
     """The folder with the tokens of a corpus, which is written unless it is there.
 
-    A second process that wants the same waits for the first. `say` is called with a line when a
-    folder is not whole and made anew. Raises ConfigError when the source cannot be read or holds no
-    text, or the cache cannot be written.
+    A second process that wants the same waits for the first. `say` is called with a line when it
+    waits long, and when a folder is not whole and made anew. Raises ConfigError when the source
+    cannot be read or holds no text, or the cache cannot be written.
     """
     folder = _cache(config) / _key(config, tokenizer, sources)
     if _fault(folder) is None:
         return folder
     try:
-        with _alone(folder):
+        with _alone(folder, say) as partial:
             if (fault := _fault(folder)) is not None:
                 if folder.exists():
                     say(f"prepared again, since {folder} is not whole: {fault}")
-                _write(config, tokenizer, sources, folder=folder)
+                if _fault(partial) is not None:
+                    _write(config, tokenizer, sources, partial=partial)
+                if folder.exists():
+                    shutil.rmtree(folder)
+                partial.rename(folder)
     except OSError as error:
         reason = error.strerror or str(error)
         rule = f"cannot be written: {reason}"
@@ -91,8 +104,14 @@ def _contents(folder: Path) -> dict[str, Any]:
 
 
 def left_out(folder: Path, sources: Sources) -> str | None:
-    """Which files of a corpus data.on_bad_file=skip has left out, in a line; None: none."""
-    found = [*sources.unreadable, *_contents(folder).get("left_out", ())]
+    """Which files or rows of a corpus data.on_bad_file has left out, in a line; None: none."""
+    contents = _contents(folder)
+    if bad_rows := contents.get("bad_rows"):
+        rows = count_of(sum(count for count, _ in bad_rows.values()), "row")
+        path, (_, fault) = next(iter(bad_rows.items()))
+        files = count_of(len(bad_rows), "file")
+        return f"data.on_bad_file=skip_rows: {rows} of {files} left out: {path}: {fault}"
+    found = [*sources.unreadable, *contents.get("left_out", ())]
     if not found:
         return None
     named = "; ".join(f"{path}: {fault}" for path, fault in found[:MOST_NAMED])
@@ -112,7 +131,7 @@ def _cache(config: DataConfig) -> Path:
 def _key(config: DataConfig, tokenizer: Tokenizer, sources: Sources) -> str:
     read = (FORMAT, config.source.value, config.config_name, config.split, config.text_field)
     # Added where it matters only: caches of earlier versions keep their names.
-    bad = (config.on_bad_file.value,) if config.on_bad_file is BadFile.skip else ()
+    bad = (config.on_bad_file.value,) if config.on_bad_file is not BadFile.stop else ()
     # Their tokens stay where they are.
     paths = [file.path for file in sources.files] if config.source is Source.megatron else []
     made_of = repr(((*read, *bad, *paths), sources.record(), sources.times())).encode()
@@ -136,45 +155,60 @@ def _fault(folder: Path) -> str | None:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Let one process at a time prepare a folder; clear what a killed one has left of it."""
+def _alone(folder: Path, say: Callable[[str], object]) -> Iterator[Path]:
+    """Let one process at a time prepare a folder; yield where, which is where a killed one did.
+
+    The system unlocks what a process has locked when that ends, however it does.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f".{folder.name}.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks: then several do the same work
-            yield
-            return
-        for left in folder.parent.glob(f".{folder.name}.partial-*"):
-            shutil.rmtree(left)
-        yield
+        until = time.monotonic() + QUIET_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < until:
+                    time.sleep(POLL_S)
+                    continue
+                say(f"waits for another process that prepares {folder}")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError:  # a file system without locks: then several do the same work
+                own = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
+                own.chmod(0o755)  # others may use a shared cache
+                try:
+                    yield own
+                finally:
+                    shutil.rmtree(own, ignore_errors=True)
+                return
+            break
+        yield folder.with_name(f".{folder.name}.partial")
 
 
-def _write(config: DataConfig, tokenizer: Tokenizer, sources: Sources, *, folder: Path) -> None:
-    from app.data.corpus import write_tokens
+def _write(config: DataConfig, tokenizer: Tokenizer, sources: Sources, *, partial: Path) -> None:
     from app.data.megatron import check_pairs
 
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
+    partial.mkdir(exist_ok=True)
     try:
         if config.source is Source.megatron:
             written = check_pairs(config, tokenizer, sources)
         else:
-            written = write_tokens(config, tokenizer, sources, folder=temporary)
-        shutil.rmtree(temporary / "raw", ignore_errors=True)
+            writer = TokenWriter(config, tokenizer, sources, folder=partial)
+            key, value = source_option(config)
+            what = f"preparing {key}={typed(value)}"
+            with telling(what, writer.progress, stream=sys.stderr):
+                written = writer.write()
         check_unchanged(config, sources)
-        paths = [temporary / name for name in written.names]
-        files = {path.name: (path.stat().st_size, file_sum(path)) for path in paths}
-        contents: dict[str, Any] = {"files": files, "left_out": written.left_out}
-        if written.mapped:
-            contents |= {"mapped": written.mapped, "open_end": written.open_end}
-        (temporary / CONTENTS).write_text(json.dumps(contents) + "\n", encoding="utf-8")
-        temporary.chmod(0o755)  # from that of a private folder: others may use a shared cache
-        _replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _replace(temporary: Path, folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    temporary.rename(folder)
+    except ConfigError as error:
+        if error.key != "data.num_proc":  # other files would have another key: nothing continues it
+            shutil.rmtree(partial)
+        raise
+    shutil.rmtree(partial / "raw", ignore_errors=True)
+    paths = [partial / name for name in written.names]
+    files = {path.name: (path.stat().st_size, file_sum(path)) for path in paths}
+    contents: dict[str, Any] = {"files": files, "left_out": written.left_out}
+    if written.bad_rows:
+        contents |= {"bad_rows": written.bad_rows}
+    if written.mapped:
+        contents |= {"mapped": written.mapped, "open_end": written.open_end}
+    (partial / CONTENTS).write_text(json.dumps(contents) + "\n", encoding="utf-8")
+    (partial / STATE).unlink(missing_ok=True)

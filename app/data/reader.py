@@ -13,9 +13,7 @@ class Reader(Protocol):
     """
 
     def sample(self, index: int) -> np.ndarray:
-        """Tokens of global sequence `index`, PADDING at the end of a short one: int64 [S + 1]; a
-        stream's next ones instead.
-        """
+        """Tokens of global sequence `index`, PADDING at the end of a short one: int64 [S + 1]."""
 
     def state(self, sequences: int) -> dict[str, Any] | None:
         """Position beyond the count of used sequences, as plain values."""

@@ -105,7 +105,7 @@ def find_sources(config: DataConfig) -> Sources:
         try:
             return _look_at(key, path, folder)
         except ConfigError as error:
-            if config.on_bad_file is BadFile.stop:
+            if config.on_bad_file is not BadFile.skip:
                 raise
             unreadable.append((path, error.rule))
             return None

@@ -163,7 +163,7 @@ def _all_texts(config: DataConfig) -> Iterator[str | None]:
     with tempfile.TemporaryDirectory() as cache:
         reader = DocumentReader(config, find_sources(config), Path(cache))
         any_text = False
-        for document in reader.documents():
+        for _, document in reader.documents():
             any_text = any_text or bool(document)
             yield document.decode()
         if not any_text:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,13 @@ from hypothesis import strategies as st
 
 from app.config import DataConfig
 from app.data.blend import BlendedSequences, BlendPart
+from app.data.corpora import Corpora, load_all, prepare_all
 from app.data.feed import Cursor, DataSplit, TrainFeed
 from app.data.packing import PADDING, Documents, PackedSequences
+from app.data.tokenizer import load_tokenizer
+from app.engine.report.summary import _padding
 from app.errors import ConfigError
+from tests.data.conftest import write_jsonl
 
 SEQ = 4
 PLACE = 1000  # tokens of a source are its number times this, and more
@@ -31,7 +36,7 @@ def part(number: int, weight: float = 1.0, sequences: int = 12, **choices: Any) 
 
 def drawn(blend: BlendedSequences, count: int) -> list[int]:
     """Sources of the first sequences."""
-    reader = blend.reader(0, 1, 0, None)
+    reader = blend.reader(1, 1, 0, None)
     return [int(reader.sample(index)[0]) // PLACE for index in range(count)]
 
 
@@ -51,7 +56,7 @@ def test_shares_are_within_one_sequence(weights: list[float]):
 def test_sources_keep_their_own_order():
     alone = part(1).sequences
     blend = BlendedSequences((part(0, 2.0), part(1)))
-    reader = blend.reader(0, 1, 0, None)
+    reader = blend.reader(1, 1, 0, None)
     rows = [reader.sample(index) for index in range(60)]
     of_one = [row for row in rows if row[0] // PLACE == 1]
     assert len(of_one) == 20
@@ -75,12 +80,40 @@ def test_padding_does_not_count_for_shares():
     padded = PackedSequences(single.lengths_D, single.read, SEQ, seed=0, max_documents=2)
     assert padded.padding == pytest.approx(0.5, abs=0.02)
     blend = BlendedSequences((part(0), BlendPart("s1", 1.0, True, padded)))
-    reader = blend.reader(0, 1, 0, None)
+    reader = blend.reader(1, 1, 0, None)
     rows = [reader.sample(index) for index in range(90)]
     tokens = Counter(int(row[0]) // PLACE for row in rows for _ in row[row != PADDING][:SEQ])
     assert tokens[1] == pytest.approx(tokens[0], rel=0.05)
-    totals = blend.reader(0, 1, 0, None).totals(90)["tokens"]
+    totals = blend.reader(1, 1, 0, None).totals(90)["tokens"]
     assert totals["s1"] == pytest.approx(totals["s0"], rel=0.05)
+
+
+def test_padding_of_a_blend_and_what_leaves_less():
+    """A source of which half is padding takes two of three positions."""
+    single = Documents.from_lists([[PLACE + n] for n in range(101)])
+    padded = PackedSequences(single.lengths_D, single.read, SEQ, seed=0, max_documents=2)
+    blend = BlendedSequences((part(0), BlendPart("s1", 1.0, True, padded)))
+    assert blend.padding == pytest.approx(1 / 3, abs=0.01)
+    assert blend.padding_with(3) == pytest.approx(1 / 7, abs=0.01)
+    line = _padding(DataSplit(blend, PLACE, max_documents=2))
+    assert line is not None and line.endswith(
+        "where more would fit; data.max_documents=4 leaves 0.0%"
+    )
+
+
+def test_too_small_a_source_is_named(tmp_path: Path):
+    for name, size in (("large", 1000), ("small", 9)):
+        write_jsonl(tmp_path / f"{name}.jsonl", ["x" * size, "y" * size])
+    paths = [{"path": f"{tmp_path}/{name}.jsonl"} for name in ("large", "small")]
+    config = DataConfig(sources=paths, cache_dir=f"{tmp_path}/cache")
+    tokenizer = load_tokenizer("bytes")
+    folders = prepare_all(config, tokenizer, Corpora.find(config))
+    with pytest.raises(ConfigError) as error:
+        load_all(config, 16, 1, tokenizer=tokenizer, folders=folders)
+    assert str(error.value) == (
+        "data.sources=small: the training split of small has only 10 tokens, one sequence "
+        "needs 17; leave it out, give it more documents, or lower train.seq_len"
+    )
 
 
 def feed(blend: BlendedSequences, dp: int = 1, rank: int = 0, cursor: Cursor | None = None):
@@ -135,7 +168,7 @@ def test_sources_come_and_go_at_their_positions():
 def test_position_of_one_source_is_refused():
     blend = BlendedSequences((part(0), part(1)))
     with pytest.raises(ConfigError, match="not that of several sources"):
-        blend.reader(0, 1, 8, None)
+        blend.reader(1, 1, 8, None)
 
 
 @pytest.mark.parametrize(

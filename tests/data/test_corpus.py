@@ -19,6 +19,7 @@ from app.config import DataConfig
 from app.data import hub
 from app.data.baseline import ngram_loss
 from app.data.documents import documents
+from app.data.faults import Reading
 from app.data.feed import Cursor, TrainFeed
 from app.data.load import load_data, prepare
 from app.data.packing import Documents
@@ -203,7 +204,7 @@ def test_names_with_wildcards_are_plain_names(tmp_path: Path):
 
 def test_undecodable_files(tmp_path: Path):
     (tmp_path / "latin.py").write_bytes(b"# caf\xe9\n")
-    replaced = documents(str(tmp_path / "latin.py"), DataConfig(source=Source.stdlib), set())
+    replaced = documents(str(tmp_path / "latin.py"), DataConfig(source=Source.stdlib), Reading())
     assert [text.decode() for text in replaced] == ["# caf\ufffd\n"]
     error = load_error(
         source=Source.text, path=(str(tmp_path / "*.py"),), cache_dir=str(tmp_path / "cache")

@@ -187,7 +187,7 @@ def test_too_small_for_one_sequence():
 
 def test_a_stream_position_is_refused():
     with pytest.raises(ConfigError, match=r"data\.streaming"):
-        packed(numbered([9]), 4).reader(0, 1, 8, {"dp": 1})
+        packed(numbered([9]), 4).reader(1, 1, 8, {"dp": 1})
 
 
 def test_arrow_chunks_are_viewed_not_copied():

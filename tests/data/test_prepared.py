@@ -123,7 +123,7 @@ def test_files_that_have_moved_are_not_prepared_twice(
     config = write("text", tmp_path / "data", texts)
     folder = prepare(config, TOKENIZER)
     (tmp_path / "data").rename(tmp_path / "moved")
-    monkeypatch.setattr(corpus, "write_tokens", None)
+    monkeypatch.setattr(prepared, "TokenWriter", None)
     moved = DataConfig(
         source=Source.text, path=(f"{tmp_path}/moved/*",), cache_dir=config.cache_dir
     )
@@ -146,7 +146,7 @@ def test_what_a_killed_process_left_is_cleared(tmp_path: Path, texts: list[str])
     config = write("jsonl", tmp_path / "data", texts)
     folder = prepare(config, TOKENIZER)
     assert folder
-    (folder.with_name(f".{folder.name}.partial-dead") / "raw").mkdir(parents=True)
+    (folder.with_name(f".{folder.name}.partial") / "raw").mkdir(parents=True)
     os.truncate(folder / "tokens.arrow", 0)
     prepare(config, TOKENIZER)
     assert [path.name for path in sorted(folder.parent.iterdir())] == [
@@ -161,10 +161,11 @@ def test_a_full_disk_is_one_line(tmp_path: Path, texts: list[str], monkeypatch: 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     config = write("jsonl", tmp_path / "data", texts)
-    monkeypatch.setattr(corpus.pa.RecordBatchStreamWriter, "write_batch", full)
+    monkeypatch.setattr(corpus, "KEPT", 1)
+    monkeypatch.setattr(corpus.os, "fsync", full)
     with pytest.raises(ConfigError, match=r"data\.cache_dir=.*: cannot be written: No space left"):
         prepare(config, TOKENIZER)
-    monkeypatch.setattr(prepared.tempfile, "mkdtemp", full)
+    monkeypatch.setattr(Path, "mkdir", full)
     with pytest.raises(ConfigError, match=r"data\.cache_dir=.*: cannot be written: No space left"):
         prepare(config, TOKENIZER)
 

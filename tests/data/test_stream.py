@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -14,8 +15,10 @@ from pyarrow import parquet
 from app.choices import Source
 from app.config import DataConfig
 from app.data import stream
-from app.data.feed import Cursor, TrainFeed
+from app.data.blend import BlendedSequences, BlendPart
+from app.data.feed import Cursor, DataSplit, TrainFeed
 from app.data.load import load_data
+from app.data.packing import PackedSequences
 from app.data.tokenizer import load_tokenizer
 from app.errors import ConfigError
 from tests.cases import chosen
@@ -54,7 +57,7 @@ def tokens(one: TrainFeed, steps: int) -> list[list[list[int]]]:
 def epoch_of(config: DataConfig, dp_rank: int, dp: int, epoch: int = 0, seed: int = 1) -> list[str]:
     """The documents that a rank reads in one epoch."""
     train, _ = load_data(config, 11, seed, tokenizer=TOKENIZER)
-    texts = train.sequences.reader(dp_rank, dp, 0, None).texts
+    texts = train.sequences._lane(dp_rank, dp, None).texts
     read = []
     while texts.place.epoch <= epoch:
         text = next(texts)
@@ -110,7 +113,7 @@ def test_resume_at_any_point_gives_the_same_tokens(
     for _ in range(steps):
         states.append(json.dumps(whole.cursor.state()))
         wanted += tokens(whole, 1)
-    assert json.loads(states[-1])["stream"]["place"]["epoch"] >= 2
+    assert json.loads(states[-1])["stream"]["lanes"][dp_rank]["place"]["epoch"] >= 2
     for step in range(steps):
         resumed = feed(config, dp_rank, dp, cursor=Cursor.from_state(json.loads(states[step])))
         assert tokens(resumed, min(6, steps - step)) == wanted[step : step + 6], step
@@ -143,13 +146,74 @@ def test_a_document_longer_than_many_sequences(stream_config: Callable[..., Data
     ) <= {"y"}
 
 
-def test_a_position_of_another_layout_is_refused(stream_config: Callable[..., DataConfig]):
+def step_of(feeds: list[TrainFeed]) -> list[list[int]]:
+    """Rows of a step of all ranks, in global order."""
+    steps = [each.next_step() for each in feeds]
+    return [row for m in zip(*steps, strict=True) for each in m for row in each.tokens_BS.tolist()]
+
+
+def saved(feeds: list[TrainFeed]) -> Cursor:
+    """The position that all ranks save together, through JSON."""
+    return Cursor.merged([json.loads(json.dumps(each.cursor.state())) for each in feeds])
+
+
+@pytest.mark.parametrize("blended", [False, True])
+@pytest.mark.parametrize("first", [1, 2, 4])
+def test_any_number_of_ranks_continues_the_order(
+    blended: bool, first: int, stream_config: Callable[..., DataConfig]
+):
+    """From one layout to others, twice, with other microbatches, read ahead or not."""
+    alone, _ = load_data(stream_config([SHARDS[1] * 3, SHARDS[2]]), 11, 1, tokenizer=TOKENIZER)
+    data = alone
+    if blended:
+        lengths = np.full(50, 7)
+        packed = PackedSequences(lengths, lambda d, a, b: np.arange(a, b) + 300 + d, 11, seed=1)
+        parts = [BlendPart("a", 2.0, True, alone.sequences), BlendPart("b", 1.0, True, packed)]
+        data = DataSplit(BlendedSequences(tuple(parts)), None)
+
+    def ranks(dp: int, micro_batch: int, cursor: Cursor) -> list[TrainFeed]:
+        options = {"micro_batch": micro_batch, "num_microbatches": 8 // dp // micro_batch}
+        return [TrainFeed(data, rank, dp, cursor=cursor, **options) for rank in range(dp)]
+
+    whole = ranks(first, 2, Cursor())
+    wanted = [step_of(whole) for _ in range(9)]
+    for done in (1, 4):
+        feeds = ranks(first, 2, Cursor())
+        found = [step_of(feeds) for _ in range(done)]
+        for dp, micro_batch in ((4, 1), (1, 2), (2, 4)):
+            if dp < 4:
+                feeds[0].look_ahead()
+            feeds = ranks(dp, micro_batch, saved(feeds))
+            found += [step_of(feeds)]
+        feeds = ranks(first, 2, saved(feeds))
+        found += [step_of(feeds) for _ in range(2)]
+        assert found == wanted[: len(found)]
+
+
+def test_ranks_of_a_new_run_read_a_lane_each(stream_config: Callable[..., DataConfig]):
+    feeds = [feed(stream_config(SHARDS), rank, 2) for rank in range(2)]
+    for _ in range(4):
+        step_of(feeds)
+    assert [[*each._reader.lanes._open] for each in feeds] == [[0], [1]]
+
+
+def test_positions_of_an_earlier_version_continue(stream_config: Callable[..., DataConfig]):
     config = stream_config(SHARDS)
-    cursor = feed(config, 1, 2).cursor
-    with pytest.raises(
-        ConfigError, match=r"parallel\.dp=4: rank 1 cannot .* stream of rank 1 of 2; did you mean 2"
-    ):
-        feed(config, 1, 4, cursor=cursor)
+    feeds = [feed(config, rank, 2) for rank in range(2)]
+    for _ in range(3):
+        step_of(feeds)
+    old = [
+        {"sequences": 12, "stream": {"dp": 2, "dp_rank": rank, **each.cursor.stream["lanes"][rank]}}
+        for rank, each in enumerate(feeds)
+    ]
+    for state in old:
+        del state["stream"]["used"]
+    again = [feed(config, rank, 2, Cursor.merged(old[::-1])) for rank in range(2)]
+    assert step_of(again) == step_of(feeds)
+
+
+def test_a_position_without_a_stream_is_refused(stream_config: Callable[..., DataConfig]):
+    config = stream_config(SHARDS)
     with pytest.raises(
         ConfigError,
         match=r"data\.streaming=true: the saved position \(16 sequences\) is not a stream's",
@@ -161,7 +225,7 @@ def test_nothing_left_to_train_on(stream_config: Callable[..., DataConfig]):
     config = stream_config([["a" * 30] * 3], validation_documents=3)
     one = feed(config)
     with pytest.raises(
-        ConfigError, match=r"data\.validation_documents=3: leaves dp_rank=0 no document to train on"
+        ConfigError, match=r"data\.validation_documents=3: leaves rank 0 no document to train on"
     ):
         one.next_step()
 
@@ -169,7 +233,7 @@ def test_nothing_left_to_train_on(stream_config: Callable[..., DataConfig]):
 def test_a_rank_whose_only_shard_is_held_out(stream_config: Callable[..., DataConfig]):
     """Rank 0 of 4 has the first shard, of 3 documents."""
     with pytest.raises(
-        ConfigError, match=r"data\.validation_documents=5: leaves dp_rank=0 no document"
+        ConfigError, match=r"data\.validation_documents=5: leaves rank 0 no document"
     ):
         feed(stream_config(SHARDS), 0, 4).next_step()
     assert feed(stream_config(SHARDS), 1, 4).next_step()
@@ -208,7 +272,7 @@ def test_parquet_stream_resumes(tmp_path: Path, dp: int):
 
 def test_one_block_is_read_ahead_at_most(stream_config: Callable[..., DataConfig]):
     train, _ = load_data(stream_config(SHARDS), 11, 1, tokenizer=TOKENIZER)
-    texts = train.sequences.reader(0, 1, 0, None).texts
+    texts = train.sequences._lane(0, 1, None).texts
     for used in range(1, 20):
         next(texts)
         assert len(texts._block) == 4 and texts.place.block == (used - 1) // 4

@@ -20,7 +20,7 @@ from app.choices import BadFile, Source
 from app.cli.generate import read_prompts
 from app.config import DataConfig
 from app.data import documents, json_lines
-from app.data.corpus import BATCH_BYTES, LONG, batches
+from app.data.corpus import BATCH_BYTES, LONG, Place, batches
 from app.data.faults import Fault, check_utf8, file_text
 from app.data.load import load_data, prepare
 from app.data.prepared import left_out, map_tokens
@@ -392,7 +392,8 @@ def test_prompts_begin_behind_a_byte_order_mark(tmp_path: Path):
 def test_batches_are_bounded_by_bytes():
     """Small documents fill one, a long one is alone; none is lost."""
     sizes = [5, 2**19, 0, 2**20, 2**19, *[2**18] * 40, 2**24, 1]
-    found = list(batches(b"x" * size for size in sizes))
+    numbered = enumerate(sizes, start=1)
+    found = [batch for _, batch in batches((Place(0, n), b"x" * size) for n, size in numbered)]
     assert [len(text) for batch in found for text in batch] == [size for size in sizes if size]
     for batch in found:
         most = BATCH_BYTES + LONG
@@ -443,3 +444,53 @@ def test_path_that_no_source_reads_is_refused(path: str, kind: str):
         DataConfig(path=(path,))
     with pytest.raises(ConfigError, match=r"data\.text_field=x: is not read"):
         DataConfig(text_field="x")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "text"])
+def test_bad_rows_are_left_out_and_counted(kind: str, tmp_path: Path):
+    bad = b"caf\xe9"
+    if kind == "parquet":
+        column = pa.array([b"one", bad, b"two"], pa.binary())
+        parquet.write_table(pa.table({"text": column}), tmp_path / "a")
+        fault = "row 2 is not UTF-8: byte 0xe9 at offset 3"
+    elif kind == "jsonl":
+        lines = [b'{"text": "one"}', b'{"text": "' + bad + b'"}', b'{"text"', b'{"text": "two"}']
+        (tmp_path / "a").write_bytes(b"\n".join(lines))
+        fault = "line 2 is not UTF-8: byte 0xe9 at offset 29"
+    else:
+        for name, text in (("0", b"one"), ("a", bad), ("b", b"two")):
+            (tmp_path / name).write_bytes(text)
+        fault = "is not UTF-8: byte 0xe9 at offset 3; convert it to UTF-8"
+    stops = DataConfig(source=Source(kind), path=(f"{tmp_path}/*",), cache_dir=f"{tmp_path}/cache")
+    with pytest.raises(ConfigError) as error:
+        prepare(stops, TOKENIZER)
+    assert str(error.value) == f"data.path={tmp_path}/a: {fault}"
+    skips = replace(stops, on_bad_file=BadFile.skip_rows)
+    folder = prepare(skips, TOKENIZER)
+    documents = map_tokens(folder)
+    read = [TOKENIZER.decode(documents.read(n, 0, 3).tolist()) for n in range(len(documents))]
+    assert read == ["one", "two"]
+    rows = "2 rows" if kind == "jsonl" else "1 row"
+    said = f"data.on_bad_file=skip_rows: {rows} of 1 file left out: {tmp_path}/a: "
+    assert left_out(folder, find_sources(skips)) == said + fault.partition(";")[0]
+
+
+def test_a_bad_row_group_is_left_out(tmp_path: Path):
+    path = tmp_path / "a.parquet"
+    texts = [f"{n:03d}" + "x" * 50 for n in range(60)]
+    options = {"row_group_size": 20, "compression": "zstd", "use_dictionary": False}
+    parquet.write_table(pa.table({"text": texts}), path, **options)
+    facts = parquet.ParquetFile(path).metadata.row_group(1).column(0)
+    content = bytearray(path.read_bytes())
+    middle = facts.data_page_offset + facts.total_compressed_size // 2
+    content[middle - 20 : middle + 20] = bytes(40)
+    path.write_bytes(content)
+    stops = DataConfig(source=Source.parquet, path=(str(path),), cache_dir=f"{tmp_path}/cache")
+    with pytest.raises(ConfigError, match=r"whole parquet file: rows 21 to 40: "):
+        prepare(stops, TOKENIZER)
+    skips = replace(stops, on_bad_file=BadFile.skip_rows)
+    folder = prepare(skips, TOKENIZER)
+    assert len(map_tokens(folder)) == 40
+    assert (left_out(folder, find_sources(skips)) or "").startswith(
+        "data.on_bad_file=skip_rows: 20 rows of 1 file left out: "
+    )

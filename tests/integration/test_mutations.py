@@ -111,6 +111,18 @@ BUGS = {
         "min(total, pp - pp_rank)",
         "plan/test_schedule.py",
     ),
+    "a stream whose other ranks' sequences are read again": Bug(
+        "data/stream.py",
+        "self._catch_up(number, self.due[number] - 1)",
+        "self._catch_up(number, 0)",
+        "data/test_stream.py",
+    ),
+    "a torn batch that stays in a continued corpus": Bug(
+        "data/corpus.py",
+        "file.truncate(kept.size)",
+        "file.truncate()",
+        "data/test_interrupted.py",
+    ),
     "a resumed run that repeats a sequence": Bug(
         "data/feed.py",
         "return cls(**state)",

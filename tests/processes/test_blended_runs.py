@@ -182,3 +182,27 @@ def test_source_split_in_three_has_the_same_losses(tmp_path: Path):
     for row in split:
         parts = sum(share * row[f"loss/{label}"] for label, share in shares.items())
         assert row["loss"] == pytest.approx(parts, rel=1e-6)
+
+
+@pytest.mark.parametrize("alone", [pytest.param(True, marks=pytest.mark.full), False])
+def test_streams_resume_in_other_layouts(alone: bool, tmp_path: Path):
+    trial = Trial(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for name in ("plans", "docs"):
+        (tmp_path / f"{name}.jsonl").rename(tmp_path / f"folder/train-{name}.jsonl")
+    stream = {"name": f"{tmp_path}/folder", "streaming": "true"}
+    sources = () if alone else ({**stream, "weight": 2.0}, trial.source("rules"))
+    keys = [f"data.{key}={value}" for key, value in {"source": "hub", **stream}.items()]
+    more = (*(keys if alone else ()), "data.validation_documents=2", "train.steps=4")
+
+    def losses(name: str, ranks: int, *resumed: str) -> dict[int, float]:
+        layout = (f"parallel.dp={ranks}", "train.micro_batch=1", f"run_dir={name}")
+        told = trial.go(*sources, more=(*more, *layout, *resumed), ranks=ranks)
+        rows = untimed(tmp_path / name) if (tmp_path / name).is_dir() else []
+        assert rows, told
+        return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+    whole = losses("whole", 2)
+    for ranks in (1, 4):
+        again = losses(f"by{ranks}", ranks, "resume=whole/checkpoints/step-00000002")
+        assert again == {step: pytest.approx(whole[step], rel=1e-5) for step in (3, 4)}

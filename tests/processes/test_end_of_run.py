@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import re
 import time
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
 
+from app import telling
 from app.config import ParallelConfig
 from app.engine.checkpoint import save as checkpoint_save
 from app.engine.checkpoint.tensor_file import Writable
 from app.engine.decoding.generate import sample_tokens
-from app.engine.report import telling
+from app.errors import CLEAR
 from tests.distributed import run_distributed
 from tests.runs import TINY, engine_of, make_run
 from tests.training import composed, corpus_in, train_rank, wait_for
@@ -43,7 +46,21 @@ def test_slow_work_prints_progress(monkeypatch: pytest.MonkeyPatch):
         time.sleep(0.05)
     lines = said.getvalue().splitlines()
     assert all(re.fullmatch(r"counting: \d of 3, \d s so far", line) for line in lines[:-1])
-    assert re.fullmatch(r"counting: done in \d s", lines[-1])
+    assert re.fullmatch(r"counting: 3 of 3, done in \d s", lines[-1])
+
+
+def test_a_terminal_gets_one_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(telling, "FIRST_S", 0.01)
+    monkeypatch.setattr(telling, "REDRAWN_S", 0.01)
+    ours, theirs = os.openpty()
+    asked = count()
+    with open(theirs, "w") as terminal:
+        with telling.telling("counting", lambda: f"{next(asked)}", stream=terminal):
+            wait_for(lambda: next(asked) > 6)
+        shown = os.read(ours, 2**16).decode()
+    os.close(ours)
+    assert shown.count("\n") == 1 and shown.count(CLEAR) > 3
+    assert re.search(r"counting: \d+, 0 s so far", shown) and shown.rstrip().endswith("done in 0 s")
 
 
 def test_error_is_not_reported_as_done(

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
+from app.data.feed import Cursor
 from app.engine.files.checkpoints import check_contents
-from app.engine.ranks.agreement import all_succeed
+from app.engine.ranks.agreement import all_succeed, rank_zero_says
 from app.engine.ranks.groups import Groups
 from app.engine.step.engine import Engine
 from app.errors import ConfigError
@@ -79,7 +80,7 @@ def load_checkpoint(
     """Fill parameters, moments, router biases, FP8 scales and RNG state; all ranks call it.
 
     `manifest` is what `read_manifest` returned. Each rank checks some of the files, then reads its
-    own parts. Returns the progress and this rank's data cursor. Raises ConfigError, the same on
+    own parts. Returns the progress and the data cursor. Raises ConfigError, the same on
     every rank.
     """
     groups = engine.groups
@@ -107,13 +108,21 @@ def load_checkpoint(
     _restore_scales(engine, manifest, opened)
     if engine.loss_scale is not None and manifest["loss_scale"] is not None:
         engine.loss_scale.load(manifest["loss_scale"])
-    own = opened[_own_file(groups, [entry["dp_rank"] for entry in files.values()])]
+    dp_ranks = [entry["dp_rank"] for entry in files.values()]
+    own = opened[_own_file(groups, dp_ranks)]
     if IMPORTED not in manifest:
         _restore_random(own, engine.device)
     # 4. Adam's step count, and the low-precision parameters from the loaded main parameters.
     engine.optimizer.restored(manifest["updates"])
     progress = Progress(manifest["step"], manifest["updates"], manifest["tokens"])
-    return progress, json.loads(own.metadata()[CURSOR])
+    cursor = json.loads(own.metadata()[CURSOR])
+    if Cursor.is_of_streams(cursor):
+        one_each = {dp_rank: rank for rank, dp_rank in enumerate(dp_ranks)}.values()
+        metadata = (opened[rank].metadata() for rank in one_each)
+        cursor = rank_zero_says(
+            groups, lambda: Cursor.merged([json.loads(each[CURSOR]) for each in metadata]).state()
+        )
+    return progress, cursor
 
 
 def _load_frozen(path: Path, manifest: dict[str, Any], engine: Engine, *, opened: _Opened) -> None:
@@ -246,7 +255,7 @@ class _Found:
 
 
 def _own_file(groups: Groups, dp_ranks: list[int]) -> int:
-    """Return the rank whose RNG state and data cursor this one takes: itself at the same layout."""
+    """Return the rank whose RNG state this one takes: itself at the same layout."""
     if len(dp_ranks) == groups.layout.world_size and dp_ranks[groups.rank] == groups.dp_rank:
         return groups.rank
     return dp_ranks.index(groups.dp_rank) if groups.dp_rank in dp_ranks else 0

@@ -15,8 +15,8 @@ from app.data.tokenizer import Tokenizer
 from app.engine.decoding.decoder import Decoder
 from app.engine.decoding.drawing import Sampling, agreed
 from app.engine.decoding.texts import UNFINISHED, text_after
-from app.engine.report.telling import telling
 from app.engine.step.engine import Engine
+from app.telling import telling
 
 SAMPLING = Sampling(temperature=0.7)
 SECONDS = 4.0  # limit on the time of a sample

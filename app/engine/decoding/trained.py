@@ -22,7 +22,6 @@ from app.engine.files.checkpoints import read_whole_manifest
 from app.engine.files.run_folder import plain
 from app.engine.ranks.agreement import all_succeed
 from app.engine.ranks.groups import Groups, create_groups, process_world
-from app.engine.report.telling import telling
 from app.engine.start.kept_tokenizer import find_tokenizer
 from app.engine.start.resume import checkpoint_at
 from app.engine.start.start import choose_device
@@ -37,6 +36,7 @@ from app.moe.dispatch.static import StaticDispatcher
 from app.plan.cost.flops import parameter_count
 from app.plan.formatting import amount
 from app.planner.plan import Plan
+from app.telling import telling
 
 KEY = "checkpoint"  # name of the argument in messages
 

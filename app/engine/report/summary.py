@@ -23,7 +23,6 @@ from app.engine.fp8 import fp8_line
 from app.engine.ranks.dtypes import DTYPES
 from app.engine.report.pace import pace_line
 from app.engine.report.plot import LOSS, plot_run
-from app.engine.report.telling import telling
 from app.engine.report.trackers import TENSORBOARD
 from app.engine.start.start import Data, Start
 from app.engine.step.engine import Engine
@@ -31,6 +30,7 @@ from app.engine.step.records import ValidationReport
 from app.errors import warn, writing
 from app.model.attention.chosen import attention_line
 from app.planner.summary import memory_line, summary_lines
+from app.telling import telling
 from app.version import VERSION, Version
 
 FILES = ("config.yaml", "plan.json", "metrics.jsonl", LOSS)  # written by every run
@@ -107,12 +107,10 @@ def _padding(train: DataSplit) -> str | None:
     if isinstance(sequences, StreamedSequences) or sequences.padding < NO_PADDING:
         return None
     said = f"{sequences.padding:.1%} of positions are padding"
-    if isinstance(sequences, BlendedSequences):
-        fewer = None
-        whole = any(isinstance(part.sequences, BestFitSequences) for part in sequences.parts)
-    else:
-        fewer = _fewer_padding(sequences)
-        whole = isinstance(sequences, BestFitSequences)
+    parts = sequences.parts if isinstance(sequences, BlendedSequences) else ()
+    found = [sequences, *(part.sequences for part in parts)]
+    whole = any(isinstance(each, BestFitSequences) for each in found)
+    fewer = _fewer_padding(sequences, train.max_documents)
     if whole:
         said += ", as data.packing=best_fit cuts no document that fits"
         return f"{said}; {fewer}" if fewer else said
@@ -120,12 +118,14 @@ def _padding(train: DataSplit) -> str | None:
     return f"{said}where more would fit{f'; {fewer}' if fewer else ''}"
 
 
-def _fewer_padding(sequences: PackedSequences) -> str | None:
+def _fewer_padding(
+    sequences: PackedSequences | BlendedSequences, max_documents: int | None
+) -> str | None:
     """Say which data.max_documents leaves less padding; None: none, or there are too many
     documents to try it.
     """
-    most, best = sequences.max_documents, sequences.padding
-    if most is None or len(sequences.lengths_D) > MOST_TRIED:
+    most, best = max_documents, sequences.padding
+    if most is None or sequences.documents > MOST_TRIED:
         return None
     found = most
     while (most := min(2 * most, sequences.seq_len)) > found and best >= NO_PADDING:
@@ -133,7 +133,7 @@ def _fewer_padding(sequences: PackedSequences) -> str | None:
         if best - share < NO_PADDING:
             break
         found, best = most, share
-    if found == sequences.max_documents:
+    if found == max_documents:
         return None
     return f"data.max_documents={found} leaves {best:.1%}"
 

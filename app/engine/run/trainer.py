@@ -41,7 +41,6 @@ from app.engine.report.metrics import Meter, Stopwatch
 from app.engine.report.pace import pace_of
 from app.engine.report.sinks import Console, JsonLines, Sink
 from app.engine.report.summary import print_opening, sum_up
-from app.engine.report.telling import telling
 from app.engine.report.trackers import TensorBoard, Wandb
 from app.engine.run.bad_steps import BadSteps
 from app.engine.run.ready import StartTimes
@@ -53,6 +52,7 @@ from app.engine.step.records import RollbackReport, StepReport, ValidationReport
 from app.engine.step.step import TrainingStep, Validation
 from app.errors import Diverged, writing
 from app.optim.lr import lr_at
+from app.telling import telling
 from app.version import VERSION, Version
 
 

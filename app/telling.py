@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -9,10 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from app.errors import say
+from app.errors import CLEAR, say
 
 FIRST_S = 1.0  # seconds until the first line
 EVERY_S = 10.0  # seconds between further lines
+REDRAWN_S = 1.0  # seconds between changes of the one line of a terminal
 
 
 @contextmanager
@@ -25,22 +27,32 @@ def telling(
 ) -> Iterator[None]:
     """Print, for a slow block, what it does, its `progress()`, and its end; to stdout or `stream`.
 
-    Prints nothing for a block that takes less than FIRST_S, or without `aloud`.
+    Prints nothing for a block that takes less than FIRST_S, or without `aloud`. On a terminal the
+    line is updated in place.
     """
     if not aloud:
         yield
         return
+    stream = stream or sys.stdout
     began = time.monotonic()
     over = threading.Event()
     told = threading.Event()
+
+    def come() -> str:
+        return f"{text}, " if (text := progress()) else ""
 
     def tell() -> None:
         seconds = FIRST_S
         while not over.wait(seconds):
             told.set()
-            come = f"{text}, " if (text := progress()) else ""
-            say(f"{what}: {come}{_since(began)} so far", stream or sys.stdout)
-            seconds = EVERY_S
+            line = f"{what}: {come()}{_since(began)} so far"
+            if stream.isatty():
+                room = os.get_terminal_size(stream.fileno()).columns or 80
+                print(f"{CLEAR}{line[: room - 1]}", end="", file=stream, flush=True)
+                seconds = REDRAWN_S
+            else:
+                say(line, stream)
+                seconds = EVERY_S
 
     thread = threading.Thread(target=tell, daemon=True, name="telling")
     thread.start()
@@ -52,7 +64,9 @@ def telling(
         over.set()
         thread.join()
         if done and told.is_set():
-            say(f"{what}: done in {_since(began)}", stream or sys.stdout)
+            say(f"{what}: {come()}done in {_since(began)}", stream)
+        elif told.is_set() and stream.isatty():
+            print(file=stream)  # what went wrong is said below the line
 
 
 def _since(began: float) -> str:
