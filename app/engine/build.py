@@ -22,7 +22,7 @@ from app.engine.fast_paths import check_capturable
 from app.engine.fp8 import build_fp8
 from app.engine.ranks.agreement import all_succeed
 from app.engine.ranks.dtypes import DTYPES
-from app.engine.ranks.groups import Groups
+from app.engine.ranks.groups import Groups, create_etp
 from app.engine.step.engine import Engine
 from app.engine.step.executor import Transport
 from app.engine.step.source_losses import SourceLosses
@@ -39,6 +39,7 @@ from app.model.init import init_weights
 from app.model.layers.attend import Attend, TorchAttention
 from app.model.layers.frozen import freeze, start_backward_at
 from app.model.layers.layer_groups import LayerGroups
+from app.model.lora import add_adapters
 from app.moe.dispatch.paged_buffer import build_paged_buffer
 from app.moe.phases import MoEBody, Router
 from app.moe.protocol import Dispatcher
@@ -123,7 +124,7 @@ def build_engine(
 
 
 def _freeze(run: Run, chunks: Sequence[Chunk], groups: Groups) -> tuple[FrozenWeight, ...]:
-    """Freeze this rank's parameters of `train.frozen`, and return them."""
+    """Freeze this rank's parameters that are not trained, and return them; add adapters."""
     names = frozen_in(run)
     if not names:
         return ()
@@ -137,6 +138,8 @@ def _freeze(run: Run, chunks: Sequence[Chunk], groups: Groups) -> tuple[FrozenWe
             if not spec.param.requires_grad:
                 group = groups.edp if spec.expert else groups.dp_cp
                 found.append(FrozenWeight(spec, group.rank(), group.size()))
+        if run.adapters is not None:
+            add_adapters(chunk, run.adapters)
     return tuple(found)
 
 
@@ -187,6 +190,7 @@ def _build_optimizer(
         embedding=groups.embedding,
         etp_ep=groups.etp_ep,
         etp=groups.etp,
+        etp_shared=create_etp(groups) if run.adapters and run.model.moe else None,
     )
     return DistributedOptimizer(
         [
@@ -353,11 +357,11 @@ def parameter_specs(chunk: Chunk, coords: ShardCoords) -> Iterator[ParamSpec]:
     """Yield a spec of every parameter of a chunk, in order of use, with its block of the weight.
 
     A norm over parameters counts each weight once: a tied embedding table on the first stage, a
-    weight replicated over tensor-parallel ranks on the first of them.
+    weight replicated over the ranks of tp, or of etp for experts, on the first of them.
     """
-    index, ranks = coords.tp
     for named, param in chunk.weights():
         weight = named.weight
+        index, ranks = coords.etp if weight.expert else coords.tp
         replicated = weight.replicated and ranks > 1
         yield ParamSpec(
             named.name,

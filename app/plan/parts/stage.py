@@ -16,6 +16,7 @@ from app.plan.layout import ParallelLayout
 from app.plan.model.experts import MoEBodyWeights
 from app.plan.model.fp8 import parts_in_fp8
 from app.plan.model.layer import LayerWeights
+from app.plan.model.lora import adapted
 from app.plan.model.norm import NormWeights
 from app.plan.model.vocabulary import table
 from app.plan.model.weight import Weight
@@ -79,7 +80,7 @@ def sizes_of(run: Run, layout: ParallelLayout, load: float | None = None) -> Siz
 def stage_parts(run: Run, stage: Stage) -> list[StagePart]:
     """Return the parts of a stage, in the order of its forward."""
     parts = _parts(run.model, stage, run.precision.fp8)
-    if not run.train.frozen:
+    if not run.freezes:
         return [*parts]
     held = FrozenByPlace.of(run)
     places = [
@@ -143,6 +144,8 @@ def _operations(
             experts_in_fp8=Fp8Part.experts in fp8.include,
         )
     weights = LayerWeights.of(s.model, part.spec)
+    if s.run.adapters is not None:
+        weights = adapted(weights, s.run.adapters)
     return layer(s, part.spec, weights.without(frozen) if frozen else weights, recompute)
 
 
@@ -164,7 +167,7 @@ def layer(
             body = weights.body
             h = _input(t, x, body.norm)
             # in parallel to attention, which has saved the same input already
-            kept = weights.attn.first.trained
+            kept = weights.attn.first.keeps_input
             shared = body.norm is None and weights.attn_norm is not None and kept
             saved = not shared and (body.norm is None or not again)
             swiglu(t, h, body.mlp, saved=saved, part=Recompute.mlp_act)
