@@ -29,6 +29,7 @@ from app.engine.step.source_losses import SourceLosses
 from app.engine.watchdog.watchdog import Watchdog
 from app.fp8.linear import Fp8Layers
 from app.fp8.ready import ReadyRows
+from app.hf.adapter import SavedAdapter
 from app.hf.chunks import fill_chunks, fill_main_params
 from app.hf.pretrained import Pretrained
 from app.model.attention.chosen import library_attention, torch_attention
@@ -60,10 +61,11 @@ def build_engine(
     device: torch.device,
     watchdog: Watchdog | None = None,
     pretrained: Pretrained | None = None,
+    adapter: SavedAdapter | None = None,
 ) -> Engine:
     """Build this rank's chunks, set their initial weights, and build the optimizer over them.
 
-    Weights come from `pretrained`, or are random without it. Without a `watchdog` a local one is
+    Weights come from `pretrained` and `adapter`, or are random. Without a `watchdog` a local one is
     made, which records actions but asks no other rank. Raises ConfigError, the same on every rank,
     if weights cannot be read.
     """
@@ -83,12 +85,12 @@ def build_engine(
         rope_length=run.train.seq_len,
     )
     frozen = _freeze(run, chunks, groups)
-    _set_weights(run, chunks, groups, pretrained=pretrained)
+    _set_weights(run, chunks, groups, pretrained=pretrained, adapter=adapter)
     # 3. FP8 layers, and 4. the optimizer with its fp32 main parameters; both need the weights set.
     fp8 = build_fp8(run, chunks, groups, device=device, ready=ready)
     optimizer = _build_optimizer(plan, chunks, groups, device)
     optimizer.leave_out(each.spec.param for each in frozen)
-    if pretrained is not None:
+    if pretrained is not None and run.adapters is None:
         # main parameters from the files again, which may be more precise than the weights
         all_succeed(groups, lambda: fill_main_params(optimizer.param_shards(), pretrained))
     if run.optim.overlap_params:
@@ -245,14 +247,23 @@ def _records_captured_events(run: Run) -> bool:
 
 
 def _set_weights(
-    run: Run, chunks: Sequence[Chunk], groups: Groups, *, pretrained: Pretrained | None
+    run: Run,
+    chunks: Sequence[Chunk],
+    groups: Groups,
+    *,
+    pretrained: Pretrained | None,
+    adapter: SavedAdapter | None,
 ) -> None:
-    """Load pretrained weights, or draw random ones. Raises ConfigError as `build_engine`."""
+    """Load saved weights, or draw random ones. Raises ConfigError as `build_engine`."""
     if pretrained is not None:
         all_succeed(groups, lambda: fill_chunks(chunks, pretrained, groups.coords))
-        return
     for chunk in chunks:
-        init_weights(chunk.weights(), groups.coords, run.model, seed=run.train.seed)
+        weights = chunk.weights()
+        if pretrained is not None:
+            weights = ((named, param) for named, param in weights if named.adapter)
+        init_weights(weights, groups.coords, run.model, seed=run.train.seed)
+        if adapter is not None:
+            adapter.fill(chunk.weights(), groups.coords)
 
 
 def build_recorder(run: Run, device: torch.device) -> Recorder | None:

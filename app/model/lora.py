@@ -13,7 +13,7 @@ Shapes as in `app.model.layers.linear`; r rank, P adapters of one weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -200,6 +200,28 @@ def add_adapters(chunk: Chunk, lora: LoraConfig) -> None:
             layer.add_module(pair.adapter.name, pair)
 
 
-def pairs_of(module: nn.Module) -> Iterator[AdapterPair]:
-    """Yield the adapters of a module."""
-    return (inner for inner in module.modules() if isinstance(inner, AdapterPair))
+def product(pairs: Sequence[tuple[Adapter, Tensor, Tensor]], scale: float) -> Tensor:
+    """Return what the adapters (a, b) of one weight add to it: fp32, O × I; E × I × O of experts.
+
+    Of parts of a and b over tensor-parallel ranks, what they add to the part of the weight.
+    """
+    first, a, b = pairs[0]
+    grouped = first.a.expert
+    outputs = first.all_outputs(b.shape[-1] if grouped else b.shape[0])
+    inputs = a.shape[1:2]
+    out = a.new_zeros((*a.shape[:grouped], *inputs, outputs), dtype=torch.float32)
+    for adapter, a, b in pairs:
+        period, start, stop = adapter.outputs(outputs)
+        own = out.unflatten(-1, (-1, period))[..., start:stop]
+        made = a.float() @ b.float() if grouped else (b.float() @ a.float()).T
+        own += made.reshape(own.shape) * scale
+    return out if grouped else out.T
+
+
+def merged(layer: ColumnParallelLinear) -> Tensor:
+    """Return the weight of a layer with its adapters added, if it has any."""
+    backend = layer.backend
+    if not isinstance(backend, LoraLinear):
+        return layer.weight
+    pairs = [(pair.adapter, pair.a, pair.b) for pair in backend.pairs]
+    return layer.weight + product(pairs, backend.scale).to(layer.weight.dtype)

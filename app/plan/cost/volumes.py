@@ -136,9 +136,7 @@ class _Step:
         if tp == 1:
             return 0
         frozen = frozen_in(self.run)
-        weights = (
-            each.weight for each in run_weights(self.run, stage) if each.name not in frozen
-        )
+        weights = (each.weight for each in run_weights(self.run, stage) if each.name not in frozen)
         shared = (each for each in weights if each.replicated and not each.expert)
         elements = sum(weight.numel for weight in shared)
         whole = elements * BYTES[self.run.precision.grads]

@@ -84,6 +84,6 @@ def _pair(
         rows = outputs[-1] // of * (stop - first) if alternates else outputs[-1]
         a = Weight((rank, inputs), tp=1 if of_input else None)
         b = Weight((rows, rank), tp=None if of_input or weight.tp is None else 0)
-    a = replace(a, initial=Initial.kaiming, linear=False)
-    b = replace(b, initial=Initial.zeros, linear=False)
+    a = replace(a, initial=Initial.kaiming, linear=False, rank=rank)
+    b = replace(b, initial=Initial.zeros, linear=False, rank=rank)
     return Adapter(name, a, b, first, stop, of, alternates)

@@ -22,6 +22,11 @@ class NamedWeight:
     weight: Weight
     tied: bool = False  # another stage holds a copy
 
+    @property
+    def adapter(self) -> bool:
+        """True if it belongs to an adapter."""
+        return self.weight.rank is not None
+
 
 def stage_weights(
     model: ModelConfig, stage: Stage, lora: LoraConfig | None = None

@@ -47,6 +47,7 @@ class Weight:
     fused: tuple[int, ...] = ()
     trained: bool = True  # False for a parameter of `train.frozen`
     adapters: tuple[Adapter, ...] = ()  # of `lora.targets`, trained beside it
+    rank: int | None = None  # of the adapter that it belongs to
 
     @property
     def keeps_input(self) -> bool:
@@ -94,6 +95,10 @@ class Adapter:
         """Yield both matrices with their names, given that of the weight."""
         yield f"{path}.{self.name}.a", self.a
         yield f"{path}.{self.name}.b", self.b
+
+    def all_outputs(self, own: int) -> int:
+        """Return the outputs of the weight, given the number of its own."""
+        return own // (self.stop - self.first) * self.of
 
     def outputs(self, count: int) -> tuple[int, int, int]:
         """Return (period, start, stop) of its outputs among `count` ones of the weight."""

@@ -104,9 +104,7 @@ def needs_input_grads(run: Run, stages: Sequence[Stage]) -> list[bool]:
     if run.cuda_graph.of_parts:
         return [True] * len(stages)
     frozen = frozen_in(run)
-    trained = [
-        any(each.name not in frozen for each in run_weights(run, stage)) for stage in stages
-    ]
+    trained = [any(each.name not in frozen for each in run_weights(run, stage)) for stage in stages]
     return [any(trained[:place]) for place in range(len(stages))]
 
 
