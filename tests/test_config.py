@@ -86,6 +86,7 @@ def test_yaml_and_dataclass_defaults_agree():
         "log",
         "loss",
         "train",
+        "lora",
     ):
         assert getattr(run, section) == type(getattr(run, section))(), section
 

@@ -61,6 +61,7 @@ class FrozenPart:
     part: StageEnd | LayerPart
     frozen: frozenset[str]  # names of its weights that are not trained, without the layer's number
     reached: bool  # backward reaches it
+    begins: bool = False  # its first adapter is where backward ends
 
 
 StagePart = StageEnd | LayerPart | FrozenPart  # equal parts have equal operations
@@ -89,7 +90,12 @@ def stage_parts(run: Run, stage: Stage) -> list[StagePart]:
         *(["head"] if stage.head else []),
     ]
     return [
-        FrozenPart(part, held.names[place], held.reached(place))
+        FrozenPart(
+            part,
+            held.names[place],
+            held.reached(place),
+            begins=run.adapters is not None and place == str(held.first),
+        )
         for part, place in zip(parts, places, strict=True)
     ]
 
@@ -114,6 +120,9 @@ def part_operations(s: Sizes, part: StagePart, recompute: RecomputeChoice) -> li
     """Return the operations of one part; layers are recomputed in part or whole."""
     if isinstance(part, FrozenPart):
         ops = _operations(s, part.part, recompute, frozen=part.frozen)
+        if part.begins and not recompute.whole_layers:
+            first = next(nth for nth, op in enumerate(ops) if op.weight and op.trained)
+            return [*map(forward_only, ops[:first]), *ops[first:]]
         if part.reached:
             return ops
         # backward of the head's table ends behind the final norm, the first operation
@@ -211,7 +220,9 @@ def head(s: Sizes, weight: Weight) -> list[Operation]:
         slopes = 2 * 4 * min(SLOPE_TOKENS, s.tokens) * s.shape(weight)[0]
     if s.run.loss.chunk_tokens is None:
         # backward overwrites the logits with their gradient
-        logits = column_parallel(t, h, weight, stored=s.model.tie_embeddings)
+        logits = column_parallel(t, h, replace(weight, trained=True), stored=s.model.tie_embeddings)
+        if not weight.trained:  # the loss saves and gathers its input all the same
+            t.ops[-1] = replace(t.ops[-1], trained=False, stored=False, waits=0, deferred=0)
         saves = logits + PER_LABEL * s.tokens
         scratch = 0, slopes
         t.op(Work.loss, logits, 4, saves, scratch=scratch, passes=True, kernels=LOSS_KERNELS)
