@@ -220,9 +220,7 @@ def head(s: Sizes, weight: Weight) -> list[Operation]:
         slopes = 2 * 4 * min(SLOPE_TOKENS, s.tokens) * s.shape(weight)[0]
     if s.run.loss.chunk_tokens is None:
         # backward overwrites the logits with their gradient
-        logits = column_parallel(t, h, replace(weight, trained=True), stored=s.model.tie_embeddings)
-        if not weight.trained:  # the loss saves and gathers its input all the same
-            t.ops[-1] = replace(t.ops[-1], trained=False, stored=False, waits=0, deferred=0)
+        logits = column_parallel(t, h, weight, stored=s.model.tie_embeddings)
         saves = logits + PER_LABEL * s.tokens
         scratch = 0, slopes
         t.op(Work.loss, logits, 4, saves, scratch=scratch, passes=True, kernels=LOSS_KERNELS)
