@@ -31,7 +31,6 @@ from app.plan.sharding.reshard import Block
 
 KEY = "lora.init_from"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
 # keys of adapter_config.json, and the value without what is not built here
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -83,10 +82,9 @@ class AdapterNames:
             theirs = dict(zip(LINEARS[ours], self._line(ours).theirs, strict=True))
             by_name = {linear.rpartition(".")[2]: their for linear, their in theirs.items()}
             for adapter in named.weight.adapters:
-                module = f"model.layers.{layer}.{by_name[adapter.name].removesuffix('.weight')}"
                 for letter, (name, weight) in zip("AB", adapter.weights(named.name), strict=True):
                     own = NamedWeight(name, weight)
-                    tensor = f"{PREFIX}{module}.lora_{letter}.weight"
+                    tensor = tables.adapter_tensor(layer, by_name[adapter.name], letter)
                     for part in _parts(tensor, weight):
                         yield own, part
 
@@ -105,7 +103,7 @@ class AdapterNames:
 
 
 def _module(tensor: str) -> str:
-    return tensor.removeprefix(PREFIX).rpartition(".lora_")[0]
+    return tensor.removeprefix(tables.ADAPTED).rpartition(".lora_")[0]
 
 
 def _parts(tensor: str, weight: Weight) -> Iterator[WeightPart]:

@@ -25,6 +25,7 @@ Shape = tuple[int, ...]
 Fit = Callable[[ModelConfig, Shape, Sequence[str]], Iterator[WeightPart]]
 BIAS = "body.router.bias_E"  # router bias: a buffer, but saved like a weight
 EMBEDDING = "model.embed_tokens.weight"
+ADAPTED = "base_model.model."  # before names of modules in the files of `peft`
 HEAD = "lm_head.weight"  # with tied embeddings some files contain a copy
 
 
@@ -297,6 +298,12 @@ def mapping(lines: Sequence[NameLine], model: ModelConfig, weight: NamedWeight) 
         line.fit(model, shape, [prefix + theirs for theirs in line.theirs]) for line in found
     )
     return Mapping(weight, tuple(map(tuple, spellings)))
+
+
+def adapter_tensor(layer: int | None, theirs: str, letter: str) -> str:
+    """Return the name in `peft` of a matrix, A or B, of the adapter of one of a layer's tensors."""
+    module = theirs.removesuffix(".weight")
+    return f"{ADAPTED}model.layers.{layer}.{module}.lora_{letter}.weight"
 
 
 def layer_of(name: str) -> tuple[int | None, str]:
