@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 
 from app.choices import GraphImpl, GraphScope
 from app.config import CudaGraphConfig, LoraConfig, RecomputeConfig, Run
+from app.engine.files.checkpoints import read_manifest
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.parity import OneProcess, Trained, few_steps, results
 from tests.processes.layouts import Case, run_of
-from tests.processes.test_frozen import expect_planned_memory
+from tests.processes.test_frozen import expect_planned_memory, resumed, saved
 from tests.processes.test_layouts import alone
 from tests.runs import engine_of
 
@@ -81,3 +83,16 @@ def test_graphs_and_recomputation_keep_adapters(one_process: dict[str, OneProces
     for what, values in one_process[kind].plain.items():
         for key, value in values.items():
             assert torch.equal(torch.as_tensor(other[what][key]), torch.as_tensor(value)), key
+
+
+def test_adapters_resume_at_another_layout(tmp_path: Path):
+    """From a checkpoint that holds them alone."""
+    kept = dataclasses.replace(run_of(alone("moe")).checkpoint, frozen=False)
+    run, other = (
+        with_adapters(LAYOUTS[name], checkpoint=kept) for name in ("moe static", QUICK[-1])
+    )
+    ((path, wanted), *_) = run_distributed(saved, run.world_size, run, tmp_path)
+    assert read_manifest(path)["parts"].keys() == wanted.keys()
+    for found, _ in run_distributed(resumed, other.world_size, other, path):
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
