@@ -118,6 +118,8 @@ NUMBERS: dict[str, tuple[Value, ...]] = {
     "loss.chunk_tokens": (None, 7),
     "train.micro_batch": (2, 1),
     "train.frozen": ((), ("embedding", "layers.0")),
+    "lora.rank": (None, 4),
+    "lora.targets": ((), ("self_attn",)),
 }
 # of several ranks
 DEGREES: dict[str, tuple[Value, ...]] = {
@@ -143,6 +145,8 @@ LEFT_OUT = {
     "run_dir": HOST,
     "resume": HOST,
     "model.name": HOST,
+    "lora.alpha": SIZE,
+    "lora.init_from": "read before the first step, see test_adapter_files.py",
     "model.init_from": "pretrained weights, see test_hub_models.py and test_init_from.py",
     "model.rope_theta": SIZE,
     "model.linear_rope_factor": SIZE,

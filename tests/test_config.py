@@ -30,6 +30,8 @@ NEEDS = {
     "data=hub": ["data.name=x"],
     "data=megatron": ["data.path=[x]"],
     "model=pretrained": [f"model.init_from={ROOT}/tests/golden/hugging_face"],
+    "experiment=finetune": [f"model.init_from={ROOT}/tests/golden/hugging_face"],
+    "experiment=finetune_lora": [f"model.init_from={ROOT}/tests/golden/hugging_face"],
     "schedule=interleaved": ["parallel.pp=2", "parallel.vpp=2"],
     "schedule=zero_bubble_v": ["parallel.pp=2", "parallel.vpp=2"],
 }
@@ -86,6 +88,7 @@ def test_yaml_and_dataclass_defaults_agree():
         "log",
         "loss",
         "train",
+        "lora",
     ):
         assert getattr(run, section) == type(getattr(run, section))(), section
 

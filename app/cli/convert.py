@@ -16,25 +16,29 @@ if __name__ == "__main__":
 
 from app.cli.options.messages import readable_errors
 from app.cli.processes.output import exit_by
-from app.engine.export.export import export_checkpoint
+from app.engine.export.export import export_adapter, export_checkpoint
 from app.engine.export.imported import import_model
 from app.engine.start.resume import checkpoint_at
 from app.errors import ConfigError, nearest, say
 from app.hf.hub import model_folder
 from app.telling import telling
 
-FROM, TO = WAYS = ("from-hf", "to-hf")
+FROM, TO, ADAPTER = WAYS = ("from-hf", "to-hf", "to-peft")
 HELP = """\
 == Graphfold: convert models from and to Hugging Face format ==
 Usage:  python -m app.cli.convert from-hf MODEL RUN_FOLDER
         python -m app.cli.convert to-hf RUN_OR_CHECKPOINT FOLDER
+        python -m app.cli.convert to-peft RUN_OR_CHECKPOINT FOLDER
 
   from-hf write MODEL (a folder, or a name on the hub) as the checkpoint of step 0 of a new run
           folder. A run continues from it at any layout:
           python train.py model=pretrained model.init_from=RUN_FOLDER resume=RUN_FOLDER
           If the model has a tokenizer, add data.tokenizer=RUN_FOLDER/pretrained/tokenizer.json
   to-hf   write a checkpoint, or a run's newest one, saved at any layout, as a new folder that
-          transformers, vLLM and SGLang load: safetensors, config.json, tokenizer
+          transformers, vLLM and SGLang load: safetensors, config.json, tokenizer. Adapters
+          (lora.rank) are added to the weights
+  to-peft write the adapters alone, as peft and vLLM load them: adapter_config.json,
+          adapter_model.safetensors
 
 To start a run without conversion: model=pretrained model.init_from=MODEL."""
 
@@ -57,6 +61,15 @@ def to_hf(source: Path, folder: Path) -> None:
     print(f"{checkpoint}: a model of type {exported.family().model_type} is now in {folder}")
 
 
+def to_peft(source: Path, folder: Path) -> None:
+    """Write the adapters of a run or checkpoint into a new folder. Raises ConfigError."""
+    checkpoint = checkpoint_at(source, ADAPTER)
+    with telling(f"reading {checkpoint}"):
+        exported = export_adapter(checkpoint, folder, ADAPTER)
+    base = exported.model.init_from or "the run's model"
+    print(f"{checkpoint}: adapters of {base} are now in {folder}")
+
+
 def _warn(text: str) -> None:
     say(f"convert: {text}", sys.stderr)
 
@@ -70,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
         interrupt_again()  # Ctrl-C raises from here on, so that partly written files are removed
         way, *paths = arguments
         if way not in WAYS:
-            rule = f"must be {' or '.join(WAYS)}"
+            rule = f"must be {FROM}, {TO} or {ADAPTER}"
             raise ConfigError("command", way, rule, guess=nearest(way, WAYS))
         if len(paths) != 2:
             rule = f"{way} takes two folders, from and to; {len(paths)} given"
@@ -78,8 +91,10 @@ def main(arguments: Sequence[str]) -> int:
         source, target = paths
         if way == FROM:
             from_hf(source, Path(target))
-        else:
+        elif way == TO:
             to_hf(Path(source), Path(target))
+        else:
+            to_peft(Path(source), Path(target))
     return 0
 
 

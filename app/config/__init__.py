@@ -28,6 +28,7 @@ from app.config.layout import (
     RecomputeConfig,
     ScheduleConfig,
 )
+from app.config.lora import LoraConfig
 from app.config.model import LayerSpec, ModelConfig
 from app.config.profile import HardwareProfile
 from app.config.training import (
@@ -54,6 +55,7 @@ __all__ = [
     "Llama3RopeConfig",
     "LogConfig",
     "LongRopeConfig",
+    "LoraConfig",
     "LossConfig",
     "MLAConfig",
     "MoEConfig",
@@ -89,8 +91,19 @@ class Run:
     log: LogConfig = field(default_factory=LogConfig)  # where reports go
     loss: LossConfig = field(default_factory=LossConfig)  # how token losses are averaged
     train: TrainConfig = field(default_factory=TrainConfig)  # length and batch
+    lora: LoraConfig = field(default_factory=LoraConfig)  # low-rank adapters
     run_dir: str | None = None  # folder of this run; null: runs/<time>-<model>
     resume: str | None = None  # null: start anew; auto: newest checkpoint that fits; or a path
+
+    @property
+    def adapters(self) -> LoraConfig | None:
+        """The adapters that are trained; None: the model is."""
+        return None if self.lora.rank is None else self.lora
+
+    @property
+    def freezes(self) -> bool:
+        """True if some parameters are not trained."""
+        return bool(self.train.frozen) or self.adapters is not None
 
     @property
     def world_size(self) -> int:

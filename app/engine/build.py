@@ -22,13 +22,14 @@ from app.engine.fast_paths import check_capturable
 from app.engine.fp8 import build_fp8
 from app.engine.ranks.agreement import all_succeed
 from app.engine.ranks.dtypes import DTYPES
-from app.engine.ranks.groups import Groups
+from app.engine.ranks.groups import Groups, create_etp
 from app.engine.step.engine import Engine
 from app.engine.step.executor import Transport
 from app.engine.step.source_losses import SourceLosses
 from app.engine.watchdog.watchdog import Watchdog
 from app.fp8.linear import Fp8Layers
 from app.fp8.ready import ReadyRows
+from app.hf.adapter import SavedAdapter
 from app.hf.chunks import fill_chunks, fill_main_params
 from app.hf.pretrained import Pretrained
 from app.model.attention.chosen import library_attention, torch_attention
@@ -39,6 +40,7 @@ from app.model.init import init_weights
 from app.model.layers.attend import Attend, TorchAttention
 from app.model.layers.frozen import freeze, start_backward_at
 from app.model.layers.layer_groups import LayerGroups
+from app.model.lora import add_adapters
 from app.moe.dispatch.paged_buffer import build_paged_buffer
 from app.moe.phases import MoEBody, Router
 from app.moe.protocol import Dispatcher
@@ -59,10 +61,11 @@ def build_engine(
     device: torch.device,
     watchdog: Watchdog | None = None,
     pretrained: Pretrained | None = None,
+    adapter: SavedAdapter | None = None,
 ) -> Engine:
     """Build this rank's chunks, set their initial weights, and build the optimizer over them.
 
-    Weights come from `pretrained`, or are random without it. Without a `watchdog` a local one is
+    Weights come from `pretrained` and `adapter`, or are random. Without a `watchdog` a local one is
     made, which records actions but asks no other rank. Raises ConfigError, the same on every rank,
     if weights cannot be read.
     """
@@ -82,12 +85,12 @@ def build_engine(
         rope_length=run.train.seq_len,
     )
     frozen = _freeze(run, chunks, groups)
-    _set_weights(run, chunks, groups, pretrained=pretrained)
+    _set_weights(run, chunks, groups, pretrained=pretrained, adapter=adapter)
     # 3. FP8 layers, and 4. the optimizer with its fp32 main parameters; both need the weights set.
     fp8 = build_fp8(run, chunks, groups, device=device, ready=ready)
     optimizer = _build_optimizer(plan, chunks, groups, device)
     optimizer.leave_out(each.spec.param for each in frozen)
-    if pretrained is not None:
+    if pretrained is not None and run.adapters is None:
         # main parameters from the files again, which may be more precise than the weights
         all_succeed(groups, lambda: fill_main_params(optimizer.param_shards(), pretrained))
     if run.optim.overlap_params:
@@ -123,7 +126,7 @@ def build_engine(
 
 
 def _freeze(run: Run, chunks: Sequence[Chunk], groups: Groups) -> tuple[FrozenWeight, ...]:
-    """Freeze this rank's parameters of `train.frozen`, and return them."""
+    """Freeze this rank's parameters that are not trained, and return them; add adapters."""
     names = frozen_in(run)
     if not names:
         return ()
@@ -137,6 +140,8 @@ def _freeze(run: Run, chunks: Sequence[Chunk], groups: Groups) -> tuple[FrozenWe
             if not spec.param.requires_grad:
                 group = groups.edp if spec.expert else groups.dp_cp
                 found.append(FrozenWeight(spec, group.rank(), group.size()))
+        if run.adapters is not None:
+            add_adapters(chunk, run.adapters)
     return tuple(found)
 
 
@@ -187,6 +192,7 @@ def _build_optimizer(
         embedding=groups.embedding,
         etp_ep=groups.etp_ep,
         etp=groups.etp,
+        etp_shared=create_etp(groups) if run.adapters and run.model.moe else None,
     )
     return DistributedOptimizer(
         [
@@ -241,14 +247,23 @@ def _records_captured_events(run: Run) -> bool:
 
 
 def _set_weights(
-    run: Run, chunks: Sequence[Chunk], groups: Groups, *, pretrained: Pretrained | None
+    run: Run,
+    chunks: Sequence[Chunk],
+    groups: Groups,
+    *,
+    pretrained: Pretrained | None,
+    adapter: SavedAdapter | None,
 ) -> None:
-    """Load pretrained weights, or draw random ones. Raises ConfigError as `build_engine`."""
+    """Load saved weights, or draw random ones. Raises ConfigError as `build_engine`."""
     if pretrained is not None:
         all_succeed(groups, lambda: fill_chunks(chunks, pretrained, groups.coords))
-        return
     for chunk in chunks:
-        init_weights(chunk.weights(), groups.coords, run.model, seed=run.train.seed)
+        weights = chunk.weights()
+        if pretrained is not None:
+            weights = ((named, param) for named, param in weights if named.adapter)
+        init_weights(weights, groups.coords, run.model, seed=run.train.seed)
+        if adapter is not None:
+            adapter.fill(chunk.weights(), groups.coords)
 
 
 def build_recorder(run: Run, device: torch.device) -> Recorder | None:
@@ -353,11 +368,11 @@ def parameter_specs(chunk: Chunk, coords: ShardCoords) -> Iterator[ParamSpec]:
     """Yield a spec of every parameter of a chunk, in order of use, with its block of the weight.
 
     A norm over parameters counts each weight once: a tied embedding table on the first stage, a
-    weight replicated over tensor-parallel ranks on the first of them.
+    weight replicated over the ranks of tp, or of etp for experts, on the first of them.
     """
-    index, ranks = coords.tp
     for named, param in chunk.weights():
         weight = named.weight
+        index, ranks = coords.etp if weight.expert else coords.tp
         replicated = weight.replicated and ranks > 1
         yield ParamSpec(
             named.name,

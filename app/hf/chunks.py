@@ -18,7 +18,8 @@ from app.plan.sharding.blocks import ShardCoords
 def fill_chunks(chunks: Iterable[Chunk], pretrained: Pretrained, coords: ShardCoords) -> None:
     """Fill this rank's parts of all weights, and the biases of its routers. Raises ConfigError."""
     for chunk in chunks:
-        pretrained.fill(chunk.weights(), coords)
+        held = ((named, param) for named, param in chunk.weights() if not named.adapter)
+        pretrained.fill(held, coords)
         for name, module in chunk.named_modules():
             if isinstance(module, Router):
                 biases = router_bias(chunk.model, name)

@@ -25,6 +25,7 @@ Shape = tuple[int, ...]
 Fit = Callable[[ModelConfig, Shape, Sequence[str]], Iterator[WeightPart]]
 BIAS = "body.router.bias_E"  # router bias: a buffer, but saved like a weight
 EMBEDDING = "model.embed_tokens.weight"
+ADAPTED = "base_model.model."  # before names of modules in the files of `peft`
 HEAD = "lm_head.weight"  # with tied embeddings some files contain a copy
 
 
@@ -43,7 +44,7 @@ def whole(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[W
     yield WeightPart.same(name, shape)
 
 
-def _heads(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
+def heads(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
     """Map queries, keys and values; ours are ordered by key/value head: queries, key, value."""
     groups, width, columns = model.num_kv_heads, model.head_width, shape[1:]
     queries = model.num_heads // groups
@@ -62,7 +63,7 @@ def _heads(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[
 def _heads_of_pairs(
     model: ModelConfig, shape: Shape, theirs: Sequence[str]
 ) -> Iterator[WeightPart]:
-    """Map queries, keys and values as `_heads`; values 2i and 2i + 1 of their query and key heads
+    """Map queries, keys and values as `heads`; values 2i and 2i + 1 of their query and key heads
     are values i and i + width / 2 of ours.
     """
     groups, width, columns = model.num_kv_heads, model.head_width, shape[1:]
@@ -90,9 +91,10 @@ def gate_up(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator
         yield WeightPart(name, apart, ours, Block.whole(1, *apart), dims)
 
 
-def _expert_gate_up(
+def expert_gate_up(
     model: ModelConfig, shape: Shape, theirs: Sequence[str]
 ) -> Iterator[WeightPart]:
+    """Map gate and up projections of experts, a tensor each."""
     experts, hidden, _, ffn = shape
     for expert in range(experts):
         for number, name in enumerate(theirs):
@@ -101,7 +103,8 @@ def _expert_gate_up(
             yield WeightPart(name.format(expert=expert), (ffn, hidden), ours, whole, (0, 3, 1, 2))
 
 
-def _expert_down(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
+def expert_down(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
+    """Map down projections of experts, a tensor each."""
     experts, ffn, hidden = shape
     (name,) = theirs
     for expert in range(experts):
@@ -175,8 +178,8 @@ WHOLE_MODEL = (
     NameLine("head", (HEAD,), whole),
 )
 GROUPED_ATTENTION = (
-    NameLine("attn.bqkv", tuple(f"self_attn.{name}_proj.bias" for name in "qkv"), _heads),
-    NameLine("attn.wqkv", tuple(f"self_attn.{name}_proj.weight" for name in "qkv"), _heads),
+    NameLine("attn.bqkv", tuple(f"self_attn.{name}_proj.bias" for name in "qkv"), heads),
+    NameLine("attn.wqkv", tuple(f"self_attn.{name}_proj.weight" for name in "qkv"), heads),
     NameLine("attn.q_norm.weight", ("self_attn.q_norm.weight",), whole),
     NameLine("attn.k_norm.weight", ("self_attn.k_norm.weight",), whole),
 )
@@ -223,9 +226,9 @@ EXPERTS = (
     NameLine(
         "body.experts.w_up",
         ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
-        _expert_gate_up,
+        expert_gate_up,
     ),
-    NameLine("body.experts.w_down", ("mlp.experts.{expert}.down_proj.weight",), _expert_down),
+    NameLine("body.experts.w_down", ("mlp.experts.{expert}.down_proj.weight",), expert_down),
     *STACKED_EXPERTS,
 )
 SHARED_EXPERTS = (
@@ -241,9 +244,9 @@ MIXTRAL_EXPERTS = (
             "block_sparse_moe.experts.{expert}.w1.weight",
             "block_sparse_moe.experts.{expert}.w3.weight",
         ),
-        _expert_gate_up,
+        expert_gate_up,
     ),
-    NameLine("body.experts.w_down", ("block_sparse_moe.experts.{expert}.w2.weight",), _expert_down),
+    NameLine("body.experts.w_down", ("block_sparse_moe.experts.{expert}.w2.weight",), expert_down),
     *STACKED_EXPERTS,
 )
 GPT_OSS = (
@@ -295,6 +298,12 @@ def mapping(lines: Sequence[NameLine], model: ModelConfig, weight: NamedWeight) 
         line.fit(model, shape, [prefix + theirs for theirs in line.theirs]) for line in found
     )
     return Mapping(weight, tuple(map(tuple, spellings)))
+
+
+def adapter_tensor(layer: int | None, theirs: str, letter: str) -> str:
+    """Return the name in `peft` of a matrix, A or B, of the adapter of one of a layer's tensors."""
+    module = theirs.removesuffix(".weight")
+    return f"{ADAPTED}model.layers.{layer}.{module}.lora_{letter}.weight"
 
 
 def layer_of(name: str) -> tuple[int | None, str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from app.config import ModelConfig
+from app.config import LoraConfig, ModelConfig
 from app.model.attention.over_ranks import documents_of_calls
 from app.model.block import Layer, RoutingReport, RunPhases, run_layer
 from app.model.layers.attend import BY_TORCH, Attend
@@ -30,6 +30,7 @@ from app.model.layers.recompute import Recomputation
 from app.model.layers.weight_grads import WeightGradSink
 from app.plan.model.stage import NamedWeight, stage_weights
 from app.plan.model.vocabulary import table
+from app.plan.model.weight import Adapter
 from app.plan.recompute import NOTHING, RecomputeChoice
 from app.plan.stages import Stage
 
@@ -86,16 +87,27 @@ class Chunk(nn.Module):
         untied = head and not model.tie_embeddings
         self.head = ColumnParallelLinear(rows, layer_groups) if untied else None
         self.logit_map = logits_of(model)
+        self.lora: LoraConfig | None = None  # set where adapters are added
         # replaced with optim.overlap_params, where the head's table may still be gathered
         self.wait_for_head: Callable[[], None] = nothing
 
     def weights(self) -> Iterator[tuple[NamedWeight, nn.Parameter]]:
         """Yield the description of every weight and this rank's shard of it, in order of use."""
-        stage = Stage(tuple(map(int, self.layers)), embedding=self.first, head=self.last)
-        found = zip(stage_weights(self.model, stage), named_parameters(self), strict=True)
+        weights = stage_weights(self.model, self._stage, self.lora)
+        found = zip(weights, named_parameters(self), strict=True)
         for named, (name, param) in found:
             assert named.name == name, f"{name} is described as {named.name}"
             yield named, param
+
+    def adapted(self) -> Iterator[tuple[str, tuple[Adapter, ...]]]:
+        """Yield the names of weights with adapters, and these."""
+        for named in stage_weights(self.model, self._stage, self.lora):
+            if named.weight.adapters:
+                yield named.name, named.weight.adapters
+
+    @property
+    def _stage(self) -> Stage:
+        return Stage(tuple(map(int, self.layers)), embedding=self.first, head=self.last)
 
     def context(
         self,

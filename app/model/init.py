@@ -44,26 +44,39 @@ def init_weights(
         block = coords.block(weight)
         own = tensor.view(block.sizes)
         held = tuple(map(slice, block.start, block.stop))
-        std = _std(weight.initial, model)
+        draw, size = _normal, _std(weight.initial, model)
+        if weight.initial is Initial.kaiming:
+            draw, size = _uniform, 1 / math.sqrt(weight.shape[1])
         if weight.initial is Initial.ones:
             tensor.fill_(1.0)
         elif weight.initial is Initial.zeros:
             tensor.zero_()
         elif not weight.expert:
             generator = _generator(seed, named.name, tensor.device)
-            _normal(own, block.shape, held, std=std, generator=generator)
+            draw(own, block.shape, held, size=size, generator=generator)
         else:
             for number, expert in enumerate(own, start=block.start[0]):
                 generator = _generator(seed, f"{named.name}.{number}", tensor.device)
-                _normal(expert, block.shape[1:], held[1:], std=std, generator=generator)
+                draw(expert, block.shape[1:], held[1:], size=size, generator=generator)
 
 
 def _normal(
     own: Tensor,
     shape: Sequence[int],
     held: tuple[slice, ...],
-    std: float,
+    size: float,
     generator: torch.Generator,
 ) -> None:
     values = torch.empty(shape, dtype=torch.float32, device=own.device)
-    own.copy_(values.normal_(0.0, std, generator=generator)[held])
+    own.copy_(values.normal_(0.0, size, generator=generator)[held])
+
+
+def _uniform(
+    own: Tensor,
+    shape: Sequence[int],
+    held: tuple[slice, ...],
+    size: float,
+    generator: torch.Generator,
+) -> None:
+    values = torch.empty(shape, dtype=torch.float32, device=own.device)
+    own.copy_(values.uniform_(-size, size, generator=generator)[held])

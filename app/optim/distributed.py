@@ -206,9 +206,11 @@ class DistributedOptimizer:
         for buckets in self._all_grad_buckets():
             buckets.finish()
         self._sum_tied()
-        shared = [owned.grad for owned in self.param_shards() if owned.spec.replicated]
-        if self.groups.tp.size() > 1 and shared:
-            sum_over(self.groups.tp, shared)
+        shared = [owned for owned in self.param_shards() if owned.spec.replicated]
+        for expert, group in ((False, self.groups.tp), (True, self.groups.etp_shared)):
+            grads = [owned.grad for owned in shared if owned.spec.expert == expert]
+            if grads and group is not None and group.size() > 1:
+                sum_over(group, grads)
 
     def _sum_tied(self) -> None:
         """Sum the two gradients of a tied parameter: a + b has the same bits on both sides."""

@@ -34,6 +34,8 @@ class OptimizerGroups:
     # ranks that together hold all experts; None where no optimizer updates whole matrices
     etp_ep: dist.ProcessGroup | None = None
     etp: tuple[int, ...] = (0,)  # ranks within `etp_ep` that hold parts of this rank's experts
+    # these ranks; None where they share no parameter of experts
+    etp_shared: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True, slots=True)

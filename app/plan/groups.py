@@ -129,5 +129,7 @@ GROUPS: Mapping[str, Group] = MappingProxyType(
     }
 )  # fmt: skip
 
+# Not in GROUPS: a run creates it whose experts have adapters and are divided over etp.
+ETP = Group("etp", "gradients of adapters that all parts of an expert share", ("etp",), expert=True)
 # Not in GROUPS: the first asynchronous saver of a run creates it.
 CHECKPOINT = Group("checkpoint", "threads that save beside training", EVERYBODY, GroupKind.host)

@@ -133,7 +133,10 @@ class Plan:
         model, frozen = self.run.model, frozen_in(self.run)
         layout = self.layout
         return tuple(
-            tuple(chunk_parameters(model, stage, layout, frozen=frozen) for stage in chunks)
+            tuple(
+                chunk_parameters(model, stage, layout, frozen=frozen, lora=self.run.adapters)
+                for stage in chunks
+            )
             for chunks in self.stages.stages
         )
 
@@ -147,7 +150,8 @@ class Plan:
             specs = tuple(model.layer_specs[layer] for layer in stage.layers)
             kinds: object = stage if frozen else (specs, stage.embedding, stage.head)
             if kinds not in made:
-                held = chunk_parameters(model, stage, self.layout, frozen=frozen)
+                lora = self.run.adapters
+                held = chunk_parameters(model, stage, self.layout, frozen=frozen, lora=lora)
                 made[kinds] = chunk_buffers(held, self.layout, self.run.optim)
             return made[kinds]
 

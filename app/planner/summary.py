@@ -22,7 +22,7 @@ def summary_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     count = parameter_count(model)
     active = f", {amount(count.active)} used per token" if model.moe else ""
     size = f"{amount(count.total)} parameters{active}"
-    if train.frozen:
+    if run.freezes:
         trained, frozen = counts(run)
         size += f", {amount(trained)} trained and {amount(frozen)} frozen"
     yield "model", f"{model.name}: {size}, {model.num_layers} layers, {types(run.precision)}"

@@ -29,6 +29,7 @@ from app.rules.layout import (
     check_tensor_parallel,
     check_world,
 )
+from app.rules.lora import check_lora
 from app.rules.pipeline import check_schedule_choice, check_stages
 from app.rules.precision import check_fp8
 from app.rules.sizes import check_microbatches, check_sizes
@@ -51,6 +52,7 @@ RULES: tuple[Callable[[Run], None], ...] = (
     check_block,
     check_attention,
     check_batch,
+    check_lora,
     check_frozen,
     check_stages,
     check_microbatches,

@@ -16,9 +16,11 @@ def check_frozen(run: Run) -> None:
     """Refuse patterns that change nothing, runs that train nothing, and what cannot be frozen."""
     patterns, saves = run.train.frozen, run.checkpoint.frozen
     if not patterns:
-        if not saves:
+        if not saves and not run.freezes:
             rule = f"leaves out frozen parameters, and {KEY} names none"
             raise ConfigError("checkpoint.frozen", False, rule, nearest=True)
+        if run.freezes:
+            _check_beside(run, frozen_in(run))
         return
     names = [each.name for each in model_weights(run.model)]
     if patterns[0].startswith(KEEPS):
@@ -59,7 +61,8 @@ def _no_match(run: Run, pattern: str, names: list[str]) -> ConfigError:
 def _check_beside(run: Run, frozen: frozenset[str]) -> None:
     """Refuse options that cannot be combined with these frozen parameters."""
     if run.cuda_graph.impl is GraphImpl.transformer_engine:
-        rule = f"captures gradients of all parameters of a layer, and {KEY} leaves some without"
+        key = KEY if run.train.frozen else "lora.rank"
+        rule = f"captures gradients of all parameters of a layer, and {key} leaves some without"
         near = Instead("cuda_graph.impl=local")
         raise ConfigError("cuda_graph.impl", run.cuda_graph.impl, rule, nearest=near)
     if run.checkpoint.export_hf and not run.checkpoint.frozen:

@@ -32,6 +32,7 @@ from app.model.chunk import Chunk
 from app.model.layers.frozen import freeze
 from app.model.layers.layer_groups import own_tokens
 from app.model.layers.weight_grads import WeightGradQueue, WeightGradSink
+from app.model.lora import add_adapters
 from app.moe.dispatch.paged_buffer import PagedBuffer
 from app.plan.actions import Backward, Forward
 from app.plan.layout import select_layout
@@ -96,6 +97,8 @@ def measured(rank: int, run: Run) -> tuple[dict[str, int], int, int, int, int]:
         run, select_stages(run), groups, dispatcher=built.dispatcher, device=cpu
     )
     freeze(chunk, {named.name: param for named, param in chunk.weights()}, frozen_in(run))
+    if run.adapters is not None:
+        add_adapters(chunk, run.adapters)
     torch.manual_seed(rank)
     for param in chunk.parameters():
         torch.nn.init.normal_(param, 0.0, 0.02)

@@ -26,7 +26,7 @@ from tests.processes.init_from import run_from
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "unknown command": (
         ["to_hf", "a", "b"],
-        "command=to_hf: must be from-hf or to-hf; did you mean to-hf?",
+        "command=to_hf: must be from-hf, to-hf or to-peft; did you mean to-hf?",
     ),
     "one folder": (["to-hf", "a"], "arguments=to-hf a: to-hf takes two folders, from and to; 1 "),
     "no run": (["to-hf", "{}/none", "{}/out"], "to-hf={}/none: does not exist"),

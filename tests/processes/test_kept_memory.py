@@ -19,6 +19,7 @@ from app.choices import (
     StaticTransport,
 )
 from app.config import (
+    LoraConfig,
     MLAConfig,
     ModelConfig,
     MoEConfig,
@@ -152,6 +153,21 @@ def test_frozen_parameters_keep_less(name: str):
     less, more = planned(some), planned(run)
     assert less.total + less.backward < more.total + more.backward
     compare(some)
+
+
+ADAPTED: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
+    "dense": (DENSE, {}),
+    "tp 2": (GROUPED, {"tp": 2}),
+    "latent tp 2": (LATENT, {"tp": 2}),
+    "experts": (moe(), {"ep": 2, "dp": 2}),
+}
+
+
+@pytest.mark.parametrize("name", chosen(ADAPTED, ["tp 2", "experts"]))
+def test_adapters_keep_their_inputs(name: str):
+    model, choices = ADAPTED[name]
+    run = run_of(model, chunk_tokens=64, **choices)
+    compare(dataclasses.replace(run, lora=LoraConfig(rank=8)))
 
 
 RECOMPUTED: dict[str, tuple[Recompute, ...]] = {

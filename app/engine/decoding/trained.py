@@ -18,6 +18,7 @@ from app.data.tokenizer_files import TOKENIZER
 from app.engine.build import build_chunks
 from app.engine.checkpoint.load import IMPORTED, load_weights
 from app.engine.dispatchers import build_dispatcher
+from app.engine.export.merged import MergedWeights, adapters_of
 from app.engine.files.checkpoints import read_whole_manifest
 from app.engine.files.run_folder import plain
 from app.engine.ranks.agreement import all_succeed
@@ -108,6 +109,9 @@ class Saved:
         """See `WeightSource`."""
         with _about_checkpoint():
             load_weights(self.path, self.manifest, chunks, groups)
+            if (lora := adapters_of(self.manifest)) is not None:
+                saved = MergedWeights(self.path, self.manifest, chunks[0].model, lora)
+                saved.add_to(chunks, groups.coords)
 
 
 @dataclass(frozen=True, slots=True)

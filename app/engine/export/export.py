@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from app.choices import Dtype
-from app.config import ModelConfig
+from app.config import LoraConfig, ModelConfig
 from app.engine.checkpoint.load import IMPORTED
 from app.engine.checkpoint.weights import SavedWeights
+from app.engine.export.merged import MergedWeights, adapters_of
 from app.engine.export.texts import ExportTexts
 from app.engine.files.checkpoints import (
     check_contents,
@@ -31,8 +32,9 @@ from app.engine.ranks.dtypes import DTYPES
 from app.engine.ranks.groups import Groups
 from app.engine.watchdog.activity import ThreadActivity
 from app.errors import ConfigError, warn
+from app.hf.adapter import AdapterNames, adapter_files
 from app.hf.families import Family, family_of
-from app.hf.write import Export, complete_or_gone
+from app.hf.write import Export, complete_or_gone, write_all
 from app.plan.model.stage import model_weights
 
 EXPORTED = "hugging_face"  # in a run folder: the model that it ended with
@@ -82,6 +84,18 @@ class Exported:
             replaces=self.replaces,
         )
 
+    @property
+    def lora(self) -> LoraConfig | None:
+        """Adapters that it holds beside the model."""
+        return adapters_of(dict(self.manifest))
+
+    def weights(self) -> SavedWeights:
+        """Return the model's weights, with its adapters added to them if it has some."""
+        manifest = dict(self.manifest)
+        if self.lora is None:
+            return SavedWeights(self.checkpoint, manifest)
+        return MergedWeights(self.checkpoint, manifest, self.model, self.lora)
+
     def apart(self) -> dict[str, torch.dtype]:
         """Types of imported weights that differ from `dtype`, which they keep until trained."""
         if IMPORTED not in self.manifest:
@@ -125,6 +139,28 @@ def export_checkpoint(
         export = replace(export, apart=exported.apart())
         _write(export, export.files(), exported)
         export.finish(texts)
+    return exported
+
+
+def export_adapter(path: Path, folder: Path, key: str) -> Exported:
+    """Write the adapters of a checkpoint into a new folder, in the files of `peft`.
+
+    Raises ConfigError.
+    """
+    with _about(key):
+        manifest = read_manifest(path)
+    exported = Exported(path, manifest, key, folder)
+    if (lora := exported.lora) is None:
+        rule = "holds a model without adapters"
+        raise ConfigError(key, path, rule, advice="to-hf exports the model")
+    names = AdapterNames.of(exported.model, lora, key, path)
+    export = exported.export()
+    with complete_or_gone(folder, export.temporary):
+        export.begin()
+        with _about(key):
+            _check_all(path, manifest)
+        write_all(export.temporary, adapter_files(names, SavedWeights(path, manifest)))
+        export.temporary.rename(folder)
     return exported
 
 
@@ -173,6 +209,6 @@ def export_together(path: Path, folder: Path, groups: Groups, activity: ThreadAc
 
 
 def _write(export: Export, names: Iterable[str], exported: Exported) -> None:
-    source = SavedWeights(exported.checkpoint, dict(exported.manifest))
+    source = exported.weights()
     for name in names:
         export.write(name, source)

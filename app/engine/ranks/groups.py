@@ -13,7 +13,7 @@ import torch.distributed as dist
 from app.choices import CpComm
 from app.engine.ranks.meeting import TIMEOUT
 from app.model.layers.layer_groups import LayerGroups
-from app.plan.groups import GROUPS, Group, GroupKind
+from app.plan.groups import ETP, GROUPS, Group, GroupKind
 from app.plan.layout import ParallelLayout
 from app.plan.sharding.blocks import ShardCoords
 
@@ -112,6 +112,13 @@ def create_groups(layout: ParallelLayout, rank: int) -> Groups:
         for name, group in GROUPS.items()
     }
     return Groups(layout=layout, rank=rank, **created)
+
+
+def create_etp(groups: Groups) -> dist.ProcessGroup | None:
+    """Create this rank's group of the parts of its experts, as every rank must; None if whole."""
+    if ETP.size(groups.layout) == 1:
+        return None
+    return _create(ETP, groups.layout, groups.rank)
 
 
 def _create(group: Group, layout: ParallelLayout, rank: int) -> dist.ProcessGroup:

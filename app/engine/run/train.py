@@ -33,6 +33,7 @@ from app.engine.step.engine import Engine
 from app.engine.watchdog.heartbeats import Heartbeats
 from app.engine.watchdog.watchdog import Watchdog
 from app.errors import DIVERGED, Diverged
+from app.hf.adapter import SavedAdapter
 from app.planner.plan import Plan
 
 
@@ -108,6 +109,9 @@ def start_up(
         watchdog.rest("reading the pretrained model")
         pretrained = open_pretrained(run, groups, local_rank)
         times.end("pretrained model")
+    adapter = None
+    if run.lora.init_from is not None and start.manifest is None:
+        adapter = all_succeed(groups, lambda: SavedAdapter(run.model, run.lora))
     watchdog.rest("preparing the corpus")
     data = load_all_data(run, groups, local_rank, sources=sources, manifest=start.manifest)
     plan = Plan(with_steps(run, data.train, start)) if run.train.epochs else plan
@@ -115,7 +119,9 @@ def start_up(
     watchdog.rest("building the model")
     # differs by rank, as the jitter of router inputs must
     torch.manual_seed((run.train.seed * run.world_size + rank) % 2**64)
-    engine = build_engine(plan, groups, device, watchdog=watchdog, pretrained=pretrained)
+    engine = build_engine(
+        plan, groups, device, watchdog=watchdog, pretrained=pretrained, adapter=adapter
+    )
     times.end("model")
     return Trainer(engine, data, start, times=times)
 

@@ -37,14 +37,14 @@ FIXED = frozenset((
     "data.document_mask", "data.max_documents", "data.packing", "data.validation",
     # Packing of tokens into sequences, and their order.
     "train.seq_len", "train.seed",
-    # Parameters without optimizer state.
-    "train.frozen",
+    # Parameters without optimizer state; adapters, which are all that has it.
+    "train.frozen", "lora.rank", "lora.alpha", "lora.rslora", "lora.targets",
 ))  # fmt: skip
 FREE = frozenset((
     # No effect on training.
     "model.name", "run_dir", "resume",
     # Used before the first step only.
-    "model.init_std", "model.init_from",
+    "model.init_std", "model.init_from", "lora.init_from",
     # Auxiliary losses, noise and bias updates of training, as the learning rate; see `_misfit`.
     "model.moe.aux_loss_coeff", "model.moe.balance", "model.moe.z_loss_coeff",
     "model.moe.jitter_eps", "model.moe.bias_update_rate", "loss.normalize",

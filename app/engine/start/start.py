@@ -32,6 +32,7 @@ from app.engine.ranks.groups import Groups
 from app.engine.start.kept_tokenizer import changed_end, kept_end, recorded_end
 from app.engine.start.resume import allowed_changes, checkpoint_to_resume
 from app.errors import ConfigError, typed, warn
+from app.hf.adapter import SavedAdapter
 from app.hf.families import differences
 from app.hf.hub import PRETRAINED, commit_of, config_folder, model_folder
 from app.hf.pretrained import Pretrained
@@ -107,6 +108,10 @@ def find_start(
     manifest = read_manifest(checkpoint)
     changes = allowed_changes(checkpoint, manifest, run, record=record)
     if IMPORTED in manifest:
+        if run.adapters is not None:
+            rule = "holds a model without adapters, and lora.rank adds some"
+            advice = f"start them with {INIT_FROM}={run.resume}, without resume"
+            raise ConfigError("resume", run.resume, rule, advice=advice)
         folder = checkpoint.parent.parent
         check_own_tokenizer(run, folder / PRETRAINED, name=str(folder))
     elif (change := changed_end(manifest, run.data.tokenizer)) is not None:
@@ -336,6 +341,8 @@ def preflight(run: Run, earlier: Path | None) -> None:
         start = claim_start(run, earlier, lock, sources=sources)
     if run.model.init_from is not None and reads_initial_weights(start):
         find_pretrained(run)
+    if run.lora.init_from is not None and start.manifest is None:
+        SavedAdapter(run.model, run.lora)
     check_data(run, sources, start.manifest)
 
 

@@ -182,7 +182,7 @@ def select_forward_backward(
 
 def _in_flight(plan: Plan, rank: int) -> Callable[..., InFlight]:
     """Choose the passes through a rank's chunks: whether backward ends where nothing is trained."""
-    if not plan.run.train.frozen:
+    if not plan.run.freezes:
         return InFlight
     needed = needs_input_grads(plan.run, plan.stages.in_order)
     stage = plan.stages.pipeline.stage

@@ -317,7 +317,8 @@ class TrainingStep:
     def _balance(self, totals: StepTotals, skipped: Tensor) -> None:
         """Update router biases against the step's expert load, unless the step was skipped."""
         moe = self.run.model.moe
-        if moe is None or not moe.bias_update_rate:
+        # an adapter's files have no biases: it is trained beside those of its base
+        if moe is None or not moe.bias_update_rate or self.run.adapters:
             return
         for key, router in self.engine.routers():
             counts_E = totals.counts[key].clone()  # reports use the rank's own counts later

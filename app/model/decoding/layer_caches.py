@@ -30,6 +30,7 @@ from app.model.attention.sinks import look_with_sinks
 from app.model.attention.softcap import capped
 from app.model.layers.layer_groups import gather_tokens
 from app.model.layers.layers import Context
+from app.model.lora import merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +250,7 @@ class LatentCache:
         q, latent_1tL, key_1TR = attn.projected(x_1tD, context)
         both_1TF = self._both(latent_1tL, key_1TR, context)
         following.put(self.both_B1MF, following.own(both_1TF)[:, None])
-        makes_NFL = attn.kv_b.weight.unflatten(0, (-1, mla.qk_nope_head_dim + mla.v_head_dim))
+        makes_NFL = merged(attn.kv_b).unflatten(0, (-1, mla.qk_nope_head_dim + mla.v_head_dim))
         keys_NCL, values_NVL = makes_NFL.split((mla.qk_nope_head_dim, mla.v_head_dim), dim=1)
         plain, rotated = (following.own(part) for part in attn.queries(q, context))
         q_BNF = torch.cat((torch.einsum("bnc,ncl->bnl", plain, keys_NCL), rotated), dim=-1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +52,7 @@ class FrozenGroupedLinear(GroupedLinear):
     """Grouped linear layer whose weights have no gradient, with any back end."""
 
     @classmethod
-    def of(cls, module: GroupedLinear) -> FrozenGroupedLinear:
+    def of(cls, module: GroupedLinear) -> Self:
         """Return the frozen layer with a module's weight and back end."""
         frozen = cls.__new__(cls)
         nn.Module.__init__(frozen)

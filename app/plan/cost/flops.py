@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from app.config import ModelConfig, MoEConfig, Run, TrainConfig
+from app.config import LoraConfig, ModelConfig, MoEConfig, Run, TrainConfig
 from app.plan.layout import ParallelLayout
 from app.plan.model.stage import model_weights
 from app.plan.model.vocabulary import table
@@ -96,11 +96,17 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> float:
 
 def run_flops_per_token(run: Run) -> float:
     """Return `flops_per_token` of a run, without gradients that frozen parameters save."""
-    return _flops_per_token(run.model, run.train.seq_len, frozen=run.train.frozen)
+    return _flops_per_token(run.model, run.train.seq_len, frozen=run.train.frozen, lora=run.lora)
 
 
-def _flops_per_token(model: ModelConfig, seq_len: int, frozen: tuple[str, ...] = ()) -> float:
-    run = Run(model, train=TrainConfig(seq_len=seq_len, micro_batch=1, frozen=frozen))
+def _flops_per_token(
+    model: ModelConfig,
+    seq_len: int,
+    frozen: tuple[str, ...] = (),
+    lora: LoraConfig = LoraConfig(),  # noqa: B008 - frozen
+) -> float:
+    train = TrainConfig(seq_len=seq_len, micro_batch=1, frozen=frozen)
+    run = Run(model, train=train, lora=lora)
     whole = Stage(tuple(range(model.num_layers)), embedding=True, head=True)
     (flops,) = stage_flops(run, [whole], ParallelLayout(1))
     return float((flops.forward + flops.backward) // seq_len)

@@ -16,12 +16,11 @@ from app.config import Run
 from app.plan.dependencies import Pipeline
 from app.plan.groups import CP, DP_CP, EDP, EMBEDDING, ETP_EP, PP, TP, Group, Way
 from app.plan.layout import ParallelLayout
-from app.plan.model.stage import stage_weights
 from app.plan.model.vocabulary import table
 from app.plan.parts.dispatcher import run_dispatcher
 from app.plan.parts.stage import fold_stages, sizes_of
 from app.plan.parts.trace import BYTES, Operation
-from app.plan.sharding.frozen import frozen_in, trained_matrices
+from app.plan.sharding.frozen import frozen_in, run_weights, trained_matrices
 from app.plan.sharding.optimizers import PLANNED
 from app.plan.sharding.parameters import ChunkBuffers, chunk_buffers, chunk_parameters
 from app.plan.shards import BufferLayout
@@ -137,10 +136,9 @@ class _Step:
         if tp == 1:
             return 0
         frozen = frozen_in(self.run)
-        weights = (
-            each.weight for each in stage_weights(self.run.model, stage) if each.name not in frozen
-        )
-        elements = sum(weight.numel for weight in weights if weight.replicated)
+        weights = (each.weight for each in run_weights(self.run, stage) if each.name not in frozen)
+        shared = (each for each in weights if each.replicated and not each.expert)
+        elements = sum(weight.numel for weight in shared)
         whole = elements * BYTES[self.run.precision.grads]
         return self._traced(stage, TP, Way.ring) + 2 * whole * (tp - 1) // tp
 
@@ -184,7 +182,9 @@ def _buffers(run: Run, layout: ParallelLayout, stages: StagePlan) -> dict[Stage,
     frozen = frozen_in(run)
     return {
         stage: chunk_buffers(
-            chunk_parameters(run.model, stage, layout, frozen=frozen), layout, run.optim
+            chunk_parameters(run.model, stage, layout, frozen=frozen, lora=run.adapters),
+            layout,
+            run.optim,
         )
         for chunks in stages.stages
         for stage in chunks

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from app.config import LayerSpec, ModelConfig
+from app.config import LayerSpec, LoraConfig, ModelConfig
 from app.plan.model.layer import LayerWeights
+from app.plan.model.lora import adapted
 from app.plan.model.norm import NormWeights
 from app.plan.model.vocabulary import table
 from app.plan.model.weight import Weight
@@ -21,9 +22,17 @@ class NamedWeight:
     weight: Weight
     tied: bool = False  # another stage holds a copy
 
+    @property
+    def adapter(self) -> bool:
+        """True if it belongs to an adapter."""
+        return self.weight.rank is not None
 
-def stage_weights(model: ModelConfig, stage: Stage) -> Iterator[NamedWeight]:
-    """Yield the weights of a stage in order of use: embedding, layers, norm, head.
+
+def stage_weights(
+    model: ModelConfig, stage: Stage, lora: LoraConfig | None = None
+) -> Iterator[NamedWeight]:
+    """Yield the weights of a stage in order of use: embedding, layers, norm, head; with `lora` each
+    followed by its adapters.
 
     A tied embedding is a copy on a last stage of its own, where it serves as the head.
     """
@@ -36,7 +45,9 @@ def stage_weights(model: ModelConfig, stage: Stage) -> Iterator[NamedWeight]:
     for layer in stage.layers:
         spec = model.layer_specs[layer]
         if spec not in listed:
-            listed[spec] = list(LayerWeights.of(model, spec).weights())
+            weights = LayerWeights.of(model, spec)
+            weights = weights if lora is None else adapted(weights, lora)
+            listed[spec] = list(weights.weights())
         for name, weight in listed[spec]:
             yield NamedWeight(f"layers.{layer}.{name}", weight)
     if stage.head:
@@ -48,6 +59,7 @@ def stage_weights(model: ModelConfig, stage: Stage) -> Iterator[NamedWeight]:
         yield embedding  # a copy, which is this stage's head
 
 
-def model_weights(model: ModelConfig) -> Iterator[NamedWeight]:
-    """Return the weights of the whole model in order of use."""
-    return stage_weights(model, Stage(tuple(range(model.num_layers)), embedding=True, head=True))
+def model_weights(model: ModelConfig, lora: LoraConfig | None = None) -> Iterator[NamedWeight]:
+    """Return the weights of the whole model in order of use, with `lora` those of adapters too."""
+    whole = Stage(tuple(range(model.num_layers)), embedding=True, head=True)
+    return stage_weights(model, whole, lora)

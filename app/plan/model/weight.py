@@ -22,6 +22,8 @@ class Initial(Enum):
     normal = "normal"  # N(0, model.init_std)
     # N(0, model.init_std / √(2·num_layers)): projections to the residual stream (GPT-2)
     residual = "residual"
+    # uniform within ±1/√inputs: the first matrix of an adapter, as `peft` draws it
+    kaiming = "kaiming"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,13 @@ class Weight:
     # of a weight in which rows of several matrices alternate: rows of each in turn
     fused: tuple[int, ...] = ()
     trained: bool = True  # False for a parameter of `train.frozen`
+    adapters: tuple[Adapter, ...] = ()  # of `lora.targets`, trained beside it
+    rank: int | None = None  # of the adapter that it belongs to
+
+    @property
+    def keeps_input(self) -> bool:
+        """True if backward reads the input, for a gradient of this weight or of an adapter."""
+        return self.trained or bool(self.adapters)
 
     @property
     def expert(self) -> bool:
@@ -53,16 +62,48 @@ class Weight:
     @property
     def replicated(self) -> bool:
         """True for a replicated weight: every tensor-parallel rank holds all of it, for its own
-        tokens or heads.
+        tokens or heads; of experts every expert-tensor-parallel one.
 
         Its gradients must then be summed over these ranks.
         """
-        return self.tp is None and not self.expert
+        return (self.etp if self.expert else self.tp) is None
 
     @property
     def numel(self) -> int:
         """Elements of the global tensor."""
         return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Pair of matrices of rank r whose product is added to (part of) a weight (LoRA, arXiv
+    2106.09685).
+
+    Its outputs are units `first` to `stop` of every `of` units of the weight's outputs. A unit is
+    one output if matrices alternate there, otherwise as large as `of` of them make all outputs.
+    """
+
+    name: str  # of the linear layer, as in Hugging Face models
+    a: Weight  # r × inputs; experts: expert × inputs × r
+    b: Weight  # outputs × r; experts: expert × r × outputs
+    first: int = 0
+    stop: int = 1
+    of: int = 1
+    alternates: bool = False
+
+    def weights(self, path: str) -> Iterator[tuple[str, Weight]]:
+        """Yield both matrices with their names, given that of the weight."""
+        yield f"{path}.{self.name}.a", self.a
+        yield f"{path}.{self.name}.b", self.b
+
+    def all_outputs(self, own: int) -> int:
+        """Return the outputs of the weight, given the number of its own."""
+        return own // (self.stop - self.first) * self.of
+
+    def outputs(self, count: int) -> tuple[int, int, int]:
+        """Return (period, start, stop) of its outputs among `count` ones of the weight."""
+        unit = 1 if self.alternates else count // self.of
+        return self.of * unit, self.first * unit, self.stop * unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +124,8 @@ class Part:
             inner = getattr(self, field.name)
             if isinstance(inner, Weight):
                 yield path + field.name, inner
+                for adapter in inner.adapters:
+                    yield from adapter.weights(path + field.name)
             elif isinstance(inner, Part):
                 yield from inner.weights(f"{path}{field.name}.")
 

@@ -67,7 +67,7 @@ def grouped_attention(
             t.op(Work.other, qkv, qkv, qkv, scratch=(wide, 2 * wide), kernels=14, sends=sends)
         normed = weights.q_norm is not None and not spec.qk_norm_whole
         t.op(Work.heads, qkv, qkv, qkv if normed else 0)
-        out = attend_all(t, spec, q, k, k, saved=not weights.wo.trained)
+        out = attend_all(t, spec, q, k, k, saved=not weights.wo.keeps_input)
     return bias(t, row_parallel(t, out, weights.wo), weights.bo)
 
 
@@ -82,7 +82,7 @@ def latent_attention(
     else:
         latent = norm(t, column_parallel(t, h, weights.q_a, saved=saved))
         q = column_parallel(t, latent, weights.q_b)
-    made = column_parallel(t, h, weights.kv_a, saved=saved and not weights.first.trained)
+    made = column_parallel(t, h, weights.kv_a, saved=saved and not weights.first.keeps_input)
     narrow = made * mla.kv_lora_rank // (mla.kv_lora_rank + mla.qk_rope_head_dim)
     t.op(Work.other, narrow, narrow)  # the norm's kernel takes no strides
     kv = column_parallel(t, norm(t, narrow), weights.kv_b)
@@ -96,7 +96,7 @@ def latent_attention(
             wide = rotated // s.size * 4
             t.op(Work.other, rotated, rotated, scratch=(rotated + 3 * wide, 2 * wide), kernels=8)
         t.op(Work.other, q + kv + key, 3 * q, kernels=3)
-        out = attend_all(t, spec, q, q, q, saved=not weights.wo.trained)
+        out = attend_all(t, spec, q, q, q, saved=not weights.wo.keeps_input)
         values = q * mla.v_head_dim // mla.key_width
         if values < out:  # cuts off the padding
             t.op(Work.other, out, values, out)

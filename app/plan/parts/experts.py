@@ -118,7 +118,7 @@ def routed(t: Trace, dispatcher: PlannedDispatcher, weights: MoEBodyWeights) -> 
         saved=not (paged or again),
         ready=True,
         # the dispatch's record holds the tokens, saved or not
-        alive=0 if weights.experts.w_up.trained else x,
+        alive=0 if weights.experts.w_up.keeps_input else x,
     )
     expert_bias(t, bias[1], out, width=weights.experts.w_down)
     if paged:  # copies to pages and back
@@ -174,7 +174,7 @@ def grouped(
     if transfer is not None:
         scratch, launches = transfer.scratch, launches + transfer.kernels
     scratch = scratch[0] + alive, scratch[1]
-    return t.op(
+    t.op(
         Work.grouped,
         x,
         out,
@@ -192,3 +192,25 @@ def grouped(
         used=min(1.0, filled / rows),
         trained=weight.trained,
     )
+    if weight.adapters:
+        grouped_adapters(t, x, out, weight, filled=filled, saved=saved)
+    return out
+
+
+def grouped_adapters(
+    t: Trace, x: int, out: int, weight: Weight, *, filled: int, saved: bool
+) -> None:
+    """Grouped GEMMs with the adapters of a weight of experts, added in place."""
+    s, size = t.sizes, t.sizes.size
+    first = sum(s.weight(each.a) for each in weight.adapters)
+    second = sum(s.weight(each.b) for each in weight.adapters)
+    experts, inputs, _ = s.shape(weight)
+    width = first // (experts * inputs * size)  # ranks of all adapters together
+    rows = x // (inputs * size)
+    mid, used = rows * width * size, min(1.0, filled / rows)
+    joined = first if len(weight.adapters) > 1 else 0
+    t.op(Work.grouped, x, mid, x if saved else 0, weight=first, stored=True, used=used,
+         scratch=(joined, joined), flops=2 * filled * width * inputs)  # fmt: skip
+    t.op(Work.grouped, mid, out, mid + joined, weight=second, stored=True, used=used,
+         scratch=(out, out), flops=2 * filled * second // (experts * size), passes=True,
+         kernels=2 * len(weight.adapters))  # fmt: skip

@@ -64,7 +64,7 @@ def _linear(
         )
         keeps = keeps if gathers else given * weight.trained
         waits = (x if gathers else given) + back
-    return t.op(
+    t.op(
         Work.gemm,
         x,
         out,
@@ -80,6 +80,30 @@ def _linear(
         sends=s.tp_sends(x, forward=1, backward=1 + weight.trained) if gathers else None,
         trained=weight.trained,
     )
+    return adapters(t, x, out, weight, saved=saved, gathers=gathers) if weight.adapters else out
+
+
+def adapters(t: Trace, x: int, out: int, weight: Weight, *, saved: bool, gathers: bool) -> int:
+    """GEMMs of a rank's own tokens with the first matrices of all adapters of a weight, and of
+    gathered ones with the second, whose outputs are added in place (`app.model.lora`).
+    """
+    s, size = t.sizes, t.sizes.size
+    inputs = s.shape(weight)[-1]
+    first = sum(s.weight(each.a) for each in weight.adapters)
+    second = sum(s.weight(each.b) for each in weight.adapters)
+    width = first // (inputs * size)  # ranks of all adapters together
+    tokens = x // (inputs * size)
+    own = tokens * width * size
+    whole = own * (s.layout.tp if gathers else 1)
+    joined = first if len(weight.adapters) > 1 else 0
+    sends = s.tp_sends(own, forward=1, backward=1) if gathers else None
+    t.op(Work.gemm, x, whole, x if saved else 0, weight=first, stored=True,
+         scratch=(joined, joined), flops=2 * tokens * width * inputs, sends=sends,
+         kernels=1 + bool(joined) + gathers)  # fmt: skip
+    flops = 2 * (whole // (width * size)) * (second // size)
+    t.op(Work.gemm, whole, out, whole + joined, weight=second, stored=True, scratch=(out, out),
+         flops=flops, passes=True, kernels=2 * len(weight.adapters))  # fmt: skip
+    return out
 
 
 def scattered(t: Trace, whole: int) -> int:

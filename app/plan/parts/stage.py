@@ -16,6 +16,7 @@ from app.plan.layout import ParallelLayout
 from app.plan.model.experts import MoEBodyWeights
 from app.plan.model.fp8 import parts_in_fp8
 from app.plan.model.layer import LayerWeights
+from app.plan.model.lora import adapted
 from app.plan.model.norm import NormWeights
 from app.plan.model.vocabulary import table
 from app.plan.model.weight import Weight
@@ -60,6 +61,7 @@ class FrozenPart:
     part: StageEnd | LayerPart
     frozen: frozenset[str]  # names of its weights that are not trained, without the layer's number
     reached: bool  # backward reaches it
+    begins: bool = False  # its first adapter is where backward ends
 
 
 StagePart = StageEnd | LayerPart | FrozenPart  # equal parts have equal operations
@@ -79,7 +81,7 @@ def sizes_of(run: Run, layout: ParallelLayout, load: float | None = None) -> Siz
 def stage_parts(run: Run, stage: Stage) -> list[StagePart]:
     """Return the parts of a stage, in the order of its forward."""
     parts = _parts(run.model, stage, run.precision.fp8)
-    if not run.train.frozen:
+    if not run.freezes:
         return [*parts]
     held = FrozenByPlace.of(run)
     places = [
@@ -88,7 +90,12 @@ def stage_parts(run: Run, stage: Stage) -> list[StagePart]:
         *(["head"] if stage.head else []),
     ]
     return [
-        FrozenPart(part, held.names[place], held.reached(place))
+        FrozenPart(
+            part,
+            held.names[place],
+            held.reached(place),
+            begins=run.adapters is not None and place == str(held.first),
+        )
         for part, place in zip(parts, places, strict=True)
     ]
 
@@ -113,6 +120,9 @@ def part_operations(s: Sizes, part: StagePart, recompute: RecomputeChoice) -> li
     """Return the operations of one part; layers are recomputed in part or whole."""
     if isinstance(part, FrozenPart):
         ops = _operations(s, part.part, recompute, frozen=part.frozen)
+        if part.begins and not recompute.whole_layers:
+            first = next(nth for nth, op in enumerate(ops) if op.weight and op.trained)
+            return [*map(forward_only, ops[:first]), *ops[first:]]
         if part.reached:
             return ops
         # backward of the head's table ends behind the final norm, the first operation
@@ -143,6 +153,8 @@ def _operations(
             experts_in_fp8=Fp8Part.experts in fp8.include,
         )
     weights = LayerWeights.of(s.model, part.spec)
+    if s.run.adapters is not None:
+        weights = adapted(weights, s.run.adapters)
     return layer(s, part.spec, weights.without(frozen) if frozen else weights, recompute)
 
 
@@ -164,7 +176,7 @@ def layer(
             body = weights.body
             h = _input(t, x, body.norm)
             # in parallel to attention, which has saved the same input already
-            kept = weights.attn.first.trained
+            kept = weights.attn.first.keeps_input
             shared = body.norm is None and weights.attn_norm is not None and kept
             saved = not shared and (body.norm is None or not again)
             swiglu(t, h, body.mlp, saved=saved, part=Recompute.mlp_act)

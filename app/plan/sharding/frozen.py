@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
 from math import inf
 
 from app.config import ModelConfig, Run
 from app.plan.layout import ParallelLayout
-from app.plan.model.stage import model_weights, stage_weights
+from app.plan.model.stage import NamedWeight, model_weights, stage_weights
 from app.plan.model.weight import Weight
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.stages import Stage
@@ -59,13 +59,18 @@ def frozen_names(model: ModelConfig, patterns: Sequence[str]) -> frozenset[str]:
 
 def frozen_in(run: Run) -> frozenset[str]:
     """Return the names of the parameters that a run does not train."""
-    return frozen_names(run.model, run.train.frozen)
+    return frozen_names(run.model, ("*",) if run.adapters else run.train.frozen)
+
+
+def run_weights(run: Run, stage: Stage) -> Iterator[NamedWeight]:
+    """Yield the weights of a stage, and of the adapters of its run."""
+    return stage_weights(run.model, stage, run.adapters)
 
 
 def trained_matrices(run: Run, stages: Sequence[Stage]) -> list[Weight]:
     """Return the trained weights of linear layers and experts of these stages, in order of use."""
     frozen = frozen_in(run)
-    weights = (named for stage in stages for named in stage_weights(run.model, stage))
+    weights = (named for stage in stages for named in run_weights(run, stage))
     return [each.weight for each in weights if each.weight.linear and each.name not in frozen]
 
 
@@ -83,7 +88,8 @@ def frozen_numel(run: Run, layout: ParallelLayout, stages: Sequence[Stage]) -> i
 def counts(run: Run) -> tuple[int, int]:
     """Return the elements of the model's trained and of its frozen parameters."""
     frozen = frozen_in(run)
-    sizes = [(each.name in frozen, each.weight.numel) for each in model_weights(run.model)]
+    weights = model_weights(run.model, run.adapters)
+    sizes = [(each.name in frozen, each.weight.numel) for each in weights]
     held = sum(size for is_frozen, size in sizes if is_frozen)
     return sum(size for _, size in sizes) - held, held
 
@@ -98,9 +104,7 @@ def needs_input_grads(run: Run, stages: Sequence[Stage]) -> list[bool]:
     if run.cuda_graph.of_parts:
         return [True] * len(stages)
     frozen = frozen_in(run)
-    trained = [
-        any(each.name not in frozen for each in stage_weights(run.model, stage)) for stage in stages
-    ]
+    trained = [any(each.name not in frozen for each in run_weights(run, stage)) for stage in stages]
     return [any(trained[:place]) for place in range(len(stages))]
 
 
@@ -116,7 +120,7 @@ class FrozenByPlace:
         """Sort the parameters of a run's model."""
         frozen, names = frozen_in(run), defaultdict[str, set[str]](set)
         trained = [inf]
-        for each in model_weights(run.model):
+        for each in model_weights(run.model, run.adapters):
             place, name = _place(each.name)
             if each.name in frozen:
                 names[place].add(name)

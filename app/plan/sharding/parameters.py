@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from app.choices import OptimizerKind
-from app.config import ModelConfig, OptimConfig
+from app.config import LoraConfig, ModelConfig, OptimConfig
 from app.plan.layout import ParallelLayout
 from app.plan.model.stage import stage_weights
 from app.plan.model.weight import Weight
@@ -56,10 +56,12 @@ def chunk_parameters(
     stage: Stage,
     layout: ParallelLayout,
     frozen: Collection[str] = (),
+    lora: LoraConfig | None = None,
 ) -> tuple[Parameter, ...]:
     """Return the parameters of a stage on each of its ranks, in order of use (`stage_weights`).
 
-    `frozen`: names of those that are not trained (`app.plan.sharding.frozen.frozen_in`).
+    `frozen`: names of those that are not trained (`app.plan.sharding.frozen.frozen_in`); `lora`:
+    the run's adapters.
     """
     coords = ShardCoords.of(layout, 0)  # shapes are equal on every rank
     return tuple(
@@ -71,7 +73,7 @@ def chunk_parameters(
             frozen=each.name in frozen,
             weight=each.weight,
         )
-        for each in stage_weights(model, stage)
+        for each in stage_weights(model, stage, lora)
     )
 
 

@@ -1,0 +1,31 @@
+"""Low-rank adapters."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from app.config.bounds import above_zero, at_least
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters, trained in place of the model (LoRA, arXiv 2106.09685)."""
+
+    rank: int | None = None  # width of the adapters; null: none, the model itself is trained
+    alpha: float = 32.0  # adapters' outputs are multiplied by alpha / rank
+    rslora: bool = False  # by alpha / √rank (arXiv 2312.03732)
+    # linear layers with adapters, by parts of their paths: q_proj, self_attn, mlp.experts; []: all
+    targets: tuple[str, ...] = ()
+    init_from: str | None = None  # folder of an adapter that `peft` saved; null: fresh adapters
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "targets", tuple(self.targets))
+        at_least("lora", self, 1, "rank")
+        above_zero("lora", self, "alpha")
+
+    @property
+    def scale(self) -> float:
+        """Factor of the adapters' outputs."""
+        assert self.rank is not None, "a run with adapters has a rank"
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)

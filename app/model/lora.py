@@ -1,0 +1,227 @@
+"""Adapters beside frozen linear layers and experts (LoRA, arXiv 2106.09685): x·weightᵀ + scale ·
+(x·aᵀ)·bᵀ.
+
+`add_adapters` wraps the layers' back ends when a run is built, so that other runs do not execute a
+line of it. If tensor parallelism divides a layer's outputs, it divides those of `b`: a rank
+multiplies its own tokens by `a` and gathers the r values of each. If it divides the inputs, it
+divides those of `a`, and the outputs are partial sums like the layer's own, which one
+reduce-scatter adds up. Each rank then has part of the gradient of the matrix that is whole on all;
+the optimizer adds these up. Experts are alike over expert tensor parallelism.
+
+Shapes as in `app.model.layers.linear`; r rank, P adapters of one weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from app.config import LoraConfig
+from app.model.chunk import Chunk
+from app.model.layers.frozen import FrozenGroupedLinear
+from app.model.layers.layer_groups import OptionalGroup, gather_tokens
+from app.model.layers.linear import (
+    ColumnParallelLinear,
+    GroupedLinear,
+    GroupedLinearBackend,
+    LinearBackend,
+    LinearModule,
+    RowParallelLinear,
+    TorchGroupedLinear,
+)
+from app.model.layers.weight_grads import WeightGrad, WeightGradSink
+from app.plan.model.weight import Adapter
+from app.plan.sharding.blocks import ShardCoords
+
+
+class AdapterPair(nn.Module):
+    """Both matrices of an adapter: this rank's part."""
+
+    def __init__(self, adapter: Adapter, coords: ShardCoords, like: Tensor) -> None:
+        super().__init__()
+        self.adapter = adapter
+        self.a = nn.Parameter(like.new_empty(coords.shape(adapter.a)))
+        self.b = nn.Parameter(like.new_empty(coords.shape(adapter.b)))
+
+    def of(self, out: Tensor) -> Tensor:
+        """Return a view of its outputs among those of the layer, in two last dimensions."""
+        period, start, stop = self.adapter.outputs(out.shape[-1])
+        own: Tensor = out.unflatten(-1, (-1, period))[..., start:stop]
+        return own
+
+
+class LoraLinear:
+    """Back end of a frozen linear layer with adapters."""
+
+    def __init__(self, base: LinearBackend, pairs: Sequence[AdapterPair], scale: float) -> None:
+        self.base = base
+        self.pairs = tuple(pairs)
+        self.scale = scale
+
+    def linear(
+        self,
+        x_BsI: Tensor,
+        weight_OI: nn.Parameter,
+        group: OptionalGroup,
+        sink: WeightGradSink | None,
+    ) -> Tensor:
+        """See the protocol."""
+        out_BSO = self.base.linear(x_BsI, weight_OI, group, sink)
+        return self._added(out_BSO, x_BsI, group)
+
+    def output(self, x: Tensor, weight_OI: Tensor) -> Tensor:
+        """See the protocol."""
+        return self._added(self.base.output(x, weight_OI), x, None)
+
+    def gradients(
+        self, grad: Tensor, x: Tensor, weight_OI: Tensor, out: Tensor | None = None
+    ) -> tuple[Tensor, WeightGrad]:
+        """Only a loss asks for them, of a head."""
+        raise AssertionError("no target is a head")
+
+    def _added(self, out: Tensor, x: Tensor, group: OptionalGroup) -> Tensor:
+        a: list[Tensor] = [pair.a for pair in self.pairs]
+        mid = gather_tokens(F.linear(x, a[0] if len(a) == 1 else torch.cat(a)), group)
+        added: Tensor = _Added.apply(out, mid, self, *(pair.b for pair in self.pairs))
+        return added
+
+
+class _Added(torch.autograd.Function):
+    """Add adapters' outputs to those of a layer, in place; backward passes its gradient on."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, mid: Tensor, layer: LoraLinear, *b: nn.Parameter) -> Tensor:
+        ctx.save_for_backward(mid)
+        ctx.layer, ctx.b = layer, b
+        ctx.mark_dirty(out)
+        for pair, b_OR, part in zip(layer.pairs, b, mid.chunk(len(b), dim=-1), strict=True):
+            own = pair.of(out)
+            own.add_(F.linear(part, b_OR).view(own.shape), alpha=layer.scale)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (mid,) = ctx.saved_tensors
+        layer: LoraLinear = ctx.layer
+        to_mid, to_b = [], []
+        for pair, b_OR, part in zip(layer.pairs, ctx.b, mid.chunk(len(ctx.b), dim=-1), strict=True):
+            own = pair.of(grad).flatten(-2) * layer.scale
+            to_mid.append(own @ b_OR)
+            to_b.append(own.flatten(0, -2).T @ part.flatten(0, -2))
+        return grad, torch.cat(to_mid, dim=-1), None, *to_b
+
+
+class LoraGroupedLinear(FrozenGroupedLinear):
+    """Frozen grouped linear layer with a pair of matrices per expert."""
+
+    pairs: tuple[AdapterPair, ...]
+    scale: float
+
+    def forward(
+        self,
+        rows_TI: Tensor,
+        ends_E: Tensor,
+        sink: WeightGradSink | None = None,
+        backend: GroupedLinearBackend | None = None,
+    ) -> Tensor:
+        """See `GroupedLinear`."""
+        out_TO = super().forward(rows_TI, ends_E, sink, backend)
+        a: list[Tensor] = [pair.a for pair in self.pairs]
+        a_EIR = a[0] if len(a) == 1 else torch.cat(a, dim=-1)
+        mid = GEMMS.output(rows_TI, a_EIR, ends_E)
+        added: Tensor = _GroupedAdded.apply(out_TO, mid, ends_E, self, *(p.b for p in self.pairs))
+        return added
+
+
+GEMMS = TorchGroupedLinear()
+
+
+class _GroupedAdded(torch.autograd.Function):
+    """`_Added` of experts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        out_TO: Tensor,
+        mid: Tensor,
+        ends_E: Tensor,
+        layer: LoraGroupedLinear,
+        *b: nn.Parameter,
+    ) -> Tensor:
+        ctx.save_for_backward(mid, ends_E)
+        ctx.layer, ctx.b = layer, b
+        ctx.mark_dirty(out_TO)
+        for pair, b_ERO, part in zip(layer.pairs, b, mid.chunk(len(b), dim=-1), strict=True):
+            own = pair.of(out_TO)
+            own.add_(GEMMS.output(part, b_ERO, ends_E).view(own.shape), alpha=layer.scale)
+        return out_TO
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
+        mid, ends_E = ctx.saved_tensors
+        layer: LoraGroupedLinear = ctx.layer
+        to_mid, to_b = [], []
+        parts = mid.chunk(len(ctx.b), dim=-1)
+        for pair, b_ERO, part in zip(layer.pairs, ctx.b, parts, strict=True):
+            own = pair.of(grad_TO).flatten(-2) * layer.scale
+            to_mid.append(GEMMS.input_grad(own, b_ERO, ends_E))
+            to_b.append(GEMMS.weight_grad(own, part, ends_E)())
+        return grad_TO, torch.cat(to_mid, dim=-1), None, None, *to_b
+
+
+def add_adapters(chunk: Chunk, lora: LoraConfig) -> None:
+    """Add a run's adapters to the layers of a chunk, which are frozen and have their memory.
+
+    The adapters' values are not set.
+    """
+    chunk.lora = lora
+    coords = chunk.layer_groups.coords
+    for name, adapters in chunk.adapted():
+        layer = chunk.get_submodule(name)
+        assert isinstance(layer, LinearModule), f"{name} is not linear"
+        pairs = [AdapterPair(each, coords, layer.weight.detach()) for each in adapters]
+        if isinstance(layer, GroupedLinear):
+            grouped = LoraGroupedLinear.of(layer)
+            grouped.pairs, grouped.scale = tuple(pairs), lora.scale
+            parent, _, last = name.rpartition(".")
+            setattr(chunk.get_submodule(parent), last, grouped)
+            layer = grouped
+        else:
+            assert isinstance(layer, ColumnParallelLinear | RowParallelLinear)
+            layer.backend = LoraLinear(layer.backend, pairs, lora.scale)
+        for pair in pairs:
+            layer.add_module(pair.adapter.name, pair)
+
+
+def product(pairs: Sequence[tuple[Adapter, Tensor, Tensor]], scale: float) -> Tensor:
+    """Return what the adapters (a, b) of one weight add to it: fp32, O × I; E × I × O of experts.
+
+    Of parts of a and b over tensor-parallel ranks, what they add to the part of the weight.
+    """
+    first, a, b = pairs[0]
+    grouped = first.a.expert
+    outputs = first.all_outputs(b.shape[-1] if grouped else b.shape[0])
+    inputs = a.shape[1:2]
+    out = a.new_zeros((*a.shape[:grouped], *inputs, outputs), dtype=torch.float32)
+    for adapter, a, b in pairs:
+        period, start, stop = adapter.outputs(outputs)
+        own = out.unflatten(-1, (-1, period))[..., start:stop]
+        made = a.float() @ b.float() if grouped else (b.float() @ a.float()).T
+        own += made.reshape(own.shape) * scale
+    return out if grouped else out.T
+
+
+def merged(layer: ColumnParallelLinear) -> Tensor:
+    """Return the weight of a layer with its adapters added, if it has any."""
+    backend = layer.backend
+    if not isinstance(backend, LoraLinear):
+        return layer.weight
+    pairs = [(pair.adapter, pair.a, pair.b) for pair in backend.pairs]
+    return layer.weight + product(pairs, backend.scale).to(layer.weight.dtype)

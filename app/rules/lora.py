@@ -1,0 +1,84 @@
+"""Rules on adapters."""
+
+from __future__ import annotations
+
+from app.choices import OptimizerKind
+from app.config import LoraConfig, Run
+from app.errors import ConfigError, Instead, nearest, nearest_multiples
+from app.plan.model.layer import LayerWeights
+from app.plan.model.lora import LINEARS, adapted, chosen
+from app.plan.model.stage import model_weights
+from app.plan.parts.trace import BYTES
+
+GEMM_BYTES = 16  # of a row of experts' matrices, which grouped GEMMs need
+
+
+def check_lora(run: Run) -> None:
+    """Refuse targets that no layer has, and what adapters cannot be combined with."""
+    lora = run.lora
+    if lora.rank is None:
+        for name in ("targets", "init_from", "alpha", "rslora"):
+            usual = getattr(LoraConfig(), name)
+            if getattr(lora, name) != usual:
+                near = (Instead("lora.rank=16"), usual)
+                rule = "has no effect without lora.rank"
+                raise ConfigError(f"lora.{name}", getattr(lora, name), rule, nearest=near)
+        return
+    linears = sorted(linears_of(run))
+    for target in lora.targets:
+        if not any(chosen(linear, (target,)) for linear in linears):
+            words = sorted({word for linear in linears for word in linear.split(".")})
+            rule = f"{target} is no linear layer of {run.model.name}"
+            guess, advice = nearest(target, words), f"names are {', '.join(words)}"
+            raise ConfigError("lora.targets", lora.targets, rule, guess=guess, advice=advice)
+    _check_beside(run, lora.rank)
+
+
+def linears_of(run: Run) -> set[str]:
+    """Return the linear layers of a run's model that may have adapters."""
+    everything = LoraConfig(rank=1)
+    found = set()
+    for spec in set(run.model.layer_specs):
+        for name, weight in adapted(LayerWeights.of(run.model, spec), everything).weights():
+            found |= set(LINEARS[name]) if weight.adapters else set()
+    return found
+
+
+def _check_beside(run: Run, rank: int) -> None:
+    """Refuse options that cannot be combined with adapters."""
+    without = Instead("lora.rank=null")
+    if run.train.frozen:
+        rule = "names parameters, and with lora.rank adapters alone are trained"
+        raise ConfigError("train.frozen", run.train.frozen, rule, nearest=((), without))
+    if run.optim.name is not OptimizerKind.adamw:
+        rule = "updates matrices of the model, and with lora.rank adapters alone are trained"
+        raise ConfigError(
+            "optim.name", run.optim.name, rule, nearest=(OptimizerKind.adamw, without)
+        )
+    if run.precision.fp8.recipe is not None:
+        rule = "does not run with adapters (lora.rank)"
+        raise ConfigError(
+            "precision.fp8.recipe", run.precision.fp8.recipe, rule, nearest=("null", without)
+        )
+    moe = run.model.moe
+    if moe is None or not any(
+        named.weight.expert and named.weight.adapters
+        for named in model_weights(run.model, run.lora)
+    ):
+        return
+    if moe.echo.spares:
+        rule = "copies experts without their adapters (lora.targets)"
+        near = (0, Instead("lora.targets=[self_attn]"))
+        raise ConfigError("model.moe.echo.spares", moe.echo.spares, rule, nearest=near)
+    if moe.static.paged_buffer is not None:
+        rule = "does not hold what adapters of experts save (lora.targets)"
+        raise ConfigError(
+            "model.moe.static.paged_buffer",
+            moe.static.paged_buffer,
+            rule,
+            nearest=("null", Instead("lora.targets=[self_attn]")),
+        )
+    of = GEMM_BYTES // BYTES[run.precision.params]
+    if rank % of:
+        rule = f"must be a multiple of {of} for experts: grouped GEMMs read {GEMM_BYTES} bytes"
+        raise ConfigError("lora.rank", rank, rule, nearest=nearest_multiples(rank, of))
