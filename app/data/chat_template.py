@@ -8,7 +8,8 @@ sandbox of jinja2.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -35,6 +36,10 @@ TOKENS = (
     "cls_token",
     "mask_token",
 )
+# Around what the assistant says: characters that Unicode keeps out of texts.
+BEGIN, END = "\ufdd0", "\ufdd1"
+UNMARKED = {ord(BEGIN): None, ord(END): None}
+MARKS = re.compile(r"\{%[-+]?\s*generation\b")
 SAMPLE = "sample-answer-of-the-assistant"  # occurs in no template
 
 Message = Mapping[str, Any]  # "role" and "content", and what else the template reads
@@ -49,7 +54,10 @@ class Generation(Extension):
         """Return the statements up to `endgeneration`."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body, lineno=line)
+
+    def _marked(self, caller: Callable[[], str]) -> str:
+        return f"{BEGIN}{caller()}{END}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,7 @@ class ChatTemplate:
     path: Path  # file that it was read from
     compiled: jinja2.Template
     tokens: Mapping[str, str]  # what templates call `bos_token` and the like
+    source: str
 
     @classmethod
     def find(cls, folder: Path) -> ChatTemplate | None:
@@ -69,22 +78,22 @@ class ChatTemplate:
             case None:
                 return None
             case str(source):
-                return cls._of(source, folder / SETTINGS, folder)
+                return cls.of_text(source, folder / SETTINGS, folder)
             case [*several]:
                 for each in several:
                     match each:
                         case {"name": "default", "template": str(source)}:
-                            return cls._of(source, folder / SETTINGS, folder)
+                            return cls.of_text(source, folder / SETTINGS, folder)
         rule = f"chat_template is no text and no list with one named {DEFAULT}"
         raise ConfigError(KEY, folder / SETTINGS, rule, advice=f"give {KEY}=FILE")
 
     @classmethod
-    def of_file(cls, path: Path, folder: Path) -> ChatTemplate:
-        """Return the template of a file, with the token names of the model in `folder`. Raises
-        ConfigError.
+    def of_file(cls, path: Path, folder: Path | None) -> ChatTemplate:
+        """Return the template of a file, with the token names of the model in `folder`; None: there
+        are none. Raises ConfigError.
         """
         try:
-            return cls._of(path.read_text(encoding="utf-8"), path, folder)
+            return cls.of_text(path.read_text(encoding="utf-8"), path, folder)
         except OSError as error:
             found = sorted(file.name for file in path.parent.glob("*.jinja"))
             rule = f"cannot be read: {error.strerror}"
@@ -93,22 +102,37 @@ class ChatTemplate:
             raise ConfigError(KEY, path, f"is no UTF-8: {error.reason}") from error
 
     @classmethod
-    def _of(cls, source: str, path: Path, folder: Path) -> ChatTemplate:
-        named = {name: named_token(folder, name) for name in TOKENS}
+    def of_text(cls, source: str, path: Path, folder: Path | None) -> ChatTemplate:
+        """Return a template of `path`; otherwise as above."""
+        named = {name: named_token(folder, name) for name in TOKENS} if folder else {}
         try:
             compiled = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(KEY, path, f"line {error.lineno}: {error.message}") from error
-        return cls(path, compiled, {name: token for name, token in named.items() if token})
+        tokens = {name: token for name, token in named.items() if token}
+        return cls(path, compiled, tokens, source=source)
 
-    def text(self, messages: Sequence[Message], answers: bool = True) -> str:
+    @property
+    def marks(self) -> bool:
+        """Whether the template marks what the assistant says."""
+        return MARKS.search(self.source) is not None
+
+    def text(
+        self, messages: Sequence[Message], answers: bool = True, tools: Sequence[Any] | None = None
+    ) -> str:
         """Return the text of a conversation, with `answers` up to where the assistant begins.
 
         Raises ConfigError if the template refuses it.
         """
+        return self.marked(messages, answers, tools).translate(UNMARKED)
+
+    def marked(
+        self, messages: Sequence[Message], answers: bool = False, tools: Sequence[Any] | None = None
+    ) -> str:
+        """Return the text as above, with BEGIN and END around what the template marks."""
         try:
             return self.compiled.render(
-                messages=messages, add_generation_prompt=answers, tools=None, documents=None,
+                messages=messages, add_generation_prompt=answers, tools=tools, documents=None,
                 **self.tokens,
             )  # fmt: skip
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:

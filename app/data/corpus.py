@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -54,11 +54,14 @@ def write_tokens(
     """
     reader = DocumentReader(config, sources, folder / "raw")
     found = reader.documents()
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32)
+    chat = config.source is Source.chat
+    narrow = tokenizer.vocab_size <= 1 << 16 and not chat
+    dtype = np.dtype(np.uint16 if narrow else np.int32)
+    encode = _ChatEncoder(tokenizer) if chat else _Encoder(tokenizer, dtype)
     schema = pa.schema({"ids": pa.list_(pa.from_numpy_dtype(dtype))})
     count = 0
     with (folder / TOKENS).open("wb") as file, pa.ipc.new_stream(file, schema) as sink:
-        for tokens in _tokenized(batches(found), _Encoder(tokenizer, dtype), config.num_proc):
+        for tokens in _tokenized(batches(found), encode, config.num_proc):
             count += len(tokens.offsets) - 1
             sink.write_batch(pa.record_batch([tokens.array()], schema))
     if not count:
@@ -100,6 +103,23 @@ class _Tokens:
         return pa.ListArray.from_arrays(pa.array(self.offsets), pa.array(self.ids))
 
 
+Encode = Callable[[list[bytes]], _Tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class _ChatEncoder:
+    """Makes tokens of batches of conversations."""
+
+    tokenizer: Tokenizer
+
+    def __call__(self, batch: list[bytes]) -> _Tokens:
+        from app.data.chat import marked_documents
+
+        found = marked_documents(self.tokenizer, batch)
+        offsets = np.cumsum([0, *map(len, found)], dtype=np.int32)
+        return _Tokens(offsets, np.concatenate(found))
+
+
 @dataclass(frozen=True, slots=True)
 class _Encoder:
     """Makes tokens of one type of batches of documents; those without ids are left out."""
@@ -127,7 +147,7 @@ class _Encoder:
         return _Tokens(np.array(ends, dtype=np.int32), buffer.ids())
 
 
-def _tokenized(found: Iterator[list[bytes]], encode: _Encoder, processes: int) -> Iterator[_Tokens]:
+def _tokenized(found: Iterator[list[bytes]], encode: Encode, processes: int) -> Iterator[_Tokens]:
     """Tokens of every batch, in order, by so many processes beside this one."""
     if processes == 1:
         yield from map(encode, found)
@@ -176,7 +196,7 @@ def _received(end: Connection) -> _Tokens:
     return found
 
 
-def _work(connection: Connection, others: list[Connection], encode: _Encoder) -> None:
+def _work(connection: Connection, others: list[Connection], encode: Encode) -> None:
     """Tokenize what comes until the parent closes its end or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
     for other in others:  # that a fork has copied: they would keep ends open

@@ -73,6 +73,10 @@ def _documents(path: str, config: DataConfig, keys: set[str]) -> Iterator[bytes]
             yield _text(path)
         case Source.parquet:
             yield from _parquet_texts(path, config.text_field)
+        case Source.chat:
+            from app.data.chat import conversations  # imports jinja2
+
+            yield from conversations(path, config)
         case _:
             found: set[str] = set()
             for text in json_texts(path, config.text_field, found):
