@@ -39,7 +39,7 @@ HELP = """\
 Usage:  python -m app.cli.data inspect [--sequence N] [--over N] [override …]
 
   --sequence N  the N-th sequence of the run, from 0: its documents with their first words, where
-                they end, which tokens have a loss, and padding; conversations in full, with « » around
+                they end, which tokens have a loss, and padding; conversations in full, « » around
                 what is trained
   --over N      sequences that the shares of padding and of tokens with a loss are taken from;
                 default: 100

@@ -30,10 +30,10 @@ from app.errors import ConfigError
 KEY = "data.chat_template"
 CHATML = "chatml"
 CHATML_SOURCE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>"
-    "{% endgeneration %}{% else %}{{ message.content }}<|im_end|>{% endif %}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% endgeneration %}{% else %}{{ message.content }}<|im_end|>{% endif %}{{ '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 AROUND = 30  # characters that a message shows on both sides of a place
 ROWS = 256  # of parquet, read at once
@@ -255,7 +255,7 @@ def _check_prefix(whole: str, text: str, count: int) -> None:
     at = next((place for place, (one, other) in pairs if one != other), len(whole))
     first = max(at - AROUND, 0)
     rule = (
-        f"has a text that does not begin with that of its first {count} messages, so what the "
+        f"has a text that does not begin with that of its messages up to {count}, so what the "
         f"assistant says cannot be told: {whole[first : at + AROUND]!r} instead of "
         f"{text[first : at + AROUND]!r}"
     )

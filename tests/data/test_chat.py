@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,38 +28,34 @@ from tests.hf_folders import transformers
 
 NAMES = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>",
          "<turn>", "</turn>", "[ASK]", "[/ASK]", "[TOOLS]")  # fmt: skip
-CHATML = """\
-{%- if tools %}{{ '<|im_start|>system\\n' + tools | tojson + '<|im_end|>\\n' }}{% endif %}
-{%- for m in messages %}
-    {{- '<|im_start|>' + m.role + '\\n' }}
-    {%- if m.role == 'assistant' %}
-        {%- generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}
-    {%- else %}{{- m.content + '<|im_end|>' }}{% endif %}
-    {{- '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-HEADS = """\
-{{- bos_token }}
-{%- for m in messages %}
-    {{- '<|head|>' + m['role'] + '<|/head|>\\n\\n' }}
-    {%- GEN %}{{- m['content'] | trim + '<|eot|>' }}{% ENDGEN %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|head|>assistant<|/head|>\\n\\n' }}{% endif %}"""
-TURNS = """\
-{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}
-{%- for m in messages %}
-    {%- set role = 'model' if m.role == 'assistant' else m.role %}
-    {{- '<turn>' + role + '\\n' }}
-    {%- GEN %}{{ m.content | trim }}{{ '</turn>' }}{% ENDGEN %}{{ '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<turn>model\\n' }}{% endif %}"""
-ASKS = """\
-{{- bos_token }}
-{%- for m in messages %}
-    {%- if m.role == 'user' %}{{- '[ASK] ' + m.content + ' [/ASK]' }}
-    {%- elif m.role == 'assistant' %}{% GEN %}{{ ' ' + m.content + eos_token }}{% ENDGEN %}
-    {%- else %}{{ raise_exception('only users and assistants') }}{% endif %}
-{%- endfor %}"""
+# << and >> stand for the tags that mark what the assistant says.
+CHATML = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' %}<<{{ m.content + '<|im_end|>' }}>>"
+    "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+HEADS = (
+    "{% for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}"
+    "{{ '<|head|>' + m['role'] + '<|/head|>\n\n' }}"
+    "{% if m['role'] == 'assistant' %}<<{{ m['content'] | trim }}<|eot|>>>"
+    "{% else %}{{ m['content'] | trim }}<|eot|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|head|>assistant<|/head|>\n\n' }}{% endif %}"
+)
+TURNS = (
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<turn>model\n' }}"
+    "<<{{ m.content | trim }}</turn>>>{% else %}"
+    "{{ '<turn>' + m.role + '\n' + m.content | trim + '</turn>' }}{% endif %}{{ '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<turn>model\n' }}{% endif %}"
+)
+ASKS = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}{% endif %}"
+    "{% if m.role == 'user' %}{{ '[ASK] ' + m.content + ' [/ASK]' }}"
+    "{% else %}<<{{ ' ' + m.content + eos_token }}>>{% endif %}{% endfor %}"
+)
 TEMPLATES = {"chatml": CHATML, "heads": HEADS, "turns": TURNS, "asks": ASKS}
 WORDS = "what is the capital of france paris hello how are you fine thanks naïve 🦊 fox"
 LONG = [
@@ -71,25 +68,12 @@ SHORT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": 
 
 
 def with_marks(source: str) -> str:
-    """The template as `transformers` needs it for masks: the assistant's text marked."""
-    begin = "if m.role != 'assistant' %}{{ PLAIN }}{% else %}{% generation"
-    if "GEN" not in source:
-        return source
-    lines = []
-    for line in source.splitlines():
-        if "GEN %}" in line and "elif" not in line:
-            head, _, rest = line.partition("GEN %}")
-            body, _, tail = rest.partition("{% ENDGEN %}")
-            one = begin.replace("{{ PLAIN }}", body)
-            line = f"{head}{one} %}}{body}{{% endgeneration %}}{{% endif %}}{tail}"
-        lines.append(line.replace("{% ENDGEN %}", "{% endgeneration %}"))
-    return "\n".join(lines).replace("{% GEN %}", "{% generation %}")
+    marked = re.sub(">>(?!>)", "{% endgeneration %}", source)
+    return marked.replace("<<", "{% generation %}")
 
 
 def without_marks(source: str) -> str:
-    for tag in ("{%- GEN %}", "{% GEN %}", "{% ENDGEN %}"):
-        source = source.replace(tag, "")
-    return source.replace("{%- generation %}", "").replace("{% endgeneration %}", "")
+    return re.sub(">>(?!>)", "", source).replace("<<", "")
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +141,7 @@ def test_tokens_and_masks_equal_those_of_transformers(
         )
         assert ids_of_marked(tokens).tolist() == wanted["input_ids"]
         assert trained(tokens).astype(int).tolist() == wanted["assistant_masks"]
-        assert sum(wanted["assistant_masks"]) > 3
+        assert sum(wanted["assistant_masks"]) > 2
         assert np.flatnonzero(ends(tokens, eod=1)).tolist() == [len(tokens) - 1]
 
 
@@ -197,7 +181,7 @@ def test_tools_and_system_turns_reach_the_template(folder: Path, tmp_path: Path)
         {"messages": [{"role": "system", "content": "fine"}, *SHORT], "tools": given}
         for given in (tools, json.dumps(tools))
     ]
-    one, other = documents_of(config_of(folder, rows, tmp_path, template=CHATML))
+    one, other = documents_of(config_of(folder, rows, tmp_path, template=with_marks(CHATML)))
     assert one.tolist() == other.tolist()
     text = load_tokenizer(str(folder)).decode(ids_of_marked(one).tolist())
     assert text.startswith("system\n" + json.dumps(tools)) and "system\nfine" in text
@@ -255,10 +239,10 @@ def test_rows_of_another_form_are_refused(case: str, folder: Path, tmp_path: Pat
 MISTAKEN = {
     "no end": ("{% for m in messages %}{{ m.role + ': ' + m.content }}\n{% endfor %}",
                "line 1 would not teach where a turn ends: .* ends with 'fine thanks'"),
-    "end outside": (CHATML.replace("m.content + '<|im_end|>' }}{% endg",
-                                   "m.content }}{% endg"), "would not teach"),
+    "end outside": (with_marks(CHATML.replace(" + '<|im_end|>' }}>>", " }}>><|im_end|>")),
+                    "would not teach"),
     "no prefix": ("{% for m in messages %}{{ m.content }}{% if loop.last %}</s>{% endif %}"
-                  "{% endfor %}", "first 2 messages.*'what is .* instead of '.*fine</s>'"),
+                  "{% endfor %}", "messages up to 1.*'what is .* instead of '.*</s>'"),
     "refuses": ("{{ raise_exception('no, thanks') }}", "line 1: template.jinja .*no, thanks"),
     "marks nothing": ("{% if false %}{% generation %}{% endgeneration %}{% endif %}",
                       "the template marks nothing in it"),
@@ -281,8 +265,12 @@ def test_tokenizer_without_a_template_names_chatml(folder: Path, tmp_path: Path)
 
 
 def test_another_template_makes_another_record(folder: Path, tmp_path: Path):
-    one = find_sources(config_of(folder, [{"messages": SHORT}], tmp_path, template=CHATML))
-    other = find_sources(config_of(folder, [{"messages": SHORT}], tmp_path, template=HEADS))
+    one = find_sources(
+        config_of(folder, [{"messages": SHORT}], tmp_path, template=with_marks(CHATML))
+    )
+    other = find_sources(
+        config_of(folder, [{"messages": SHORT}], tmp_path, template=without_marks(HEADS))
+    )
     assert one.record()["sum"] != other.record()["sum"]
 
 
