@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from app.choices import BadFile, Source
 from app.config import DataConfig
-from app.data.documents import ColumnFault, documents
+from app.data.documents import ColumnFault, documents, readable
 from app.data.faults import Fault
 from app.data.paths import no_column, source_option
 from app.data.slices import TokenBuffer
@@ -212,6 +212,14 @@ def _work(connection: Connection, others: list[Connection], encode: Encode) -> N
             connection.send(error)
 
 
+def _documents(path: str, config: DataConfig, keys: set[str]) -> Iterator[bytes]:
+    if config.source is Source.chat:
+        from app.data.chat import conversations  # imports jinja2
+
+        return readable(conversations(path, config))
+    return documents(path, config, keys)
+
+
 class DocumentReader:
     """The documents of a source; counts them, and the files that were left out."""
 
@@ -259,7 +267,7 @@ class DocumentReader:
         good = []
         for path in self.paths:
             try:
-                for _ in documents(path, self.config, set()):
+                for _ in _documents(path, self.config, set()):
                     pass
             except (Fault, OSError) as error:
                 why = error.strerror if isinstance(error, OSError) else str(error)
@@ -271,7 +279,7 @@ class DocumentReader:
     def _of_file(self, path: str) -> Iterator[bytes]:
         key = source_option(self.config)[0]
         try:
-            yield from documents(path, self.config, self._keys)
+            yield from _documents(path, self.config, self._keys)
         except ColumnFault as fault:
             if path != self.paths[0]:
                 raise ConfigError(key, path, fault.rule, advice=fault.advice) from fault

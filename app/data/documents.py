@@ -48,8 +48,13 @@ def documents(path: str, config: DataConfig, keys: set[str]) -> Iterator[bytes]:
 
     Adds the keys of the first JSON object to `keys`. Raises Fault and OSError.
     """
+    yield from readable(_documents(path, config, keys))
+
+
+def readable(found: Iterable[bytes]) -> Iterator[bytes]:
+    """The documents of a file; raises Fault for what is too long or not a whole compressed file."""
     try:
-        yield from bounded(_documents(path, config, keys))
+        yield from bounded(found)
     except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the system's; those of decompressors have no number
@@ -73,10 +78,6 @@ def _documents(path: str, config: DataConfig, keys: set[str]) -> Iterator[bytes]
             yield _text(path)
         case Source.parquet:
             yield from _parquet_texts(path, config.text_field)
-        case Source.chat:
-            from app.data.chat import conversations  # imports jinja2
-
-            yield from conversations(path, config)
         case _:
             found: set[str] = set()
             for text in json_texts(path, config.text_field, found):
