@@ -23,6 +23,7 @@ if __name__ == "__main__":
 
 import torch
 
+from app.cli.chat_server import Defaults, Server
 from app.cli.generate import ends_of, sampling_of, stop_of
 from app.cli.options.request import Words, check_characters
 from app.cli.options.saved import saved_run
@@ -60,6 +61,7 @@ OWN = (
     "stop",
     "template",
     "beside",
+    "serve",
     "graph",
 )
 COMMANDS = ("/reset", "/temperature", "/save", "/quit")
@@ -71,6 +73,8 @@ Usage:  python -m app.cli.chat RUN_OR_FOLDER [option …] [override …]
                         layout, or the folder of a Hugging Face model
   system=TEXT           instructions before the conversation
   beside=RUN_OR_FOLDER  a second model, which answers after the first
+  serve=PORT            answer at http://127.0.0.1:PORT instead: a page, and the interface of
+                        OpenAI's chat completions (/v1/chat/completions, /v1/models)
   template=FILE         chat template (Jinja) in place of the model's own
   max_new_tokens=N      most tokens of an answer; else as many as the context holds
   temperature=0.7       0 always takes the likeliest token
@@ -105,6 +109,7 @@ class Request:
     stop: tuple[str, ...]
     template: Path | None
     beside: Path | None
+    serve: int | None  # port; 0 takes a free one
     graphs: bool  # capture decoding steps if possible
 
     @classmethod
@@ -123,6 +128,7 @@ class Request:
             stop=stop_of(words),
             template=Path(template) if template is not None else None,
             beside=Path(beside) if beside is not None else None,
+            serve=words.whole("serve", 0, least=0, most=65535) if words.text("serve") else None,
             graphs=words.choice("graph", ("auto", "none")) == "auto",
         )
 
@@ -340,6 +346,13 @@ def chat(arguments: Sequence[str], launch: Launch) -> int:
     chosen = [Chosen.at(path, request, launch) for path in paths]
     check_sizes(chosen, choose_device(chosen[0].run, launch.local_rank))
     with speakers_of(chosen, request, launch) as speakers:
+        if request.serve is not None:
+            device = speakers[0].text.decoder.model.device
+            generator = torch.Generator(device).manual_seed(request.seed)
+            defaults = Defaults(
+                request.system, request.count, request.sampling, generator=generator
+            )
+            Server(request.serve, speakers, defaults).answer_all()
         Terminal(speakers, request, request.sampling).talk()
     return 0
 

@@ -108,7 +108,7 @@ class ChatTemplate:
         """
         try:
             return self.compiled.render(
-                messages=messages, add_generation_prompt=answers, tools=None, documents=None,
+                messages=[*messages], add_generation_prompt=answers, tools=None, documents=None,
                 **self.tokens,
             )  # fmt: skip
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:

@@ -89,7 +89,7 @@ def test_text_ends_where_the_context_ends():
 
 
 def asked(engine: Engine, content: str) -> tuple[str, int]:
-    text = CachedText(Decoder(engine, 1, PLACES), 257)
+    text = CachedText(Decoder(engine, 1, PLACES), engine.plan.run.model.vocab_size)
     speaker = Speaker("it", text, ByteTokenizer(), None, ends=frozenset(), stop=())
     prompt = speaker.prompt([{"role": "user", "content": content}])
     answer = speaker.answer(prompt, 4, GREEDY, generator=torch.Generator())
@@ -97,7 +97,7 @@ def asked(engine: Engine, content: str) -> tuple[str, int]:
 
 
 def hello(engine: Engine) -> tuple[str, int]:
-    return asked(engine, "hello")
+    return asked(engine, "\1\5\4")
 
 
 def too_long(engine: Engine) -> str:
@@ -110,4 +110,4 @@ def test_answers_are_pieces_of_text():
     ((text, tokens),) = run_distributed(here, 1, run_of("dense"), hello)
     assert tokens == 4 and len(text) >= 1
     (message,) = run_distributed(here, 1, run_of("dense"), too_long)
-    assert message.endswith("has 24 tokens, and the context of the model 24")
+    assert message.endswith("has 24 tokens, and the context holds 24")

@@ -87,7 +87,7 @@ class Speaker:
             text = self.template.text(messages)
         found = [*map(int, self.tokenizer.encode(text))]
         if not found or len(found) >= self.text.context:
-            rule = f"has {len(found)} tokens, and the context of the model {self.text.context}"
+            rule = f"has {len(found)} tokens, and the context holds {self.text.context}"
             raise ConfigError("conversation", f"{text[:30]}…", rule)
         return found
 
