@@ -98,7 +98,7 @@ Example:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ChatRequest:
     """The command line."""
 
     words: Words
@@ -113,7 +113,7 @@ class Request:
     graphs: bool  # capture decoding steps if possible
 
     @classmethod
-    def parse(cls, arguments: Sequence[str]) -> Request:
+    def parse(cls, arguments: Sequence[str]) -> ChatRequest:
         """Parse the command line. Raises ConfigError."""
         words = Words.parse(arguments, OWN)
         for system in words.texts("system"):
@@ -145,7 +145,7 @@ class Chosen:
     ends: frozenset[int]
 
     @classmethod
-    def at(cls, path: Path, request: Request, launch: Launch) -> Chosen:
+    def at(cls, path: Path, request: ChatRequest, launch: Launch) -> Chosen:
         """Find a model. Raises ConfigError."""
         source = weights_at(path)
         run = saved_run(source.config, request.words.overrides, launch.world_size)
@@ -194,7 +194,7 @@ def check_sizes(chosen: Sequence[Chosen], device: torch.device) -> None:
 
 @contextmanager
 def speakers_of(
-    chosen: Sequence[Chosen], request: Request, launch: Launch
+    chosen: Sequence[Chosen], request: ChatRequest, launch: Launch
 ) -> Iterator[list[Speaker]]:
     """Load the models, for the length of the block."""
     first, *others = chosen
@@ -249,7 +249,7 @@ class Terminal:
     """A conversation of one user with one or several models, each with a history of its own."""
 
     speakers: Sequence[Speaker]
-    request: Request
+    request: ChatRequest
     sampling: Sampling
     histories: list[list[dict[str, str]]] = field(default_factory=list)
     generators: list[torch.Generator] = field(default_factory=list)
@@ -341,7 +341,7 @@ class Terminal:
 
 def chat(arguments: Sequence[str], launch: Launch) -> int:
     """Talk; return the exit code."""
-    request = Request.parse(arguments)
+    request = ChatRequest.parse(arguments)
     paths = [request.words.source, *([] if request.beside is None else [request.beside])]
     chosen = [Chosen.at(path, request, launch) for path in paths]
     check_sizes(chosen, choose_device(chosen[0].run, launch.local_rank))

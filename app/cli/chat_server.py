@@ -58,7 +58,7 @@ class Defaults:
 
 
 @dataclass(slots=True)
-class Job:
+class AnswerJob:
     """An answer that a client waits for."""
 
     speaker: Speaker
@@ -118,7 +118,7 @@ class Job:
         }
 
 
-def job_of(body: Mapping[str, Any], speakers: Sequence[Speaker], defaults: Defaults) -> Job:
+def job_of(body: Mapping[str, Any], speakers: Sequence[Speaker], defaults: Defaults) -> AnswerJob:
     """Return what a request asks for. Raises ConfigError about one of its fields."""
     for name, value in body.items():
         if name not in FIELDS and value not in UNSET:
@@ -153,7 +153,7 @@ def job_of(body: Mapping[str, Any], speakers: Sequence[Speaker], defaults: Defau
     messages = [_message(each) for each in _messages(body)]
     if defaults.system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": defaults.system}, *messages]
-    return Job(
+    return AnswerJob(
         speaker,
         speaker.prompt(messages),
         count=int(_number(body, "max_completion_tokens", count, whole=True)),
@@ -256,12 +256,12 @@ class Handler(BaseHTTPRequestHandler):
             raise ConfigError("body", "", "must be a JSON object")
         return found
 
-    def _whole(self, job: Job) -> None:
+    def _whole(self, job: AnswerJob) -> None:
         message = {"role": "assistant", "content": "".join(job.texts())}
         found = job.reply("chat.completion", message=message, finish_reason=job.finish)
         self._send_json(HTTPStatus.OK, {**found, "usage": job.usage})
 
-    def _stream(self, job: Job) -> None:
+    def _stream(self, job: AnswerJob) -> None:
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Cache-Control", "no-cache")
@@ -306,7 +306,7 @@ class Server(ThreadingHTTPServer):
     """Server of models at a port of this host; 0 takes a free one. Raises ConfigError."""
 
     daemon_threads = True
-    jobs: SimpleQueue[Job]
+    jobs: SimpleQueue[AnswerJob]
 
     def __init__(self, port: int, speakers: Sequence[Speaker], defaults: Defaults) -> None:
         self.speakers = speakers

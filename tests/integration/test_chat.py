@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from app.cli.chat import Request, Terminal
+from app.cli.chat import ChatRequest, Terminal
 from app.data.tokenizer import JsonTokenizer
 from app.engine.decoding.conversation import Answer
 from app.engine.decoding.texts import Continuation
@@ -100,7 +100,7 @@ def test_ctrl_c_ends_an_answer(capsys: pytest.CaptureFixture[str]):
         prompt=lambda said: [1],
         answer=lambda *_, **__: Answer(tokens(), Continuation(found)),
     )
-    request = Request.parse(["."])
+    request = ChatRequest.parse(["."])
     terminal = Terminal([speaker], request, request.sampling)
     before = signal.getsignal(signal.SIGINT)
     terminal._turn("hello")
