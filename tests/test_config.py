@@ -196,7 +196,8 @@ def test_secrets_are_not_written(monkeypatch: pytest.MonkeyPatch, name: str, ove
 def test_other_variables_are_taken(monkeypatch: pytest.MonkeyPatch):
     for name in ("HOME_DIR", "TOKENIZER_DIR", "MONKEY_BUSINESS"):
         monkeypatch.setenv(name, "there")
-        assert load(f"data.tokenizer='${{oc.env:{name}}}/t.json'").data.tokenizer == "there/t.json"
+        words = f"data.tokenizer='${{oc.env:{name}}}/t.json'", "model.vocab_size=264"
+        assert load(*words).data.tokenizer == "there/t.json"
 
 
 @pytest.mark.parametrize("seed", [2**53 + 1, 10**400])

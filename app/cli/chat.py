@@ -34,6 +34,7 @@ from app.config import Run
 from app.data.chat_template import ChatTemplate
 from app.data.special_tokens import SETTINGS
 from app.data.tokenizer import BYTES, Tokenizer
+from app.data.tokenizer_files import tokenizer_file
 from app.engine.capture.recorder import CudaRecorder
 from app.engine.decoding.conversation import CachedText, Speaker
 from app.engine.decoding.decoder import Decoder
@@ -156,7 +157,7 @@ class Chosen:
         tokenizer = check_tokenizer(run, source.manifest)
         texts = source.texts
         if run.data.tokenizer != BYTES and not (texts / SETTINGS).is_file():
-            texts = Path(run.data.tokenizer).parent  # of a run that began without a model
+            texts = tokenizer_file(run.data.tokenizer).parent  # of a run that began without a model
         if request.template is None:
             template = ChatTemplate.find(texts)
         else:

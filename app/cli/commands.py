@@ -33,6 +33,11 @@ def data() -> None:
     _run("data")
 
 
+def tokenizer() -> None:
+    """Train a tokenizer (`python -m app.cli.tokenizer`)."""
+    _run("tokenizer")
+
+
 def convert() -> None:
     """Convert models from and to Hugging Face format (`python -m app.cli.convert`)."""
     _run("convert")

@@ -137,7 +137,8 @@ class DataConfig:
     streaming: bool = False  # read while training instead of preparing an arrow cache first (hub)
     text_field: str = "text"  # column that holds the text
     on_bad_file: BadFile = BadFile.stop  # skip leaves out files that cannot be read
-    tokenizer: str = "bytes"  # "bytes" or the path of a `tokenizers` JSON file
+    # "bytes", a `tokenizers` JSON file, its folder, a run, or a name on the Hugging Face hub
+    tokenizer: str = "bytes"
     # validation documents of their own: a path, a list of paths, or a list of sources as in
     # data.sources; []: held out from the training documents
     validation: Any = ()

@@ -52,7 +52,7 @@ def write_tokens(
     Each document ends with eod. Raises ConfigError when the source cannot be read or holds no text,
     OSError when the file cannot be written.
     """
-    reader = _Reader(config, sources, folder / "raw")
+    reader = DocumentReader(config, sources, folder / "raw")
     found = reader.documents()
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32)
     schema = pa.schema({"ids": pa.list_(pa.from_numpy_dtype(dtype))})
@@ -192,7 +192,7 @@ def _work(connection: Connection, others: list[Connection], encode: _Encoder) ->
             connection.send(error)
 
 
-class _Reader:
+class DocumentReader:
     """The documents of a source; counts them, and the files that were left out."""
 
     def __init__(self, config: DataConfig, sources: Sources, cache: Path) -> None:

@@ -21,6 +21,7 @@ import xxhash
 from app.choices import BadFile, Source
 from app.config import DataConfig
 from app.data.paths import index_of, local_files, source_option, stdlib_files
+from app.data.tokenizer_files import tokenizer_file
 from app.errors import ConfigError, typed
 
 TOKENIZER_KEY = "data.tokenizer"
@@ -95,7 +96,7 @@ def find_sources(config: DataConfig) -> Sources:
     paths, revision = source_files(config)
     tokenizer = None
     if config.tokenizer != "bytes":
-        tokenizer = _look_at(TOKENIZER_KEY, config.tokenizer, "").sum
+        tokenizer = _look_at(TOKENIZER_KEY, str(tokenizer_file(config.tokenizer)), "").sum
     folder = os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else ""
     key = source_option(config)[0]
     unreadable: list[tuple[str, str]] = []

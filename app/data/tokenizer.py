@@ -23,7 +23,8 @@ from app.data.special_tokens import (
     special_tokens,
     token_name,
 )
-from app.errors import ConfigError, nearest
+from app.data.tokenizer_files import tokenizer_file
+from app.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -194,13 +195,20 @@ class JsonTokenizer:
 
 
 def load_tokenizer(spec: str, end: str | None = None) -> Tokenizer:
-    """The tokenizer named by `data.tokenizer`: "bytes", or the path of a `tokenizers` JSON file.
+    """The tokenizer named by `data.tokenizer`: "bytes", or what `tokenizer_file` finds.
 
     `end`: the token that has ended documents so far; still used if the vocabulary has it;
     None: the files say it (`app.data.special_tokens`). Raises ConfigError when the file is missing
     or unreadable, or nothing says which token ends a document.
     """
-    return ByteTokenizer() if spec == BYTES else json_tokenizer(Path(spec), end)
+    return ByteTokenizer() if spec == BYTES else json_tokenizer(tokenizer_file(spec), end)
+
+
+def ids_of(spec: str) -> int:
+    """Return the number of ids of the tokenizer that `data.tokenizer` names. Raises as above."""
+    if spec == BYTES:
+        return ByteTokenizer.vocab_size
+    return max(vocabulary(tokenizer_file(spec)).values()) + 1
 
 
 def vocabulary(path: Path) -> dict[str, int]:
@@ -239,22 +247,8 @@ class EarlierEnd:
 def _backend(path: Path) -> Backend:
     from tokenizers import Tokenizer as Backend
 
-    if not path.is_file():
-        raise ConfigError(
-            "data.tokenizer",
-            path,
-            "no such file; give 'bytes' or a tokenizers JSON file",
-            guess=_nearest_json(path),
-        )
     try:
         return Backend.from_file(str(path))
     # the library raises bare Exception for whatever is wrong with the file
     except Exception as error:
         raise ConfigError("data.tokenizer", path, f"not a tokenizers JSON file: {error}") from error
-
-
-def _nearest_json(path: Path) -> str | None:
-    folder = path if path.is_dir() else path.parent
-    names = sorted(file.name for file in folder.glob("*.json"))
-    close = nearest(path.name, names) or (names[0] if len(names) == 1 else None)
-    return str(folder / close) if close else None

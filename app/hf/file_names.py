@@ -5,5 +5,3 @@ ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"  # index of several weight files
 PICKLE = "pytorch_model.bin"  # read where there are no safetensors
 PICKLE_INDEX = "pytorch_model.bin.index.json"
-TOKENIZER = "tokenizer.json"  # of the `tokenizers` library
-SENTENCEPIECE = "tokenizer.model"

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import huggingface_hub
-from huggingface_hub import constants, errors
-from huggingface_hub.utils.tqdm import disable_progress_bars
+from huggingface_hub import errors
 
-from app.data.faults import in_one_line
+from app.data.hub_files import explained, folder_like, may_be_on_hub, wait_for_cached
 from app.data.special_tokens import SPECIAL_TOKENS_MAP
-from app.errors import ConfigError, nearest_model
+from app.errors import ConfigError
 from app.hf.file_names import CONFIG_JSON, INDEX, ONE_FILE, PICKLE, PICKLE_INDEX
 
 CHAT_TEMPLATES = "additional_chat_templates"  # folder of named chat templates
@@ -32,13 +28,7 @@ TEXTS = (
     f"{CHAT_TEMPLATES}/*.jinja",
 )
 PRETRAINED = "pretrained"  # subfolder of a run: configurations and tokenizer of its initial model
-NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")  # of a model on the hub
 SNAPSHOTS = "snapshots"  # in the library's cache: contains a folder per commit
-WAIT_S = 60.0  # seconds that a process waits for a small file that another one downloads
-POLL_S = 0.05
-
-Found = TypeVar("Found")
-
 
 def config_folder(name: str, key: str, asks: bool = True) -> Path:
     """Return a folder with the model's config.json. Raises ConfigError about option `key`.
@@ -49,8 +39,8 @@ def config_folder(name: str, key: str, asks: bool = True) -> Path:
     if (folder := _local(name, key)) is not None:
         return folder
     if not asks:
-        return _cached_config(name, key).parent
-    path = _explained(name, key, lambda: huggingface_hub.hf_hub_download(name, CONFIG_JSON))
+        return wait_for_cached(name, CONFIG_JSON, key).parent
+    path = explained(name, key, lambda: huggingface_hub.hf_hub_download(name, CONFIG_JSON))
     return Path(path).parent
 
 
@@ -65,14 +55,14 @@ def model_folder(name: str, key: str, commit: str | None = None, asks: bool = Tr
             advice = f"resume={name} continues from its own weights, and to-hf exports them"
             raise ConfigError(key, name, rule, advice=advice)
         return folder
-    return _explained(name, key, lambda: _model(name, commit, asks=asks))
+    return explained(name, key, lambda: _model(name, commit, asks=asks))
 
 
 def texts_folder(name: str, key: str) -> Path:
     """Return a folder with the model's configurations and tokenizer, found as in `model_folder`."""
     if (folder := _local(name, key)) is not None:
         return folder
-    return _explained(name, key, lambda: _snapshot(name, None, TEXTS, asks=True))
+    return explained(name, key, lambda: _snapshot(name, None, TEXTS, asks=True))
 
 
 def commit_of(folder: Path) -> str | None:
@@ -120,18 +110,6 @@ def _indexed(path: Path) -> list[str]:
     return sorted({file for file in files if isinstance(file, str)})
 
 
-def _cached_config(name: str, key: str) -> Path:
-    end = time.monotonic() + WAIT_S
-    while True:
-        found = huggingface_hub.try_to_load_from_cache(name, CONFIG_JSON)
-        if isinstance(found, str):
-            return Path(found)
-        if time.monotonic() > end:
-            rule = f"the first process of this host did not download {CONFIG_JSON} in {WAIT_S:g} s"
-            raise ConfigError(key, name, rule)
-        time.sleep(POLL_S)
-
-
 def _local(name: str, key: str) -> Path | None:
     """Return the local folder of this name; None if it may be a name on the hub."""
     path = Path(name).expanduser()
@@ -145,45 +123,6 @@ def _local(name: str, key: str) -> Path | None:
     if exists:
         guess = str(path.parent) if (path.parent / CONFIG_JSON).is_file() else None
         raise ConfigError(key, name, "is a file, and a model is a folder", guess=guess)
-    if NAME.fullmatch(name) and not name.startswith("."):
+    if may_be_on_hub(name):
         return None
-    raise ConfigError(key, name, "no such folder", guess=_folder_like(path))
-
-
-def _folder_like(path: Path) -> str | None:
-    """Return a local folder with a similar name, as a hint."""
-    folders = sorted(each.name for each in path.parent.glob("*") if each.is_dir())
-    close = nearest_model(path.name, folders)
-    return None if close is None else str(path.parent / close)
-
-
-def _explained(name: str, key: str, bring: Callable[[], Found]) -> Found:
-    """Return the result of `bring`, which calls the library; turn its errors into ConfigError."""
-    # imported here because it takes a second, which local folders do not need
-    from app.data.hub import go_offline_without_network
-
-    disable_progress_bars()
-    go_offline_without_network()
-    hub = constants.ENDPOINT
-    try:
-        return bring()
-    except errors.GatedRepoError:
-        rule = f"is gated on {hub}: accept its terms there, then log in (hf auth login)"
-    except errors.RepositoryNotFoundError:
-        rule = f"no such folder, and no such model on {hub}, or none that you may read"
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError):
-        rule = f"no such folder; is not in the cache either, and {hub} cannot be reached"
-    except errors.EntryNotFoundError as error:
-        rule = f"is no model on {hub}: {_short(error)}"
-    except errors.HFValidationError as error:
-        rule = f"no such folder, and no name of a model: {_short(error)}"
-    except (errors.HfHubHTTPError, OSError) as error:
-        rule = f"cannot be downloaded from {hub}: {_short(error)}"
-    # lost connections and broken answers raise errors of various other libraries
-    except Exception as error:
-        rule = f"cannot be downloaded from {hub}: {type(error).__name__}: {_short(error)}"
-    raise ConfigError(key, name, rule, guess=_folder_like(Path(name))) from None
-
-
-def _short(error: Exception) -> str:
-    return in_one_line(str(error))
+    raise ConfigError(key, name, "no such folder", guess=folder_like(path))

@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from app.data.special_tokens import SETTINGS, SPECIAL_TOKENS_MAP
-from app.hf.file_names import TOKENIZER
+from app.data.tokenizer_files import TOKENIZER
 
 # files of other formats that also define a tokenizer, besides TOKENIZER and SETTINGS
 VOCABULARIES = ("tokenizer*", "vocab*", "merges.txt", "added_tokens.json")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from app.cli import calibrate, chat, convert, data, evaluate, generate, plan
+from app.cli import calibrate, chat, convert, data, evaluate, generate, plan, tokenizer
 from app.cli.options.arguments import SWEEPS, Typed, key_of
 from app.cli.options.compose import load_typed
 from app.cli.options.explained import COMPOSING, explained
@@ -32,7 +32,8 @@ from tests.training import ROOT
 ROOT_PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS")]
 PAGES = [*ROOT_PAGES, *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = sorted((ROOT / "scripts").glob("*.s*"))
-PROGRAMS = ("plan", "data", "report", "convert", "generate", "chat", "evaluate", "calibrate")
+PROGRAMS = ("plan", "data", "tokenizer", "report", "convert", "generate", "chat", "evaluate")
+PROGRAMS += ("calibrate",)
 # commands of others, of the shell, and what they write with <<
 ELSEWHERE = {"git", "cd", "source", "ls", "mkdir", "cat", "printf", "export", "pip", "pipx", "hf"}
 ELSEWHERE |= {"lm_eval", "nvidia-smi"}
@@ -192,6 +193,7 @@ CHECKS: dict[str, Callable[[Sequence[str]], object]] = {
     "report": check_report,
     "calibrate": calibrate._parsed,
     "data": lambda words: load_typed(data.InspectRequest.parse(words).typed),
+    "tokenizer": lambda words: check_train(tokenizer.TokenizerRequest.parse(words).words),
     "bench": check_python,
     "make": check_make,
     "python": check_python,

@@ -19,12 +19,14 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from app.cli import convert
-from app.cli.options.compose import register_schema
+from app.cli.options.compose import load_overrides, register_schema
 from app.cli.processes.launcher import Launch
 from app.cli.start.launch import runnable
 from app.config import ParallelConfig, Run
+from app.data.tokenizer import bytes_as_json
+from app.data.tokenizer_files import bring_tokenizer
 from app.engine.ranks.groups import create_groups
-from app.engine.start.start import open_pretrained
+from app.engine.start.start import check_tokenizer, open_pretrained
 from app.errors import ConfigError, OwnError
 from app.hf.hub import commit_of, config_folder, model_folder, texts_folder
 from app.hf.their_model import TheirModel
@@ -346,7 +348,7 @@ def test_other_processes_of_a_host_wait_for_the_first(hub: Hub, monkeypatch: pyt
     folder = config_folder(NAME, KEY)
     waiting.join(10)
     assert found == [folder]
-    monkeypatch.setattr("app.hf.hub.WAIT_S", 0.0)
+    monkeypatch.setattr("app.data.hub_files.WAIT_S", 0.0)
     with pytest.raises(ConfigError) as late:
         config_folder("somebody/another", KEY, asks=False)
     expected = "the first process of this host did not download config.json in 0 s"
@@ -390,3 +392,28 @@ def test_a_run_asks_the_hub_as_often_on_several_ranks_as_on_one(
     save_random("llama", hub.folder, vocab_size=264)
     alone = asked_by_a_run(hub, tmp_path, monkeypatch, ranks=1)
     assert alone and asked_by_a_run(hub, tmp_path, monkeypatch, ranks=2) == alone
+
+
+def test_tokenizer_by_its_name_on_the_hub(hub: Hub):
+    (hub.folder / "tokenizer.json").write_text(bytes_as_json())
+    (hub.folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    (hub.folder / "model.safetensors").write_bytes(b"large")
+    words = [f"data.tokenizer={NAME}"]
+    assert load_overrides(words).model.vocab_size == 264
+    assert not [each for each in hub.asked if "safetensors" in each]
+    tokenizer = check_tokenizer(load_overrides(words))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
+    constants.HF_HUB_OFFLINE, asked = True, len(hub.asked)  # from the cache
+    assert check_tokenizer(load_overrides(words)).eod == 256 and len(hub.asked) == asked
+
+
+def test_tokenizer_that_the_hub_lacks(hub: Hub, monkeypatch: pytest.MonkeyPatch):
+    (hub.folder / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"data\.tokenizer=.*EntryNotFound|is no model on"):
+        load_overrides([f"data.tokenizer={NAME}"])
+    hub.hangs_up = True
+    with pytest.raises(ConfigError, match=r"data\.tokenizer=somebody/other: "):
+        load_overrides(["data.tokenizer=somebody/other"])
+    monkeypatch.setattr("app.data.hub_files.WAIT_S", 0.0)
+    with pytest.raises(ConfigError, match="the first process of this host did not download"):
+        bring_tokenizer("somebody/other", asks=False)

@@ -18,8 +18,10 @@ from app.cli.options.keys import all_keys, defaults
 from app.cli.options.old_names import read_files_by_present_names, with_present_names
 from app.cli.options.pretrained import adopt, check_agreement, of_config_json
 from app.cli.options.unknown import no_such_key
+from app.cli.options.vocabulary import fill_in_vocabulary, ids_of_tokenizer
 from app.config import Run
 from app.data.paths import local_files
+from app.data.tokenizer_files import tokenizer_file
 from app.errors import ConfigError
 from app.errors import typed as as_typed
 from app.hf.families import family_of
@@ -46,6 +48,7 @@ def register_schema() -> None:
         ConfigStore.instance().store(name="run_schema", node=run_schema())
     ConfigStore.instance().store(name=SAVED, node={})
     OmegaConf.register_new_resolver("config_json", of_config_json, replace=True)
+    OmegaConf.register_new_resolver("ids_of_tokenizer", ids_of_tokenizer, replace=True)
     for group, (option, plugin) in OUR_PLUGINS.items():
         ConfigStore.instance().store(
             group=group, name=option, node={"_target_": f"hydra_plugins.graphfold.{plugin}"}
@@ -113,6 +116,7 @@ def load_run(config: DictConfig, world_size: int | None, asks_hub: bool = True) 
     _refuse_unknown(config)
     _refuse_secrets(config)
     pretrained = adopt(config.model, asks_hub)
+    fill_in_vocabulary(config, asks_hub)
     run = OmegaConf.to_object(config)
     assert isinstance(run, Run)
     if pretrained is not None:
@@ -210,8 +214,8 @@ def check_named(run: Run, overrides: Sequence[str]) -> None:
     """
     keys = {key_of(word) for word in overrides}
     tokenizer, resume = run.data.tokenizer, run.resume
-    if "data.tokenizer" in keys and tokenizer != BYTES and not Path(tokenizer).is_file():
-        raise ConfigError("data.tokenizer", tokenizer, "no such file")
+    if "data.tokenizer" in keys and tokenizer != BYTES:
+        tokenizer_file(tokenizer)
     if "data.path" in keys and run.data.source not in (Source.stdlib, Source.hub):
         local_files(run.data)
     if "data.name" in keys and not Path(run.data.name or "").is_dir():

@@ -56,6 +56,8 @@ from app.cli.run_report.facts import run_facts
 from app.cli.run_report.sweep_record import left_to_sweep
 from app.cli.start.overlaid import overlaid
 from app.config import Run
+from app.data.special_tokens import KEY as TOKENIZER
+from app.data.tokenizer_files import bring_tokenizer
 from app.engine.files.signals import STOPPED, hand_on, stop_signals
 from app.errors import ConfigError, FirstOf, OwnError, warn
 from app.plan.formatting import gib
@@ -184,9 +186,11 @@ def runnable(config: DictConfig, launch: Launch) -> Run:
     """
     leads = launch.local_rank == 0
     try:
-        return load_run(config, launch.world_size, asks_hub=leads)
+        run = load_run(config, launch.world_size, asks_hub=leads)
+        bring_tokenizer(run.data.tokenizer, leads)
+        return run
     except ConfigError as error:
-        if leads and launch.rank and error.key == INIT_FROM:
+        if leads and launch.rank and error.key in (INIT_FROM, TOKENIZER):
             raise OwnError(
                 error.key, error.value, error.rule, guess=error.guess, advice=error.advice
             ) from None

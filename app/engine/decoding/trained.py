@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from app.config import Run
 from app.data.tokenizer import BYTES
+from app.data.tokenizer_files import TOKENIZER
 from app.engine.build import build_chunks
 from app.engine.checkpoint.load import IMPORTED, load_weights
 from app.engine.dispatchers import build_dispatcher
@@ -27,7 +28,7 @@ from app.engine.start.resume import checkpoint_at
 from app.engine.start.start import choose_device
 from app.errors import ConfigError, say
 from app.hf.chunks import fill_chunks
-from app.hf.file_names import CONFIG_JSON, TOKENIZER
+from app.hf.file_names import CONFIG_JSON
 from app.hf.hub import PRETRAINED
 from app.hf.pretrained import Pretrained
 from app.hf.their_config import TheirConfig

@@ -15,10 +15,11 @@ from typing import Any
 from app.config import ModelConfig, Run
 from app.data.special_tokens import GENERATION, SETTINGS, ids_with
 from app.data.tokenizer import BYTES, BYTES_END, ByteTokenizer, bytes_as_json, json_tokenizer
+from app.data.tokenizer_files import TOKENIZER
 from app.engine.start.kept_tokenizer import changed_end, find_tokenizer, kept_end
 from app.errors import ConfigError, typed, writing
 from app.hf.families import Family, differences
-from app.hf.file_names import CONFIG_JSON, TOKENIZER
+from app.hf.file_names import CONFIG_JSON
 from app.hf.hub import CHAT_TEMPLATES, PRETRAINED, TEXTS, model_folder, texts_folder
 from app.hf.their_model import PREDICT_LAYERS, TheirModel
 from app.hf.tokenizer_files import TrainedTokenizer, with_tokenizer

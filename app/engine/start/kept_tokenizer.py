@@ -15,9 +15,9 @@ from app.config import Run
 from app.data.sources import file_sum
 from app.data.special_tokens import SETTINGS
 from app.data.tokenizer import BYTES, EarlierEnd, JsonTokenizer, Tokenizer, json_tokenizer
+from app.data.tokenizer_files import TOKENIZER, tokenizer_file
 from app.engine.checkpoint.load import IMPORTED
 from app.errors import ConfigError, writing
-from app.hf.file_names import TOKENIZER
 
 END = "end_of_document"  # key in the manifest's data section
 
@@ -30,10 +30,11 @@ def keep_tokenizer(run: Run, run_dir: Path, end: str | None = None) -> None:
     """
     if run.data.tokenizer == BYTES:
         return
-    ends = end or json_tokenizer(Path(run.data.tokenizer)).end
+    file = tokenizer_file(run.data.tokenizer)
+    ends = end or json_tokenizer(file).end
     settings = json.dumps({"eos_token": ends}, ensure_ascii=False) + "\n"
     with writing(run_dir):
-        contents = Path(run.data.tokenizer).read_bytes()
+        contents = file.read_bytes()
         for name, kept in ((TOKENIZER, contents), (SETTINGS, settings.encode())):
             path = run_dir / name
             if not path.is_file() or path.read_bytes() != kept:
@@ -50,8 +51,10 @@ def find_tokenizer(
     """
     data = manifest.get("data")  # checksums, not paths; None if the checkpoint has no record
     expected = None if data is None else data["tokenizer"]
-    named = Path(manifest["config"]["data"]["tokenizer"])
-    for path in (run_dir / TOKENIZER, named, *besides):
+    named: tuple[Path, ...] = ()
+    with suppress(ConfigError):  # it may have gone
+        named = (tokenizer_file(manifest["config"]["data"]["tokenizer"]),)
+    for path in (run_dir / TOKENIZER, *named, *besides):
         with suppress(OSError):
             if path.is_file() and (found := file_sum(path)) == (expected or found):
                 return path
@@ -79,7 +82,7 @@ def kept_end(manifest: Mapping[str, Any] | None, spec: str) -> str | None:
     if manifest is None or spec == BYTES or IMPORTED in manifest:
         return None
     recorded: str | None = (manifest.get("data") or {}).get(END)
-    return recorded or EarlierEnd.of(Path(spec)).stays
+    return recorded or EarlierEnd.of(tokenizer_file(spec)).stays
 
 
 def changed_end(manifest: Mapping[str, Any] | None, spec: str, *, kept: bool = True) -> str | None:
@@ -91,15 +94,16 @@ def changed_end(manifest: Mapping[str, Any] | None, spec: str, *, kept: bool = T
     if manifest is None or spec == BYTES or IMPORTED in manifest:
         return None
     recorded: str | None = (manifest.get("data") or {}).get(END)
-    was = recorded or EarlierEnd.of(Path(spec)).was
-    now = json_tokenizer(Path(spec), kept_end(manifest, spec)).end
+    file = tokenizer_file(spec)
+    was = recorded or EarlierEnd.of(file).was
+    now = json_tokenizer(file, kept_end(manifest, spec)).end
     if was != now:
         why = "" if recorded else f", an ordinary token of {spec}"
         return f"documents end with {now!r} from here on, and ended with {was!r} so far{why}"
     if not kept:
         return None
     with suppress(ConfigError):  # raised if the files do not say which token it is
-        named = json_tokenizer(Path(spec)).end
+        named = json_tokenizer(file).end
         if named != now:
             return f"documents still end with {now!r}, although {spec} ends them with {named!r}"
     return None

@@ -22,6 +22,7 @@ from app.data.feed import DataSplit
 from app.data.packing import PackedSequences
 from app.data.sources import Record, difference, differing_option, identity
 from app.data.tokenizer import BYTES, Tokenizer, load_tokenizer, vocabulary
+from app.data.tokenizer_files import SENTENCEPIECE, TOKENIZER, bring_tokenizer, tokenizer_file
 from app.engine.checkpoint.load import IMPORTED, LEFT_OUT
 from app.engine.files.checkpoints import newest_checkpoint, read_manifest
 from app.engine.files.run_folder import RUNS, FolderLock, check_place, choose_folder, has_ended
@@ -32,7 +33,6 @@ from app.engine.start.kept_tokenizer import changed_end, kept_end, recorded_end
 from app.engine.start.resume import allowed_changes, checkpoint_to_resume
 from app.errors import ConfigError, typed, warn
 from app.hf.families import differences
-from app.hf.file_names import SENTENCEPIECE, TOKENIZER
 from app.hf.hub import PRETRAINED, commit_of, config_folder, model_folder
 from app.hf.pretrained import Pretrained
 from app.plan.formatting import count_of
@@ -172,9 +172,10 @@ def check_own_tokenizer(run: Run, folder: Path, name: str) -> None:
         return
     if typed_in == BYTES:
         raise refusal(f"{name} was trained with a tokenizer of its own")
-    if not Path(typed_in).is_file() or filecmp.cmp(typed_in, own, shallow=False):
+    file = tokenizer_file(typed_in)
+    if filecmp.cmp(file, own, shallow=False):
         return
-    ids = vocabulary(Path(typed_in))
+    ids = vocabulary(file)
     for token, number in sorted(vocabulary(own).items(), key=lambda entry: entry[1]):
         if ids.get(token) != number:
             rule = f"{name} has been trained with {number} for {token!r}, which is {ids.get(token)}"
@@ -183,16 +184,19 @@ def check_own_tokenizer(run: Run, folder: Path, name: str) -> None:
         raise refusal(f"has {max(ids.values()) + 1} ids, and {name} has {run.model.vocab_size}")
 
 
-def check_tokenizer(run: Run, manifest: Mapping[str, Any] | None = None) -> Tokenizer:
+def check_tokenizer(
+    run: Run, manifest: Mapping[str, Any] | None = None, *, asks: bool = True
+) -> Tokenizer:
     """Load the tokenizer, and check it against the model's vocabulary.
 
     For a run with model.init_from, whose files are present, it must match the initial model's.
     `manifest` is that of the checkpoint resumed or used, whose end-of-document token is kept; None
-    without a checkpoint. Raises ConfigError.
+    without a checkpoint. `asks`: whether this process asks the hub for it. Raises ConfigError.
     """
     if (name := run.model.init_from) is not None:
         check_own_tokenizer(run, config_folder(name, INIT_FROM, asks=False), name)
     spec = run.data.tokenizer
+    bring_tokenizer(spec, asks)
     tokenizer = load_tokenizer(spec, kept_end(manifest, spec))
     if tokenizer.vocab_size > run.model.vocab_size:
         rule = f"data.tokenizer={spec} has {tokenizer.vocab_size} ids"
@@ -225,7 +229,7 @@ def load_all_data(
     """
     leads = local_rank == 0
     look = sources or look_once(run)
-    tokenizer = all_succeed(groups, lambda: check_tokenizer(run, manifest))
+    tokenizer = all_succeed(groups, lambda: check_tokenizer(run, manifest, asks=leads))
     own = all_succeed(
         groups, lambda: prepare_all(run.data, tokenizer, look(), say=warn) if leads else None
     )
