@@ -44,6 +44,7 @@ from app.engine.ranks.groups import create_groups
 from app.engine.ranks.memory import memory_of
 from app.engine.start.start import check_tokenizer, choose_device
 from app.errors import ConfigError, nearest, say, warn
+from app.plan.formatting import count_of
 from app.planner.decoding import (
     DecodingSizes,
     check_decoding_length,
@@ -336,7 +337,8 @@ class Terminal:
                         break
             print(flush=True)
             if not (stop.asked or answer.said.ended):
-                say(f"chat: ended after {len(answer.said.tokens)} tokens", sys.stderr)
+                count = count_of(len(answer.said.tokens), "token")
+                say(f"chat: ended after {count}", sys.stderr)
             self.histories[nth] = [*said, {"role": "assistant", "content": answer.said.text}]
 
 

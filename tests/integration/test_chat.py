@@ -63,7 +63,7 @@ def test_base_model_continues_the_text_of_all_turns(model: Path):
     (base / "turns.jinja").write_text("{{ messages[0].content }} brown")
     words = ("template=base/turns.jinja", "max_new_tokens=1", "temperature=0")
     code, out, err = chatted(base, "the quick\n", *words)
-    assert (code, out) == (0, " fox\n") and "chat: ended after 1 tokens" in err
+    assert (code, out) == (0, " fox\n") and "chat: ended after 1 token\n" in err
 
 
 MISTAKES = {

@@ -71,7 +71,7 @@ def test_growing_text_is_answered_as_anew(name: str):
     assert prefills == [3, 1, 7, 1, 10, 1, 15, 1]
 
 
-def limits(engine: Engine) -> tuple[list[int], list[int], list[int]]:
+def limits(engine: Engine) -> tuple[list[int], list[int], list[int], list[int]]:
     decoder = Counting(engine, 1, PLACES)
     text = CachedText(decoder, 4)
     generator = torch.Generator().manual_seed(SEED)
@@ -79,13 +79,15 @@ def limits(engine: Engine) -> tuple[list[int], list[int], list[int]]:
     decoder.forwards.clear()
     [*text.draw([1] * 5, 3, GREEDY, generator=generator)]  # a text that does not continue it
     other = [*decoder.forwards]
-    return full, other, [*text.draw([2] * 23, 9, GREEDY, generator=generator)]
+    decoder.forwards.clear()
+    last = [*text.draw([2] * 23, 9, GREEDY, generator=generator)]  # longer, and another
+    return full, other, last, decoder.forwards
 
 
 def test_text_ends_where_the_context_ends():
-    ((full, other, last),) = run_distributed(here, 1, run_of("dense"), limits)
+    ((full, other, last, forwards),) = run_distributed(here, 1, run_of("dense"), limits)
     assert len(full) == 4 and len(last) == 1 and max(full) < 4, "of 24, and of the tokenizer's ids"
-    assert other == [5, 1, 1, 1]
+    assert other == [5, 1, 1, 1] and forwards == [23, 1]
 
 
 def asked(engine: Engine, content: str) -> tuple[str, int]:
