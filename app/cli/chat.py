@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -42,6 +42,7 @@ from app.engine.decoding.drawing import Sampling
 from app.engine.decoding.trained import TrainedModel, WeightSource, weights_at
 from app.engine.ranks.groups import create_groups
 from app.engine.ranks.memory import memory_of
+from app.engine.start.kept_tokenizer import changed_end
 from app.engine.start.start import check_tokenizer, choose_device
 from app.errors import ConfigError, nearest, say, warn
 from app.plan.formatting import count_of
@@ -167,6 +168,8 @@ class Chosen:
         turn = None if template is None else template.end_of_turn(tokenizer.special)
         if turn is not None:
             ends |= {tokenizer.special[turn]}
+        if (note := changed_end(source.manifest, run.data.tokenizer, kept=False)) is not None:
+            warn(note, "chat")
         return cls(source, run, tokenizer, template, stop=stop, ends=ends)
 
     @property
@@ -275,6 +278,8 @@ class Terminal:
     def _line(self) -> str | None:
         """Read a line; None at the end of the input."""
         typed = sys.stdin.isatty() and sys.stdout.isatty()
+        with suppress(ImportError):  # with it `input` edits lines and recalls earlier ones
+            import readline  # noqa: F401
         while True:
             try:
                 return input("> " if typed else "")

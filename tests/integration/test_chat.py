@@ -15,7 +15,9 @@ from app.cli.chat import ChatRequest, Terminal
 from app.data.tokenizer import JsonTokenizer
 from app.engine.decoding.conversation import Answer
 from app.engine.decoding.texts import Continuation
+from tests.distributed import run_distributed
 from tests.integration.chat import TURNS, chatted
+from tests.integration.generate import generated, saved
 from tests.integration.model_ends import tokenizer_of_words
 from tests.integration.test_model_ends import save_chain
 
@@ -64,6 +66,18 @@ def test_base_model_continues_the_text_of_all_turns(model: Path):
     words = ("template=base/turns.jinja", "max_new_tokens=1", "temperature=0")
     code, out, err = chatted(base, "the quick\n", *words)
     assert (code, out) == (0, " fox\n") and "chat: ended after 1 token\n" in err
+
+
+def test_run_of_bytes_continues_as_generate_does(tmp_path: Path):
+    run_distributed(saved, 2, tmp_path / "run/checkpoints")
+    words = ("temperature=0", "max_new_tokens=4")
+    code, out, err = chatted(tmp_path / "run", "abc\n/save said\nd\n", *words)
+    assert code == 0 and "step-00000003: no chat template" in err, err
+    *_, (_, answer) = (each.values() for each in json.loads(
+        (tmp_path / "said").read_text())["messages"])  # fmt: skip
+    for prompt, new in (("abc", answer), (f"abc{answer}d", out[len(answer) + 1 : -1])):
+        text = generated(tmp_path / "run", f"prompt={prompt}", *words)[1]
+        assert text == f"{prompt}{new}\n"
 
 
 MISTAKES = {
