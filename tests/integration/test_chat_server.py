@@ -158,6 +158,22 @@ def test_fields_that_cannot_be_used_are_refused(field: dict[str, object], rule: 
     assert re.search(rule.replace("[", r"\[").replace("?", r"\?"), str(error.value))
 
 
+def test_answer_ends_when_its_client_has_gone():
+    speaker = speaker_of("one")
+    job = job_of({"messages": QUICK}, [speaker], DEFAULTS)
+
+    def pieces() -> Iterator[str]:
+        yield "a"
+        job.left = True
+        yield "b"
+        raise AssertionError("nobody reads it")
+
+    said = SimpleNamespace(ended=False, tokens=[1, 2])
+    speaker.answer = lambda *_, **__: SimpleNamespace(pieces=pieces, said=said)
+    job.run()
+    assert [*job.texts()] == ["a", "b"] and (job.finish, job.tokens) == ("length", 2)
+
+
 def test_taken_port_is_one_line():
     with Server(0, [], DEFAULTS) as server, pytest.raises(ConfigError) as error:
         Server(server.server_port, [], DEFAULTS)
