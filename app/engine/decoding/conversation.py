@@ -18,7 +18,7 @@ from app.engine.decoding.drawing import Sampling
 from app.engine.decoding.texts import Continuation
 from app.errors import ConfigError
 
-MOST_NEW = 256  # tokens that extend a cache: their scores with all of it are in memory at once
+MOST_NEW = 64  # tokens that extend a cache; of more than some 100 a prefill is faster
 
 
 class CachedText:
