@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -23,6 +23,7 @@ if __name__ == "__main__":
 
 import torch
 
+from app.cli.chat_server import Defaults, Server
 from app.cli.generate import ends_of, sampling_of, stop_of
 from app.cli.options.request import Words, check_characters
 from app.cli.options.saved import saved_run
@@ -33,6 +34,7 @@ from app.config import Run
 from app.data.chat_template import ChatTemplate
 from app.data.special_tokens import SETTINGS
 from app.data.tokenizer import BYTES, Tokenizer
+from app.data.tokenizer_files import tokenizer_file
 from app.engine.capture.recorder import CudaRecorder
 from app.engine.decoding.conversation import CachedText, Speaker
 from app.engine.decoding.decoder import Decoder
@@ -40,8 +42,10 @@ from app.engine.decoding.drawing import Sampling
 from app.engine.decoding.trained import TrainedModel, WeightSource, weights_at
 from app.engine.ranks.groups import create_groups
 from app.engine.ranks.memory import memory_of
+from app.engine.start.kept_tokenizer import changed_end
 from app.engine.start.start import check_tokenizer, choose_device
 from app.errors import ConfigError, nearest, say, warn
+from app.plan.formatting import count_of
 from app.planner.decoding import (
     DecodingSizes,
     check_decoding_length,
@@ -60,6 +64,7 @@ OWN = (
     "stop",
     "template",
     "beside",
+    "serve",
     "graph",
 )
 COMMANDS = ("/reset", "/temperature", "/save", "/quit")
@@ -71,6 +76,8 @@ Usage:  python -m app.cli.chat RUN_OR_FOLDER [option …] [override …]
                         layout, or the folder of a Hugging Face model
   system=TEXT           instructions before the conversation
   beside=RUN_OR_FOLDER  a second model, which answers after the first
+  serve=PORT            answer at http://127.0.0.1:PORT instead: a page, and the interface of
+                        OpenAI's chat completions (/v1/chat/completions, /v1/models)
   template=FILE         chat template (Jinja) in place of the model's own
   max_new_tokens=N      most tokens of an answer; else as many as the context holds
   temperature=0.7       0 always takes the likeliest token
@@ -94,7 +101,7 @@ Example:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ChatRequest:
     """The command line."""
 
     words: Words
@@ -105,10 +112,11 @@ class Request:
     stop: tuple[str, ...]
     template: Path | None
     beside: Path | None
+    serve: int | None  # port; 0 takes a free one
     graphs: bool  # capture decoding steps if possible
 
     @classmethod
-    def parse(cls, arguments: Sequence[str]) -> Request:
+    def parse(cls, arguments: Sequence[str]) -> ChatRequest:
         """Parse the command line. Raises ConfigError."""
         words = Words.parse(arguments, OWN)
         for system in words.texts("system"):
@@ -123,6 +131,7 @@ class Request:
             stop=stop_of(words),
             template=Path(template) if template is not None else None,
             beside=Path(beside) if beside is not None else None,
+            serve=words.whole("serve", 0, least=0, most=65535) if words.text("serve") else None,
             graphs=words.choice("graph", ("auto", "none")) == "auto",
         )
 
@@ -139,7 +148,7 @@ class Chosen:
     ends: frozenset[int]
 
     @classmethod
-    def at(cls, path: Path, request: Request, launch: Launch) -> Chosen:
+    def at(cls, path: Path, request: ChatRequest, launch: Launch) -> Chosen:
         """Find a model. Raises ConfigError."""
         source = weights_at(path)
         run = saved_run(source.config, request.words.overrides, launch.world_size)
@@ -150,7 +159,7 @@ class Chosen:
         tokenizer = check_tokenizer(run, source.manifest)
         texts = source.texts
         if run.data.tokenizer != BYTES and not (texts / SETTINGS).is_file():
-            texts = Path(run.data.tokenizer).parent  # of a run that began without a model
+            texts = tokenizer_file(run.data.tokenizer).parent  # of a run that began without a model
         if request.template is None:
             template = ChatTemplate.find(texts)
         else:
@@ -159,6 +168,8 @@ class Chosen:
         turn = None if template is None else template.end_of_turn(tokenizer.special)
         if turn is not None:
             ends |= {tokenizer.special[turn]}
+        if (note := changed_end(source.manifest, run.data.tokenizer, kept=False)) is not None:
+            warn(note, "chat")
         return cls(source, run, tokenizer, template, stop=stop, ends=ends)
 
     @property
@@ -188,7 +199,7 @@ def check_sizes(chosen: Sequence[Chosen], device: torch.device) -> None:
 
 @contextmanager
 def speakers_of(
-    chosen: Sequence[Chosen], request: Request, launch: Launch
+    chosen: Sequence[Chosen], request: ChatRequest, launch: Launch
 ) -> Iterator[list[Speaker]]:
     """Load the models, for the length of the block."""
     first, *others = chosen
@@ -243,7 +254,7 @@ class Terminal:
     """A conversation of one user with one or several models, each with a history of its own."""
 
     speakers: Sequence[Speaker]
-    request: Request
+    request: ChatRequest
     sampling: Sampling
     histories: list[list[dict[str, str]]] = field(default_factory=list)
     generators: list[torch.Generator] = field(default_factory=list)
@@ -267,6 +278,8 @@ class Terminal:
     def _line(self) -> str | None:
         """Read a line; None at the end of the input."""
         typed = sys.stdin.isatty() and sys.stdout.isatty()
+        with suppress(ImportError):  # with it `input` edits lines and recalls earlier ones
+            import readline  # noqa: F401
         while True:
             try:
                 return input("> " if typed else "")
@@ -329,17 +342,25 @@ class Terminal:
                         break
             print(flush=True)
             if not (stop.asked or answer.said.ended):
-                say(f"chat: ended after {len(answer.said.tokens)} tokens", sys.stderr)
+                count = count_of(len(answer.said.tokens), "token")
+                say(f"chat: ended after {count}", sys.stderr)
             self.histories[nth] = [*said, {"role": "assistant", "content": answer.said.text}]
 
 
 def chat(arguments: Sequence[str], launch: Launch) -> int:
     """Talk; return the exit code."""
-    request = Request.parse(arguments)
+    request = ChatRequest.parse(arguments)
     paths = [request.words.source, *([] if request.beside is None else [request.beside])]
     chosen = [Chosen.at(path, request, launch) for path in paths]
     check_sizes(chosen, choose_device(chosen[0].run, launch.local_rank))
     with speakers_of(chosen, request, launch) as speakers:
+        if request.serve is not None:
+            device = speakers[0].text.decoder.model.device
+            generator = torch.Generator(device).manual_seed(request.seed)
+            defaults = Defaults(
+                request.system, request.count, request.sampling, generator=generator
+            )
+            Server(request.serve, speakers, defaults).answer_all()
         Terminal(speakers, request, request.sampling).talk()
     return 0
 

@@ -132,7 +132,8 @@ class ChatTemplate:
         """Return the text as above, with BEGIN and END around what the template marks."""
         try:
             return self.compiled.render(
-                messages=messages, add_generation_prompt=answers, tools=tools, documents=None,
+                messages=[*messages], add_generation_prompt=answers, tools=tools,
+                documents=None,
                 **self.tokens,
             )  # fmt: skip
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:

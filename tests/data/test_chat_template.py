@@ -1,4 +1,4 @@
-"""Chat templates give the text and the tokens that `apply_chat_template` of `transformers` gives."""
+"""Chat templates give the text and tokens that `apply_chat_template` of `transformers` gives."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TEMPLATES = {
 
 def save_model(folder: Path, **settings: object) -> None:
     tokenizer_of_words().save(str(folder / "tokenizer.json"))
-    named = {"eos_token": "</s>", "bos_token": {"content": "<s>"}, "unk_token": "<unk>"}
+    named = {"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **named, **settings}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
@@ -97,7 +97,7 @@ def test_model_without_a_template_has_none(tmp_path: Path):
         ("{{ raise_exception('turns must alternate') }}", "conversation: turns must alternate"),
         ("{{ messages[0].content + 1 }}", "refuses the conversation: can only concatenate"),
         ("{{ nobody.content }}", "refuses the conversation: 'nobody' is undefined"),
-        ("{{ messages.append(1) }}", "refuses the conversation: .*append.* is not safe"),
+        ("{{ messages.append(1) }}", "refuses the conversation: access to .*append.* unsafe"),
         ("\n{% for %}", "line 2: "),
         (7, "chat_template is no text and no list with one named default; give template=FILE"),
         ([{"name": "rag", "template": ""}], "no list with one named default"),
@@ -113,7 +113,7 @@ def test_mistakes_of_a_template_are_one_line(template: object, rule: str, tmp_pa
 
 def test_missing_file_is_told_with_the_nearest(tmp_path: Path):
     (tmp_path / "chatml.jinja").write_text("")
-    with pytest.raises(ConfigError, match="cannot be read: No such file.* mean chatml.jinja"):
+    with pytest.raises(ConfigError, match=r"cannot be read: No such file.* mean chatml\.jinja"):
         ChatTemplate.of_file(tmp_path / "chatlm.jinja", tmp_path)
     (tmp_path / "bytes.jinja").write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="is no UTF-8"):

@@ -8,6 +8,10 @@ from pathlib import Path
 
 from tests.programs import TIMEOUT_S, Forked
 
+# The chain of `save_chain` says "brown fox<turn> jumps</s>" after "quick".
+TURNS = "{% for message in messages %}{{ message.content }}{% if message.role == 'assistant' %}"
+TURNS += "<turn>{% endif %}{% endfor %}"
+
 
 def chatted(folder: Path, typed: str, *words: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a conversation in which `typed` is the input."""

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from app.cli.chat import Request, Terminal
+from app.cli.chat import ChatRequest, Terminal
+from app.data.tokenizer import JsonTokenizer
+from app.engine.decoding.conversation import Answer
 from app.engine.decoding.texts import Continuation
-from tests.integration.chat import chatted
+from tests.distributed import run_distributed
+from tests.integration.chat import TURNS, chatted
+from tests.integration.generate import generated, saved
 from tests.integration.model_ends import tokenizer_of_words
 from tests.integration.test_model_ends import save_chain
-
-# The chain of `save_chain` says "brown fox<turn> jumps</s>" after "quick".
-TURNS = "{% for message in messages %}{{ message.content }}{% if message.role == 'assistant' %}"
-TURNS += "<turn>{% endif %}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +61,23 @@ def test_base_model_continues_the_text_of_all_turns(model: Path):
     code, out, err = chatted(base, "the\n" + 64 * " the" + "\n", "temperature=0", "stop= fox")
     assert (code, out) == (0, " quick brown\n"), err
     assert f"{base}: no chat template: continues the text of all turns\n" in err
-    assert "tokens, and the context of the model 64; /reset begins anew\n" in err
+    assert "tokens, and the context holds 64; /reset begins anew\n" in err
     (base / "turns.jinja").write_text("{{ messages[0].content }} brown")
     words = ("template=base/turns.jinja", "max_new_tokens=1", "temperature=0")
     code, out, err = chatted(base, "the quick\n", *words)
-    assert (code, out) == (0, " fox\n") and "chat: ended after 1 tokens" in err
+    assert (code, out) == (0, " fox\n") and "chat: ended after 1 token\n" in err
+
+
+def test_run_of_bytes_continues_as_generate_does(tmp_path: Path):
+    run_distributed(saved, 2, tmp_path / "run/checkpoints")
+    words = ("temperature=0", "max_new_tokens=4")
+    code, out, err = chatted(tmp_path / "run", "abc\n/save said\nd\n", *words)
+    assert code == 0 and "step-00000003: no chat template" in err, err
+    *_, (_, answer) = (each.values() for each in json.loads(
+        (tmp_path / "said").read_text())["messages"])  # fmt: skip
+    for prompt, new in (("abc", answer), (f"abc{answer}d", out[len(answer) + 1 : -1])):
+        text = generated(tmp_path / "run", f"prompt={prompt}", *words)[1]
+        assert text == f"{prompt}{new}\n"
 
 
 MISTAKES = {
@@ -73,7 +85,7 @@ MISTAKES = {
     ("beside=nowhere",): "checkpoint=nowhere: does not exist",
     ("template=nowhere.jinja",): "template=nowhere.jinja: cannot be read: No such file",
     ("parallel.tp=2",): "parallel.world_size=2: a conversation has one process",
-    ("train.seq_len=1000000000000",): "train.seq_len=1000000000000: keys and values of 1 text",
+    ("train.seq_len=1073741824",): "train.seq_len=1073741824: keys and values of 1 text",
 }
 
 
@@ -95,9 +107,6 @@ def test_ctrl_c_ends_an_answer(capsys: pytest.CaptureFixture[str]):
                 signal.raise_signal(signal.SIGINT)
             yield token
 
-    from app.data.tokenizer import JsonTokenizer
-    from app.engine.decoding.conversation import Answer
-
     found = JsonTokenizer(tokenizer, tokenizer.get_vocab_size(), 2)
     ids = found.encode("the quick brown fox")
     speaker: Any = SimpleNamespace(
@@ -105,7 +114,7 @@ def test_ctrl_c_ends_an_answer(capsys: pytest.CaptureFixture[str]):
         prompt=lambda said: [1],
         answer=lambda *_, **__: Answer(tokens(), Continuation(found)),
     )
-    request = Request.parse(["."])
+    request = ChatRequest.parse(["."])
     terminal = Terminal([speaker], request, request.sampling)
     before = signal.getsignal(signal.SIGINT)
     terminal._turn("hello")

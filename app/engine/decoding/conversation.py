@@ -18,7 +18,7 @@ from app.engine.decoding.drawing import Sampling
 from app.engine.decoding.texts import Continuation
 from app.errors import ConfigError
 
-MOST_STEPS = 64  # new tokens that are added one by one; a prefill of all takes more than that
+MOST_NEW = 64  # tokens that extend a cache; of more than some 100 a prefill is faster
 
 
 class CachedText:
@@ -49,10 +49,12 @@ class CachedText:
         """Return the logits after a prompt, 1 × V: of what is not cached if the text only grew."""
         known = len(self.cached)
         new = prompt[known:]
-        # A layer with a window has overwritten what a shorter text would need, so nothing is cut.
-        if known and 0 < len(new) <= MOST_STEPS and self.cached == [*prompt[:known]]:
-            for token in new:
-                logits_1V = self._step(token)
+        # The slots of a window are overwritten: nothing is cut, and no text wraps when extended.
+        fits = 0 < len(new) <= MOST_NEW and len(prompt) <= self.decoder.slots
+        if known and fits and self.cached == [*prompt[:known]]:
+            self.cached = []
+            logits_1V = self.decoder.extend(new)
+            self.cached = [*prompt]
             return logits_1V
         self.cached = []  # an interrupted prefill leaves nothing that is of use
         logits_1V = self.decoder.prompts([prompt])
@@ -87,7 +89,7 @@ class Speaker:
             text = self.template.text(messages)
         found = [*map(int, self.tokenizer.encode(text))]
         if not found or len(found) >= self.text.context:
-            rule = f"has {len(found)} tokens, and the context of the model {self.text.context}"
+            rule = f"has {len(found)} tokens, and the context holds {self.text.context}"
             raise ConfigError("conversation", f"{text[:30]}…", rule)
         return found
 
