@@ -276,6 +276,8 @@ class Source(Enum):
     text = "text"  # one document per file
     jsonl = "jsonl"  # one JSON object per line
     parquet = "parquet"
+    # a conversation per line or row of JSON lines or parquet; the assistant's turns are trained
+    chat = "chat"
     megatron = "megatron"  # tokens in .bin and .idx files of Megatron-LM
     hub = "hub"  # a dataset by name, or a local folder in the same format
 

@@ -37,8 +37,8 @@ from app.errors import typed
 ROOT = Path(__file__).resolve().parent.parent
 CONF, DOCS = ROOT / "conf", ROOT / "docs"
 COMMAND = "python scripts/reference_docs.py"
-PROGRAMS = ("train", "plan", "data", "tokenizer", "report", "convert", "generate", "evaluate",
-            "calibrate", "torchrun")  # fmt: skip
+PROGRAMS = ("train", "plan", "data", "tokenizer", "report", "convert", "generate", "chat",
+            "evaluate", "calibrate", "torchrun")  # fmt: skip
 SCRIPTS = ("train_local.sh", "train.sbatch", "sweep.sbatch")
 TOP, ADVANCED = "Top level", "Advanced"
 KEYS_TABLE = ("| key | type | default | unit | meaning |", "|---|---|---|---|---|")

@@ -188,6 +188,7 @@ LEFT_OUT = {
     "data.split": HOST,
     "data.streaming": HOST,
     "data.text_field": HOST,
+    "data.chat_template": HOST,
     "data.tokenizer": HOST,
     "data.validation": HOST,
     "data.validation_fraction": HOST,

@@ -193,6 +193,8 @@ class Forked:
                     signal.signal(number, signal.SIG_DFL)
             os.closerange(3, os.sysconf("SC_OPEN_MAX"))
             sys.stdout, sys.stderr = (open(each, "w", 1, closefd=False) for each in (1, 2))  # noqa: SIM115
+            if 0 in files:
+                sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
             if env is not None:
                 os.environ.clear()
                 os.environ.update(env)

@@ -26,6 +26,7 @@ GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
 NEEDS = {
     "data=text": ["data.path=[x]"],
     "data=jsonl": ["data.path=[x]"],
+    "data=chat": ["data.path=[x]"],
     "data=parquet": ["data.path=[x]"],
     "data=hub": ["data.name=x"],
     "data=megatron": ["data.path=[x]"],

@@ -48,6 +48,11 @@ def generate() -> None:
     _run_rank("generate")
 
 
+def chat() -> None:
+    """Talk with a trained model (`python -m app.cli.chat`)."""
+    _run_rank("chat")
+
+
 def evaluate() -> None:
     """Score texts with a trained model (`python -m app.cli.evaluate`)."""
     _run_rank("evaluate")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
+from textwrap import wrap
 
 from app.cli.processes.ctrl_c import stop_quietly
 
@@ -21,7 +23,8 @@ from app.cli.options.unknown import no_such_flag
 from app.cli.processes.output import exit_by, table_width
 from app.data.blend import BlendReader
 from app.data.corpora import Corpora, all_left_out, load_all, prepare_all
-from app.data.feed import IGNORED, DataSplit, make_batch
+from app.data.feed import IGNORED, DataSplit, make_batch, make_marked_batch
+from app.data.marks import ends, ids_of_marked, trained
 from app.data.packing import PADDING, PackedSequences
 from app.data.tokenizer import Tokenizer
 from app.engine.start.start import check_tokenizer
@@ -36,7 +39,8 @@ HELP = """\
 Usage:  python -m app.cli.data inspect [--sequence N] [--over N] [override …]
 
   --sequence N  the N-th sequence of the run, from 0: its documents with their first words, where
-                they end, which tokens have a loss, and padding
+                they end, which tokens have a loss, and padding; conversations in full, « » around
+                what is trained
   --over N      sequences that the shares of padding and of tokens with a loss are taken from;
                 default: 100
   override      any override of train.py
@@ -91,6 +95,7 @@ class SequencePart:
     losses: int  # of its tokens
     ends: bool  # with the end-of-document token
     ids: list[int]  # none: padding
+    trained: list[bool] | None = None  # of a conversation, each token
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,19 +121,23 @@ class Shares:
 
 def parts_of(row: np.ndarray, dataset: DataSplit, eod: int) -> list[SequencePart]:
     """What a sequence of S + 1 tokens is made of, by the microbatch that training makes of it."""
-    batch = make_batch([row], dataset.boundary, dataset.max_documents)
+    make = make_marked_batch if dataset.marked else make_batch
+    batch = make([row], dataset.boundary, dataset.max_documents)
     loss_S = batch.labels_BS[0].numpy() != IGNORED
-    tokens_S = row[:-1]
+    tokens_S = ids_of_marked(row[:-1])
     held = int((tokens_S != PADDING).sum())
-    ends = np.flatnonzero(tokens_S[:held] == eod) + 1
-    borders = sorted({0, *ends.tolist(), held, len(tokens_S)})
+    ends_S = ends(row[:-1], eod)
+    places = np.flatnonzero(ends_S[:held]) + 1
+    borders = sorted({0, *places.tolist(), held, len(tokens_S)})
+    trained_S = trained(row[:-1])
     return [
         SequencePart(
             start,
             stop,
             int(loss_S[start:stop].sum()),
-            ends=bool(tokens_S[stop - 1] == eod),
+            ends=bool(ends_S[stop - 1]),
             ids=tokens_S[start:stop].tolist() if start < held else [],
+            trained=trained_S[start:stop].tolist() if row[start] < PADDING else None,
         )
         for start, stop in pairwise(borders)
     ]
@@ -141,8 +150,29 @@ def lines_of(parts: Sequence[SequencePart], tokenizer: Tokenizer, width: int) ->
         place = f"{part.start}-{part.stop - 1}"
         head = f"{place:>9}  {part.losses:>7,}  {'yes' if part.ends else '':>3}  "
         room = max(8, width - len(head))
+        if part.trained is not None:
+            yield from _conversation(part, tokenizer, head, room=room)
+            continue
         text = " ".join(tokenizer.decode(part.ids[: 4 * room]).split()) if part.ids else "(padding)"
         yield head + (text if len(text) <= room else text[: room - 1] + "…")
+
+
+def _conversation(part: SequencePart, tokenizer: Tokenizer, head: str, room: int) -> Iterator[str]:
+    """The whole text of a conversation behind the head of its line, « » around what is trained."""
+    assert part.trained is not None
+    names = {number: name for name, number in tokenizer.special.items()}
+    text = ""
+    for is_trained, run in groupby(zip(part.ids, part.trained, strict=True), itemgetter(1)):
+        found = "".join(
+            "".join(names[number] for number, _ in some)
+            if is_special
+            else tokenizer.decode([number for number, _ in some])
+            for is_special, some in groupby(run, lambda token: token[0] in names)
+        )
+        text += f"«{found}»" if is_trained else found
+    lines = [piece for line in text.splitlines() for piece in wrap(line, room)]
+    yield head + lines[0]
+    yield from (" " * len(head) + line for line in lines[1:])
 
 
 def inspect(asked: InspectRequest) -> Iterator[str]:

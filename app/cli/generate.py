@@ -115,23 +115,32 @@ class Request:
             raise ConfigError("prompt", "", "is empty: there is nothing to continue")
         for prompt in words.texts("prompt"):
             check_characters("prompt", prompt.encode(errors="replace").decode(), prompt)
-        if "" in words.all("stop"):
-            raise ConfigError("stop", "", "is empty: every text would end at once")
-        sampling = Sampling(
-            words.number("temperature", 0.7),
-            words.whole("top_k", 1) if words.text("top_k") else None,
-            words.number("top_p", 1.0) if words.text("top_p") else None,
-        )
         return cls(
             words,
             tuple(prompts),
             count=words.whole("max_new_tokens", 200),
-            sampling=sampling,
+            sampling=sampling_of(words),
             seed=words.whole("seed", 1, least=0),
-            stop=words.texts("stop"),
+            stop=stop_of(words),
             batch=words.whole("batch", 16),
             graphs=words.choice("graph", ("auto", "none")) == "auto",
         )
+
+
+def sampling_of(words: Words) -> Sampling:
+    """Return the sampling that the options ask for. Raises ConfigError."""
+    return Sampling(
+        words.number("temperature", 0.7),
+        words.whole("top_k", 1) if words.text("top_k") else None,
+        words.number("top_p", 1.0) if words.text("top_p") else None,
+    )
+
+
+def stop_of(words: Words) -> tuple[str, ...]:
+    """Return the texts of stop=. Raises ConfigError."""
+    if "" in words.all("stop"):
+        raise ConfigError("stop", "", "is empty: every text would end at once")
+    return words.texts("stop")
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -178,16 +187,16 @@ def encoded(request: Request, run: Run, tokenizer: Tokenizer) -> list[list[int]]
 
 
 def ends_of(
-    request: Request, texts: Path, tokenizer: Tokenizer
+    given: Sequence[str], texts: Path, tokenizer: Tokenizer
 ) -> tuple[list[str], frozenset[int]]:
     """Return the strings and the tokens that end a text: those of the model, whose files are in the
-    folder `texts`, and those given as stop=. Raises ConfigError for a special token inside a longer
-    string, which could never match: generated text contains no special tokens.
+    folder `texts`, and those `given` as stop=. Raises ConfigError for a special token inside a
+    longer string, which could never match: generated text contains no special tokens.
     """
     special = tokenizer.special
     ends = set(generation_ends(texts, tokenizer))
     stop = []
-    for text in request.stop:
+    for text in given:
         if text in special:
             ends.add(special[text])
             continue
@@ -332,7 +341,7 @@ def generate(arguments: Sequence[str], launch: Launch) -> int:
     source = weights_at(request.words.source)
     run = saved_run(source.config, request.words.overrides, launch.world_size)
     tokenizer = check_tokenizer(run, source.manifest)
-    stop, ends = ends_of(request, source.texts, tokenizer)
+    stop, ends = ends_of(request.stop, source.texts, tokenizer)
     prompts = encoded(request, run, tokenizer)
     if launch.world_size is None and run.world_size > 1:
         check_room(run, usable_gpus(run))

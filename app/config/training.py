@@ -136,6 +136,8 @@ class DataConfig:
     split: str = "train"  # the dataset's split for source=hub
     streaming: bool = False  # read while training instead of preparing an arrow cache first (hub)
     text_field: str = "text"  # column that holds the text
+    # of source=chat: chatml, or a file in jinja; null: that of the tokenizer's folder
+    chat_template: str | None = None
     # skip leaves out files that cannot be read, skip_rows lines and rows of files
     on_bad_file: BadFile = BadFile.stop
     # "bytes", a `tokenizers` JSON file, its folder, a run, or a name on the Hugging Face hub
@@ -170,7 +172,13 @@ class DataConfig:
             rule = "is read with data.document_mask=true, which keeps documents apart"
             near = ("null", Instead("data.document_mask=true"))
             raise ConfigError("data.max_documents", self.max_documents, rule, nearest=near)
-        files = self.source in (Source.text, Source.jsonl, Source.parquet, Source.megatron)
+        files = self.source in (
+            Source.text,
+            Source.jsonl,
+            Source.parquet,
+            Source.chat,
+            Source.megatron,
+        )
         if files and not self.path:
             raise ConfigError(
                 "data.path", "", f"data={self.source.value} needs files or globs", advice=EXAMPLE
@@ -183,6 +191,7 @@ class DataConfig:
                 nearest=Instead(f"data={_kind_of(paths[-1]).value}"),
             )
         self._check_unread()
+        self._check_template()
         if self.source is Source.hub and not self.name:
             raise ConfigError(
                 "data.name", self.name, "data=hub needs a dataset name or a local folder"
@@ -213,11 +222,24 @@ class DataConfig:
                 rule = "needs the lengths of all documents, which a stream does not know"
                 near = ("stream", Instead("data.streaming=false"))
                 raise ConfigError("data.packing", self.packing, rule, nearest=near)
-        held = {Source.stdlib: "whole files", Source.text: "whole files", Source.megatron: "tokens"}
+        held = {
+            Source.stdlib: "whole files",
+            Source.text: "whole files",
+            Source.megatron: "tokens",
+            Source.chat: "conversations",
+        }
         if self.text_field != "text" and self.source in held:
             rule = f"is not read by data={self.source.value}, whose documents are "
             rule += held[self.source]
             raise ConfigError("data.text_field", self.text_field, rule, nearest="text")
+
+    def _check_template(self) -> None:
+        """Refuse a chat template that nothing reads."""
+        kinds = [self.source, *(each.source for each in (*self.sources, *self.validation))]
+        if self.chat_template is not None and Source.chat not in kinds:
+            rule = "is read by data=chat"
+            near = ("null", Instead("data=chat"))
+            raise ConfigError("data.chat_template", self.chat_template, rule, nearest=near)
 
     def _check_lists(self) -> None:
         """Type both lists of sources, and refuse keys of a single source beside several."""
@@ -244,10 +266,14 @@ class DataConfig:
     def _alone(self, key: str, entry: SourceConfig) -> DataConfig:
         given = entry.given()
         if "source" not in given and given.get("path"):
-            given["source"] = _kind_of(given["path"][-1])
+            kind = _kind_of(given["path"][-1])
+            of_rows = kind in (Source.jsonl, Source.parquet)
+            given["source"] = Source.chat if self.source is Source.chat and of_rows else kind
         elif "source" not in given and given.get("name"):
             given["source"] = Source.hub
         own: dict[str, Any] = {"path": (), "name": None, "sources": (), "validation": ()}
+        if given.get("source", self.source) is not Source.chat:
+            own["chat_template"] = None
         if key == "data.validation":
             own["streaming"] = False  # the same documents in every validation
         try:

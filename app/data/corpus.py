@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from app.choices import BadFile, Source
 from app.config import DataConfig
-from app.data.documents import ColumnFault, documents
+from app.data.documents import ColumnFault, documents, readable
 from app.data.faults import Fault, Reading
 from app.data.paths import no_column, source_option
 from app.data.slices import TokenBuffer
@@ -104,8 +104,10 @@ class TokenWriter:
         self.config = config
         self.folder = folder
         self.reader = DocumentReader(config, sources, folder / "raw")
-        dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32)
-        self.encode = _Encoder(tokenizer, dtype)
+        chat = config.source is Source.chat
+        narrow = tokenizer.vocab_size <= 1 << 16 and not chat
+        self.dtype = np.dtype(np.uint16 if narrow else np.int32)
+        self.encode: Encode = _ChatEncoder(tokenizer) if chat else _Encoder(tokenizer, self.dtype)
         self.kept = WriterState.of(folder)
         self._tokens_before = self.kept.tokens
         self._began = time.monotonic()
@@ -121,7 +123,7 @@ class TokenWriter:
         with (self.folder / TOKENS).open("r+b" if kept.size else "wb") as file:
             file.truncate(kept.size)
             file.seek(kept.size)
-            schema = pa.schema({"ids": pa.list_(pa.from_numpy_dtype(self.encode.dtype))})
+            schema = pa.schema({"ids": pa.list_(pa.from_numpy_dtype(self.dtype))})
             if not kept.size:
                 file.write(schema.serialize())
             found = batches(reader.documents(kept.place))
@@ -186,6 +188,23 @@ class _Tokens:
         return pa.ListArray.from_arrays(pa.array(self.offsets), pa.array(self.ids))
 
 
+Encode = Callable[[list[bytes]], _Tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class _ChatEncoder:
+    """Makes tokens of batches of conversations."""
+
+    tokenizer: Tokenizer
+
+    def __call__(self, batch: list[bytes]) -> _Tokens:
+        from app.data.chat import marked_documents
+
+        found = marked_documents(self.tokenizer, batch)
+        offsets = np.cumsum([0, *map(len, found)], dtype=np.int32)
+        return _Tokens(offsets, np.concatenate(found))
+
+
 @dataclass(frozen=True, slots=True)
 class _Encoder:
     """Makes tokens of one type of batches of documents; those without ids are left out."""
@@ -214,7 +233,7 @@ class _Encoder:
 
 
 def _tokenized(
-    found: Iterator[tuple[Place, list[bytes]]], encode: _Encoder, processes: int
+    found: Iterator[tuple[Place, list[bytes]]], encode: Encode, processes: int
 ) -> Iterator[tuple[Place, _Tokens]]:
     """Tokens of every batch, in order, by so many processes beside this one."""
     context = multiprocessing.get_context("fork")
@@ -261,7 +280,7 @@ def _received(end: Connection) -> _Tokens:
     return found
 
 
-def _work(connection: Connection, others: list[Connection], encode: _Encoder) -> None:
+def _work(connection: Connection, others: list[Connection], encode: Encode) -> None:
     """Tokenize what comes until the parent closes its end or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
     for other in others:  # that a fork has copied: they would keep ends open
@@ -274,6 +293,14 @@ def _work(connection: Connection, others: list[Connection], encode: _Encoder) ->
             except Exception as error:
                 found = error
             connection.send(found)
+
+
+def _documents(path: str, config: DataConfig, reading: Reading) -> Iterator[bytes]:
+    if config.source is Source.chat:
+        from app.data.chat import conversations  # imports jinja2
+
+        return readable(conversations(path, config, reading), path, reading)
+    return documents(path, config, reading)
 
 
 class DocumentReader:
@@ -347,7 +374,7 @@ class DocumentReader:
         good = []
         for path in self.paths:
             try:
-                for _ in documents(path, self.config, Reading()):
+                for _ in _documents(path, self.config, Reading()):
                     pass
             except (Fault, OSError) as error:
                 why = error.strerror if isinstance(error, OSError) else str(error)
@@ -359,7 +386,7 @@ class DocumentReader:
     def _of_file(self, path: str) -> Iterator[bytes]:
         key = source_option(self.config)[0]
         try:
-            yield from documents(path, self.config, self.reading)
+            yield from _documents(path, self.config, self.reading)
             self.reading.tell = int
             self._read += self._sizes[path]
         except ColumnFault as fault:

@@ -49,9 +49,14 @@ def documents(path: str, config: DataConfig, reading: Reading) -> Iterator[bytes
 
     Raises Fault and OSError.
     """
+    yield from readable(_documents(path, config, reading), path, reading)
+
+
+def readable(found: Iterable[bytes], path: str, reading: Reading) -> Iterator[bytes]:
+    """The documents of a file; raises Fault for what is not a whole compressed file."""
     reading.tell = int
     try:
-        yield from bounded(_documents(path, config, reading), path, reading)
+        yield from bounded(found, path, reading)
     except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the system's; those of decompressors have no number

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from app.data.blend import BlendedSequences, BlendReader
+from app.data.marks import ends, ids_of_marked, trained
 from app.data.packing import PADDING, PackedSequences
 from app.data.reader import Reader
 from app.data.stream import StreamedSequences, merged
@@ -27,6 +28,8 @@ class DataSplit:
     sequences: PackedSequences | StreamedSequences | BlendedSequences
     boundary: int | None  # id that ends a document when documents are kept apart, otherwise None
     max_documents: int | None = None  # of a sequence, then
+    marked: bool = False  # has tokens of conversations (`app.data.marks`)
+    cut: str | None = None  # which of their tokens are left out; None: none
 
 
 @dataclass(frozen=True)
@@ -106,10 +109,33 @@ def make_batch(
     rows_BS1 = np.stack(rows)
     tokens_BS = rows_BS1[:, :-1]
     labels_BS = rows_BS1[:, 1:]
-    steps_BS = np.broadcast_to(np.arange(tokens_BS.shape[1]), tokens_BS.shape)
     if boundary is None:
+        steps_BS = np.broadcast_to(np.arange(tokens_BS.shape[1]), tokens_BS.shape)
         return Batch(_tensor(tokens_BS), _tensor(labels_BS), _tensor(steps_BS), ends_BD=None)
-    ends_BS = tokens_BS == boundary
+    return _apart(rows_BS1, tokens_BS == boundary, boundary, max_documents=max_documents)
+
+
+def make_marked_batch(
+    rows: Sequence[np.ndarray], boundary: int | None, max_documents: int | None = None
+) -> Batch:
+    """`make_batch` of tokens of conversations: those that are not trained are not predicted."""
+    found_BS1 = np.stack(rows)
+    rows_BS1 = ids_of_marked(found_BS1)
+    if boundary is None:
+        batch = make_batch([*rows_BS1], None)
+    else:
+        ends_BS = ends(found_BS1[:, :-1], boundary)
+        batch = _apart(rows_BS1, ends_BS, boundary, max_documents=max_documents)
+    untrained_BS = torch.from_numpy(~trained(found_BS1[:, 1:]))
+    return replace(batch, labels_BS=batch.labels_BS.masked_fill(untrained_BS, IGNORED))
+
+
+def _apart(
+    rows_BS1: np.ndarray, ends_BS: np.ndarray, boundary: int, max_documents: int | None
+) -> Batch:
+    """Microbatch of documents that are kept apart and end at these places."""
+    tokens_BS, labels_BS = rows_BS1[:, :-1], rows_BS1[:, 1:]
+    steps_BS = np.broadcast_to(np.arange(tokens_BS.shape[1]), tokens_BS.shape)
     begins_BS = np.zeros_like(ends_BS)
     begins_BS[:, 1:] = ends_BS[:, :-1] & (tokens_BS[:, 1:] != PADDING)
     positions_BS = steps_BS - np.maximum.accumulate(np.where(begins_BS, steps_BS, 0), axis=1)
@@ -216,7 +242,8 @@ class TrainFeed:
             rows.append(self._reader.sample(index))
             if isinstance(self._reader, BlendReader):
                 sources.append(self._reader.source)
-        batch = make_batch(rows, self.dataset.boundary, self.dataset.max_documents)
+        make = make_marked_batch if self.dataset.marked else make_batch
+        batch = make(rows, self.dataset.boundary, self.dataset.max_documents)
         return replace(batch, sources_B=torch.tensor(sources)) if sources else batch
 
 

@@ -114,10 +114,10 @@ def _line_text(line: bytes, field: str, keys: set[str]) -> str | bytes | None:
     text = line.decode().rstrip()
     if line.count(json.dumps(field, ensure_ascii=False).encode()) > 1:
         _check_once(text, field)
-    return _checked(_parsed(text), field, keys)
+    return _checked(parsed(text), field, keys)
 
 
-def _parsed(text: str) -> Any:
+def parsed(text: str) -> Any:
     """A value of JSON. Raises Fault."""
     try:
         return json.loads(text)
@@ -138,7 +138,7 @@ def _check_once(text: str, field: str) -> None:
     try:
         found = json.loads(text, object_pairs_hook=times, parse_int=float)
     except (ValueError, RecursionError):
-        return  # `_parsed` says what is wrong
+        return  # `parsed` says what is wrong
     if text.startswith("{") and found > 1:
         raise Fault(f"has the key {field} {found} times")
 
@@ -236,7 +236,7 @@ def _large_line_text(line: bytes, field: str, keys: set[str]) -> str | bytes | N
         line.decode()  # for the place in the line
         raise
     _check_once(text, field)
-    value = _checked(_parsed(text), field, keys)
+    value = _checked(parsed(text), field, keys)
     return value if value not in places else _unescaped(line, *places[value], field=field)
 
 
@@ -273,7 +273,7 @@ def _unescaped(line: bytes, start: int, stop: int, *, field: str) -> bytes:
     while start < stop:
         end = _whole_characters(line, start, start + PART) if start + PART < stop else stop
         try:
-            value = _parsed(f'"{line[start:end].decode()}"')
+            value = parsed(f'"{line[start:end].decode()}"')
         except UnicodeDecodeError as error:
             place = start + error.start, start + error.end
             raise UnicodeDecodeError("utf-8", line, *place, error.reason) from None

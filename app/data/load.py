@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.choices import Packing
+from app.choices import Packing, Source
 from app.config import DataConfig
 from app.data.best_fit import BestFitSequences, apart
 from app.data.feed import DataSplit
@@ -55,11 +55,13 @@ def load_data(
     either split is shorter than a sequence.
     """
     train: PackedSequences | StreamedSequences
+    cut = None
     if config.streaming:
         train, held_out = _streamed(config, seq_len, seed, tokenizer=tokenizer)
     else:
         documents, held_out = _mapped(config, tokenizer, prepared).split(config.validation_fraction)
         train = _packed(config, documents, seq_len, seed, tokenizer, name=f"training split{of}")
+        cut = _cut(config, documents, seq_len)
     share, larger = _validation_share(config)
     validation = _packed(
         config,
@@ -71,7 +73,7 @@ def load_data(
         share=share,
         larger=larger,
     )
-    return split_of(config, train, tokenizer), split_of(config, validation, tokenizer)
+    return split_of(config, train, tokenizer, cut), split_of(config, validation, tokenizer)
 
 
 def load_whole(
@@ -90,13 +92,17 @@ def load_whole(
         return split_of(config, stream, tokenizer)
     documents = _mapped(config, tokenizer, prepared)
     packed = _packed(config, documents, seq_len, seed, tokenizer, name=f"data{of}")
-    return split_of(config, packed, tokenizer)
+    return split_of(config, packed, tokenizer, _cut(config, documents, seq_len))
 
 
-def split_of(config: DataConfig, sequences: Any, tokenizer: Tokenizer) -> DataSplit:
-    """Sequences with what a batch needs to tell their documents apart."""
+def split_of(
+    config: DataConfig, sequences: Any, tokenizer: Tokenizer, cut: str | None = None
+) -> DataSplit:
+    """Sequences with what a batch needs to tell their documents apart; `cut` as there."""
     boundary = tokenizer.eod if config.document_mask else None
-    return DataSplit(sequences, boundary, config.most_documents(sequences.seq_len))
+    kinds = [each.source for _, each in config.parts] or [config.source]
+    most = config.most_documents(sequences.seq_len)
+    return DataSplit(sequences, boundary, most, marked=Source.chat in kinds, cut=cut)
 
 
 def _mapped(config: DataConfig, tokenizer: Tokenizer, prepared: Path | None) -> Documents:
@@ -120,6 +126,8 @@ def _packed(
     if config.packing is Packing.best_fit:
         assert boundary is not None and most is not None, "DataConfig has refused it"
         whole = apart(documents, boundary)
+        if config.source is Source.chat:
+            whole = whole.first(seq_len + 1)
         return BestFitSequences(
             whole.lengths_D, whole.read, seq_len, seed=seed, max_documents=most, **named
         )
@@ -131,6 +139,21 @@ def _packed(
         max_documents=most,
         inside=_inside(documents, boundary),
         **named,
+    )
+
+
+def _cut(config: DataConfig, documents: Documents, seq_len: int) -> str | None:
+    """Say what of long conversations is left out; None: nothing."""
+    if config.source is not Source.chat or config.packing is not Packing.best_fit:
+        return None
+    longer = documents.lengths_D - documents.first(seq_len + 1).lengths_D
+    count, lost = int((longer > 0).sum()), int(longer.sum())
+    if not count:
+        return None
+    share = lost / documents.lengths_D.sum()
+    return (
+        f"{count:,} of {len(documents):,} conversations are longer than train.seq_len={seq_len}; "
+        f"the rest of each is left out, {lost:,} tokens ({share:.1%})"
     )
 
 

@@ -88,6 +88,11 @@ class Documents:
             lengths_D=self.lengths_D[chosen],
         )
 
+    def first(self, tokens: int) -> Documents:
+        """At most so many first tokens of every document."""
+        lengths_D = np.minimum(self.lengths_D, tokens)
+        return Documents(self.chunks, self.chunk_D, self.start_D, lengths_D=lengths_D)
+
     def split(self, fraction: float) -> tuple[Documents, Documents]:
         """Train and validation documents; every 1/fraction-th document is for validation, at least
         one on each side.

@@ -67,17 +67,21 @@ class Sources:
     exact: bool = False
     # Of files that cannot be opened: path and reason, where data.on_bad_file leaves them out.
     unreadable: tuple[tuple[str, str], ...] = ()
+    template: str | None = None  # sum of the chat template; None: these are no conversations
 
     def record(self) -> Record:
         """The part that says which data these are, wherever they lie; plain values, for JSON."""
         listed = [[file.name, file.bytes, file.sum] for file in self.files]
         # Only where it says something: records of all other data stay as they were.
         exact = {"exact": True} if self.exact else {}
+        texts: list[Any] = [(file.bytes, file.sum) for file in self.files]
+        if self.template is not None:
+            texts.append(self.template)
         return {
             **exact,
             "count": len(listed),
             "bytes": sum(file.bytes for file in self.files),
-            "sum": text_sum(repr([(file.bytes, file.sum) for file in self.files])),
+            "sum": text_sum(repr(texts)),
             "revision": self.revision,
             "tokenizer": self.tokenizer,
             "files": listed if len(listed) <= LISTED else None,
@@ -113,7 +117,14 @@ def find_sources(config: DataConfig) -> Sources:
     with ThreadPoolExecutor(READERS) as readers:
         files = tuple(file for file in readers.map(look, paths) if file is not None)
     exact = _read_exactly(config, files)
-    return Sources(files, revision, tokenizer, exact=exact, unreadable=tuple(sorted(unreadable)))
+    left = tuple(sorted(unreadable))
+    template = None
+    if config.source is Source.chat:
+        from app.data.chat import chat_template  # imports jinja2
+
+        used = chat_template(config)
+        template = text_sum(repr((used.source, sorted(used.tokens.items()))))
+    return Sources(files, revision, tokenizer, exact=exact, unreadable=left, template=template)
 
 
 def _read_exactly(config: DataConfig, files: Sequence[SourceFile]) -> bool:

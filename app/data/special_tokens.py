@@ -105,7 +105,7 @@ def named_token(folder: Path, name: str) -> str | None:
     ConfigError.
     """
     for file in (SETTINGS, SPECIAL_TOKENS_MAP):
-        match _read(folder / file).get(name):
+        match read_settings(folder / file).get(name):
             case None:
                 continue
             case str(token) | {"content": str(token)}:
@@ -120,7 +120,7 @@ def model_ids(folder: Path, name: str) -> tuple[int, ...]:
     else of its config.json; it may have several or none. Raises ConfigError.
     """
     for file in (GENERATION, MODEL_CONFIG):
-        found = _read(folder / file).get(name)
+        found = read_settings(folder / file).get(name)
         if found is None:
             continue
         ids = found if isinstance(found, list) else [found]
@@ -137,8 +137,8 @@ def ids_with(end: int, named: Any) -> int | list[int]:
     return both[0] if len(both) == 1 and not isinstance(named, list) else both
 
 
-def _read(path: Path) -> Mapping[str, Any]:
-    """The JSON object of a file; empty where there is no file."""
+def read_settings(path: Path) -> Mapping[str, Any]:
+    """JSON object of a file, empty where there is no file. Raises ConfigError."""
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -152,8 +152,9 @@ def _texts(config: DataConfig, share: Share, most_bytes: int) -> Iterator[str]:
 
 def _all_texts(config: DataConfig) -> Iterator[str | None]:
     """Yield all documents of a source. Raises ConfigError where none has text."""
-    if config.source is Source.megatron:
-        rule = "holds tokens, and a tokenizer is trained on text"
+    if config.source in (Source.megatron, Source.chat):
+        held = "tokens" if config.source is Source.megatron else "conversations"
+        rule = f"holds {held}, and a tokenizer is trained on text"
         raise ConfigError("data.source", config.source, rule)
     if config.streaming:
         from app.data.hub import streamed  # imports `datasets`

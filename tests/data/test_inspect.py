@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -74,6 +75,22 @@ def test_lines_fit_narrow_terminals():
     for width in (40, 60):
         lines = list(data.lines_of(parts, load_tokenizer("bytes"), width))
         assert max(map(len, lines)) == width and lines[-1].endswith("…")
+
+
+def test_conversations_are_shown_with_marks(tmp_path: Path, capsys):
+    said = {"prompt": "how are you today, little fox", "completion": "fine"}
+    (tmp_path / "c.jsonl").write_text((json.dumps(said) + "\n") * 8)
+    words = ["data=chat", f"data.path={tmp_path}/c.jsonl", "data.chat_template=chatml"]
+    words += [f"data.cache_dir={tmp_path}/cache", "train.seq_len=128"]
+    found = printed(capsys, *words, "--over=7")
+    assert [line.split() for line in found[2:5]] == [
+        ["0-93", "14", "yes", "<|im_start|>user"],
+        ["how", "are", "you", "today,", "little", "fox<|im_end|>"],
+        ["<|im_start|>assistant"],
+    ]
+    assert found[5].strip() == "«fine<|im_end|>»"
+    assert found[6].split() == ["94-127", "0", "(padding)"]
+    assert found[-2] == f"{14 / 128:8.1%}  tokens with a loss"
 
 
 @pytest.mark.parametrize(

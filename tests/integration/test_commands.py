@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from app.cli import calibrate, convert, data, evaluate, generate, plan, tokenizer
+from app.cli import calibrate, chat, convert, data, evaluate, generate, plan, tokenizer
 from app.cli.options.arguments import SWEEPS, Typed, key_of
 from app.cli.options.compose import load_typed
 from app.cli.options.explained import COMPOSING, explained
@@ -32,7 +32,8 @@ from tests.training import ROOT
 ROOT_PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS")]
 PAGES = [*ROOT_PAGES, *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = sorted((ROOT / "scripts").glob("*.s*"))
-PROGRAMS = ("plan", "data", "tokenizer", "report", "convert", "generate", "evaluate", "calibrate")
+PROGRAMS = ("plan", "data", "tokenizer", "report", "convert", "generate", "chat", "evaluate")
+PROGRAMS += ("calibrate",)
 # commands of others, of the shell, and what they write with <<
 ELSEWHERE = {"git", "cd", "source", "ls", "mkdir", "cat", "printf", "export", "pip", "pipx", "hf"}
 ELSEWHERE |= {"lm_eval", "nvidia-smi"}
@@ -154,7 +155,7 @@ def check_plan_command(arguments: Sequence[str]) -> None:
 
 
 def check_words(arguments: Sequence[str]) -> None:
-    for word in Words.parse(arguments, {*generate.OWN, *evaluate.OWN}).overrides:
+    for word in Words.parse(arguments, {*generate.OWN, *chat.OWN, *evaluate.OWN}).overrides:
         assert is_known(key_of(word)), word
 
 
@@ -186,6 +187,7 @@ CHECKS: dict[str, Callable[[Sequence[str]], object]] = {
     "train": check_train,
     "plan": check_plan_command,
     "generate": check_words,
+    "chat": check_words,
     "evaluate": check_words,
     "convert": check_convert,
     "report": check_report,

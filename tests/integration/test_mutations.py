@@ -237,6 +237,12 @@ BUGS = {
         ">= place_B[:, None]",
         "processes/test_decoding.py",
     ),
+    "a conversation that answers another one's text": Bug(
+        "engine/decoding/conversation.py",
+        "self.cached == [*prompt[:known]]",
+        "self.cached",
+        "processes/test_conversation.py",
+    ),
     "damaged checkpoint files that are loaded": Bug(
         "engine/files/checkpoints.py",
         'hexdigest() != manifest["files"][name]["sha256"]',

@@ -155,6 +155,32 @@ class Decoder:
         self.place_T[: self.sequences] += 1
         return logits_BV
 
+    @property
+    def slots(self) -> int:
+        """Tokens of a sequence that each cache of this rank holds."""
+        return min(cache.slots for cached in self.cached for cache in cached.caches)
+
+    @torch.no_grad()
+    def extend(self, tokens: Sequence[int]) -> Tensor:
+        """Add tokens to the only sequence, which all `slots` hold; returns the logits after them,
+        fp32 1 × V.
+        """
+        assert self.sequences == 1, "one sequence gets several tokens"
+        rows, count = padded(len(tokens), self.tp), len(tokens)
+        tokens_1T = torch.full((1, rows), PADDING, device=self.model.device)
+        tokens_1T[0, :count] = torch.as_tensor(tokens)
+        place_1T = self.place_T[:1] + torch.arange(rows, device=self.model.device)[None]
+        hidden = torch.Size((1, rows // self.tp, self.run.model.hidden_size))
+        with self.model.all_rows():
+            x_1tD = self._stages(
+                tokens_1T, hidden, lambda nth, x: self.cached[nth].step(x, place_1T, count)
+            )
+        self.place_T[:1] += count
+        length_1 = torch.tensor([count], device=self.model.device)
+        return self._logits(
+            lambda: self.model.chunks[-1].logits(self._last_tokens(x_1tD, length_1))
+        )
+
     def _step_of(
         self, cached: CachedChunk, recorder: Recorder | None
     ) -> Callable[[Tensor], Tensor]:

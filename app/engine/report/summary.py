@@ -14,6 +14,7 @@ from app.data.baseline import ngram_loss
 from app.data.best_fit import BestFitSequences
 from app.data.blend import BlendedSequences
 from app.data.feed import DataSplit
+from app.data.marks import ids_of_marked, trained
 from app.data.packing import PADDING, PackedSequences
 from app.data.stream import StreamedSequences
 from app.engine.export.export import EXPORTED
@@ -73,7 +74,8 @@ def print_opening(
     if pace := pace_line(engine.plan, engine.device):
         rows.append(("planned", pace))
     rows += slow_paths(run, engine.device, engine.static)
-    rows += [("data", line) for line in (_sources(data.train), _padding(data.train)) if line]
+    said = (_sources(data.train), _padding(data.train), data.train.cut)
+    rows += [("data", line) for line in said if line]
     if run.model.moe and run.model.moe.force_balance:
         rows.append(
             ("WARNING", "model.moe.force_balance sends tokens to experts in turn: for timing only")
@@ -236,12 +238,13 @@ def _draw(run_dir: Path, baselines: dict[str, float]) -> None:
 def ngram_baselines(run: Run, data: Data) -> dict[str, float]:
     """Return validation losses of a bigram and a trigram model counted on the training split.
 
-    Empty for streams and large vocabularies.
+    Empty for streams, conversations and large vocabularies.
     """
     train = data.train.sequences
     parts = train.parts if isinstance(train, BlendedSequences) else None
     packed = [part.sequences for part in parts] if parts else [train]
-    if data.tokenizer.vocab_size > BASELINE_VOCAB:
+    chat = any(split.marked for split in (data.train, *(held.split for held in data.validation)))
+    if chat or data.tokenizer.vocab_size > BASELINE_VOCAB:
         return {}
     weights = [part.weight for part in parts] if parts else [1.0]
     seen = []
@@ -260,12 +263,16 @@ def ngram_baselines(run: Run, data: Data) -> dict[str, float]:
 
 
 def _validation_tokens(run: Run, split: DataSplit) -> np.ndarray:
-    """Return the tokens of a validation split that a run is validated on: [T]."""
+    """Return the tokens of a validation split that a run is validated on, of conversations the
+    trained ones: [T].
+    """
     sequences = split.sequences
     assert isinstance(sequences, PackedSequences), "validation data are never streamed"
     count = min(run.train.eval_sequences, sequences.per_epoch)
     held_out = np.concatenate([sequences.sample(index) for index in range(count)])
     tokens: np.ndarray = held_out[held_out != PADDING]
+    if split.marked:
+        tokens = ids_of_marked(tokens[trained(tokens)])
     return tokens
 
 

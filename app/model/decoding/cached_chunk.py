@@ -39,11 +39,14 @@ class CachedChunk:
         attends = [partial(cache.prompt, length_B=length_B) for cache in self.caches]
         return self._forward(x, place_1P, attends, self.sizes.length or place_1P.shape[1])
 
-    def step(self, x: Tensor, place_1T: Tensor) -> Tensor:
-        """Map tokens 1 × T (first stage) or hidden states 1 × t × D -> 1 × t × D, t = T / tp."""
-        place_B = place_1T[0, : self.sizes.sequences]
+    def step(self, x: Tensor, place_1T: Tensor, count: int | None = None) -> Tensor:
+        """Map tokens 1 × T (first stage) or hidden states 1 × t × D -> 1 × t × D, t = T / tp.
+
+        With `count` the first so many rows are the next tokens of a single sequence.
+        """
+        place_B = place_1T[0, : count or self.sizes.sequences]
         following = {
-            slots: NextToken.at(place_B, slots, self.sizes.dtype)
+            slots: NextToken.at(place_B, slots, self.sizes)
             for slots in dict.fromkeys(cache.slots for cache in self.caches)
         }
 

@@ -52,20 +52,26 @@ class CacheSizes:
 
 @dataclass(frozen=True, slots=True)
 class NextToken:
-    """Slot of the next token of every sequence, computed once for all caches of M slots."""
+    """Slot of the next token of every sequence, computed once for all caches of M slots.
 
-    sequence_B: Tensor  # 0 to B - 1, int64, on the device
+    Of a single sequence there may be several next tokens, which take the place of B.
+    """
+
+    sequence_B: Tensor  # 0 to B - 1, or 0 for all; int64, on the device
     slot_B: Tensor  # int64, on the device
     bias_B11M: Tensor  # 0 for slots to attend to, -∞ for others
 
     @classmethod
-    def at(cls, place_B: Tensor, slots: int, dtype: torch.dtype) -> NextToken:
+    def at(cls, place_B: Tensor, slots: int, sizes: CacheSizes) -> NextToken:
         """Build it for tokens at these positions."""
         # a slot beyond the position of the token has not been written by its sequence
         empty_BM = torch.arange(slots, device=place_B.device) > place_B[:, None]
-        bias_BM = torch.zeros(empty_BM.shape, dtype=dtype, device=place_B.device)
+        bias_BM = torch.zeros(empty_BM.shape, dtype=sizes.dtype, device=place_B.device)
         bias_BM.masked_fill_(empty_BM, -torch.inf)
         sequence_B = torch.arange(len(place_B), device=place_B.device)
+        if len(place_B) != sizes.sequences:
+            assert sizes.sequences == 1, "several tokens are of one sequence"
+            sequence_B = torch.zeros_like(place_B)
         return cls(sequence_B, place_B % slots, bias_BM[:, None, None])
 
     def put(self, memory_BGMH: Tensor, value_BGH: Tensor) -> None:
@@ -76,6 +82,7 @@ class NextToken:
         """Attend with the queries of one token; queries that share a key/value head are rows of one
         matrix: B × G × Q × H.
         """
+        k_BGMH, v_BGMH = (each.expand(len(q_BGQH), -1, -1, -1) for each in (k_BGMH, v_BGMH))
         return F.scaled_dot_product_attention(
             q_BGQH, k_BGMH, v_BGMH, attn_mask=self.bias_B11M, scale=scale
         )

@@ -1,0 +1,374 @@
+"""Talk with a trained model: `python -m app.cli.chat RUN_OR_FOLDER`.
+
+Answers go to stdout, everything else to stderr. Exit codes: 0; 2 for a mistake of the user,
+reported in one line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+
+from app.cli.processes.ctrl_c import stop_quietly
+
+if __name__ == "__main__":
+    stop_quietly("chat")  # before the imports, which take seconds
+
+import torch
+
+from app.cli.chat_server import Defaults, Server
+from app.cli.generate import ends_of, sampling_of, stop_of
+from app.cli.options.request import Words, check_characters
+from app.cli.options.saved import saved_run
+from app.cli.processes.launcher import Launch
+from app.cli.start.program import run_program
+from app.cli.start.use_model import loaded_model
+from app.config import Run
+from app.data.chat_template import ChatTemplate
+from app.data.special_tokens import SETTINGS
+from app.data.tokenizer import BYTES, Tokenizer
+from app.data.tokenizer_files import tokenizer_file
+from app.engine.capture.recorder import CudaRecorder
+from app.engine.decoding.conversation import CachedText, Speaker
+from app.engine.decoding.decoder import Decoder
+from app.engine.decoding.drawing import Sampling
+from app.engine.decoding.trained import TrainedModel, WeightSource, weights_at
+from app.engine.ranks.groups import create_groups
+from app.engine.ranks.memory import memory_of
+from app.engine.start.kept_tokenizer import changed_end
+from app.engine.start.start import check_tokenizer, choose_device
+from app.errors import ConfigError, nearest, say, warn
+from app.plan.formatting import count_of
+from app.planner.decoding import (
+    DecodingSizes,
+    check_decoding_length,
+    check_decoding_memory,
+    decoding_memory,
+)
+from app.planner.plan import Plan
+
+OWN = (
+    "system",
+    "max_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "seed",
+    "stop",
+    "template",
+    "beside",
+    "serve",
+    "graph",
+)
+COMMANDS = ("/reset", "/temperature", "/save", "/quit")
+HELP = """\
+== Graphfold: talk with a trained model ==
+Usage:  python -m app.cli.chat RUN_OR_FOLDER [option …] [override …]
+
+  RUN_OR_FOLDER         a run folder (its newest checkpoint is used), a checkpoint saved at any
+                        layout, or the folder of a Hugging Face model
+  system=TEXT           instructions before the conversation
+  beside=RUN_OR_FOLDER  a second model, which answers after the first
+  serve=PORT            answer at http://127.0.0.1:PORT instead: a page, and the interface of
+                        OpenAI's chat completions (/v1/chat/completions, /v1/models)
+  template=FILE         chat template (Jinja) in place of the model's own
+  max_new_tokens=N      most tokens of an answer; else as many as the context holds
+  temperature=0.7       0 always takes the likeliest token
+  top_k=N  top_p=P      sample from the N likeliest tokens; from the fewest with probability P
+  seed=1                seed of sampling
+  stop=TEXT             end an answer before TEXT; may be given several times
+  graph=auto            capture decoding steps in a CUDA graph if possible; none: never
+  override              any key of the configuration: train.device=cpu, train.seq_len=N (context)
+
+While it runs:
+  /reset                begin anew
+  /temperature X        change the temperature
+  /save FILE            append the conversation to FILE, as a line of JSON per model
+  /quit, Ctrl-D         leave
+  Ctrl-C                end the answer
+
+A model without a chat template continues the text of all turns. One process.
+
+Example:
+  python -m app.cli.chat runs/<time>-<model> system='Answer in one line.' temperature=0.3"""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """The command line."""
+
+    words: Words
+    system: str | None
+    count: int  # most new tokens of an answer
+    sampling: Sampling
+    seed: int
+    stop: tuple[str, ...]
+    template: Path | None
+    beside: Path | None
+    serve: int | None  # port; 0 takes a free one
+    graphs: bool  # capture decoding steps if possible
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str]) -> ChatRequest:
+        """Parse the command line. Raises ConfigError."""
+        words = Words.parse(arguments, OWN)
+        for system in words.texts("system"):
+            check_characters("system", system.encode(errors="replace").decode(), system)
+        template, beside = words.text("template"), words.text("beside")
+        return cls(
+            words,
+            system=next(reversed(words.texts("system")), None),
+            count=words.whole("max_new_tokens", sys.maxsize),
+            sampling=sampling_of(words),
+            seed=words.whole("seed", 1, least=0),
+            stop=stop_of(words),
+            template=Path(template) if template is not None else None,
+            beside=Path(beside) if beside is not None else None,
+            serve=words.whole("serve", 0, least=0, most=65535) if words.text("serve") else None,
+            graphs=words.choice("graph", ("auto", "none")) == "auto",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A model that is to answer, checked before its weights are read."""
+
+    source: WeightSource
+    run: Run
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    stop: list[str]
+    ends: frozenset[int]
+
+    @classmethod
+    def at(cls, path: Path, request: ChatRequest, launch: Launch) -> Chosen:
+        """Find a model. Raises ConfigError."""
+        source = weights_at(path)
+        run = saved_run(source.config, request.words.overrides, launch.world_size)
+        if run.world_size > 1:
+            rule = "a conversation has one process"
+            advice = "leave out keys of parallel; generate takes any layout"
+            raise ConfigError("parallel.world_size", run.world_size, rule, 1, advice=advice)
+        tokenizer = check_tokenizer(run, source.manifest)
+        texts = source.texts
+        if run.data.tokenizer != BYTES and not (texts / SETTINGS).is_file():
+            texts = tokenizer_file(run.data.tokenizer).parent  # of a run that began without a model
+        if request.template is None:
+            template = ChatTemplate.find(texts)
+        else:
+            template = ChatTemplate.of_file(request.template, texts)
+        stop, ends = ends_of(request.stop, source.texts, tokenizer)
+        turn = None if template is None else template.end_of_turn(tokenizer.special)
+        if turn is not None:
+            ends |= {tokenizer.special[turn]}
+        if (note := changed_end(source.manifest, run.data.tokenizer, kept=False)) is not None:
+            warn(note, "chat")
+        return cls(source, run, tokenizer, template, stop=stop, ends=ends)
+
+    @property
+    def described(self) -> str:
+        """Chat template, or what happens without one."""
+        if self.template is not None:
+            return f"chat template of {self.template.path}"
+        return "no chat template: continues the text of all turns"
+
+
+def check_sizes(chosen: Sequence[Chosen], device: torch.device) -> None:
+    """Raise ConfigError if models and their KV caches do not fit together."""
+    have = memory_of(chosen[0].run, device)
+    for each in chosen:
+        plan, context = Plan(each.run), each.run.train.seq_len
+        sizes = DecodingSizes(sequences=1, prompt=0, new=context)
+        try:
+            check_decoding_length(each.run.model, sizes)
+            check_decoding_memory(plan, sizes, have, gpu=device.type == "cuda")
+        except ConfigError as error:
+            raise ConfigError(
+                "train.seq_len", context, error.rule, error.nearest, advice=error.advice
+            ) from error
+        takes = decoding_memory(plan, 0, 1, tokens=context)
+        have -= takes.weights + takes.keys_values
+
+
+@contextmanager
+def speakers_of(
+    chosen: Sequence[Chosen], request: ChatRequest, launch: Launch
+) -> Iterator[list[Speaker]]:
+    """Load the models, for the length of the block."""
+    first, *others = chosen
+    with loaded_model(first.source, first.run, launch) as model, ExitStack() as recorders:
+        models = [model]
+        for each in others:
+            plan = Plan(each.run)
+            groups = create_groups(plan.layout, 0)
+            models.append(TrainedModel.load(each.source, plan, groups, model.device))
+            say(f"{each.source.path}: {models[-1].described}", sys.stderr)
+        speakers = []
+        for each, loaded in zip(chosen, models, strict=True):
+            recorder = None
+            if request.graphs and loaded.device.type == "cuda":
+                recorder = CudaRecorder()
+                recorders.callback(recorder.release)  # before the process groups that graphs hold
+            decoder = Decoder(loaded, 1, each.run.train.seq_len, recorder)
+            text = CachedText(decoder, each.tokenizer.vocab_size)
+            name = str(each.source.path)
+            speakers.append(
+                Speaker(name, text, each.tokenizer, each.template, ends=each.ends, stop=each.stop)
+            )
+            say(f"{name}: {each.described}", sys.stderr)
+        yield speakers
+
+
+@dataclass(slots=True)
+class Stop:
+    """Whether the user has asked for the end of an answer."""
+
+    asked: bool = False
+
+
+@contextmanager
+def ended_by_ctrl_c() -> Iterator[Stop]:
+    """Take the first Ctrl-C within the block for the end of an answer; a second one interrupts."""
+    found = Stop()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        found.asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield found
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@dataclass(slots=True)
+class Terminal:
+    """A conversation of one user with one or several models, each with a history of its own."""
+
+    speakers: Sequence[Speaker]
+    request: ChatRequest
+    sampling: Sampling
+    histories: list[list[dict[str, str]]] = field(default_factory=list)
+    generators: list[torch.Generator] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._reset()
+
+    def talk(self) -> None:
+        """Answer line by line until the user leaves."""
+        while (line := self._line()) is not None:
+            if line.startswith("/"):
+                if line.split()[0] == "/quit":
+                    return
+                try:
+                    self._command(*line.split(maxsplit=1))
+                except ConfigError as error:
+                    warn(str(error), "chat")
+            elif line.strip():
+                self._turn(line)
+
+    def _line(self) -> str | None:
+        """Read a line; None at the end of the input."""
+        typed = sys.stdin.isatty() and sys.stdout.isatty()
+        with suppress(ImportError):  # with it `input` edits lines and recalls earlier ones
+            import readline  # noqa: F401
+        while True:
+            try:
+                return input("> " if typed else "")
+            except EOFError:
+                return None
+            except KeyboardInterrupt:
+                say("\n/quit or Ctrl-D leaves", sys.stderr)
+
+    def _reset(self) -> None:
+        system = self.request.system
+        first = [] if system is None else [{"role": "system", "content": system}]
+        self.histories = [[*first] for _ in self.speakers]
+        self.generators = [
+            torch.Generator(speaker.text.decoder.model.device).manual_seed(self.request.seed)
+            for speaker in self.speakers
+        ]
+
+    def _command(self, name: str, value: str = "") -> None:
+        match name:
+            case "/reset":
+                self._reset()
+            case "/temperature":
+                try:
+                    temperature = float(value)
+                except ValueError:
+                    raise ConfigError("temperature", value, "must be a number") from None
+                self.sampling = replace(self.sampling, temperature=temperature)
+            case "/save":
+                self._save(Path(value))
+            case _:
+                rule = f"the commands are {', '.join(COMMANDS)}; a blank in front makes it a text"
+                raise ConfigError("command", name, rule, guess=nearest(name, COMMANDS))
+
+    def _save(self, path: Path) -> None:
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                for speaker, messages in zip(self.speakers, self.histories, strict=True):
+                    row = {"model": speaker.name, "messages": messages}
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise ConfigError("save", path, f"cannot be written: {error.strerror}") from error
+
+    def _turn(self, line: str) -> None:
+        for nth, speaker in enumerate(self.speakers):
+            said = [*self.histories[nth], {"role": "user", "content": line}]
+            try:
+                prompt = speaker.prompt(said)
+            except ConfigError as error:
+                warn(f"{error}; /reset begins anew", "chat")
+                continue
+            if len(self.speakers) > 1:
+                print(f"== {speaker.name} ==")
+            answer = speaker.answer(
+                prompt, self.request.count, self.sampling, generator=self.generators[nth]
+            )
+            with ended_by_ctrl_c() as stop:
+                for piece in answer.pieces():
+                    print(piece, end="", flush=True)
+                    if stop.asked:
+                        break
+            print(flush=True)
+            if not (stop.asked or answer.said.ended):
+                count = count_of(len(answer.said.tokens), "token")
+                say(f"chat: ended after {count}", sys.stderr)
+            self.histories[nth] = [*said, {"role": "assistant", "content": answer.said.text}]
+
+
+def chat(arguments: Sequence[str], launch: Launch) -> int:
+    """Talk; return the exit code."""
+    request = ChatRequest.parse(arguments)
+    paths = [request.words.source, *([] if request.beside is None else [request.beside])]
+    chosen = [Chosen.at(path, request, launch) for path in paths]
+    check_sizes(chosen, choose_device(chosen[0].run, launch.local_rank))
+    with speakers_of(chosen, request, launch) as speakers:
+        if request.serve is not None:
+            device = speakers[0].text.decoder.model.device
+            generator = torch.Generator(device).manual_seed(request.seed)
+            defaults = Defaults(
+                request.system, request.count, request.sampling, generator=generator
+            )
+            Server(request.serve, speakers, defaults).answer_all()
+        Terminal(speakers, request, request.sampling).talk()
+    return 0
+
+
+def main(arguments: Sequence[str], parent: int) -> int:
+    """Run the command line of this process, started by process `parent`; return the exit code."""
+    return run_program("chat", HELP, arguments, parent=parent, work=chat)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.getppid()))
