@@ -128,7 +128,8 @@ def test_records_of_groups_have_the_names_of_the_table():
 
     assert names(Groups) == list(GROUPS)
     for record in (LayerGroups, OptimizerGroups):
-        assert set(names(record)) < set(GROUPS)
+        # etp_shared: created by runs alone whose divided experts have adapters
+        assert set(names(record)) - {"etp_shared"} < set(GROUPS)
     calls = [path.name for path in APP.rglob("*.py") if "new_group(" in path.read_text()]
     assert calls == ["groups.py"]
 

@@ -21,6 +21,7 @@ from app.cli.options.pretrained import adopt, check_agreement, of_config_json
 from app.cli.options.unknown import no_such_key
 from app.cli.options.vocabulary import fill_in_vocabulary, ids_of_tokenizer
 from app.config import Run
+from app.config.renamed import new_key, removed
 from app.data.paths import local_files
 from app.data.tokenizer_files import tokenizer_file
 from app.errors import ConfigError
@@ -158,6 +159,8 @@ def _refuse_section(word: str) -> None:
     (override,) = OverridesParser.create().parse_overrides([word])
     given = override.value()
     assert isinstance(given, dict), "the value begins with a brace"
+    if any(new_key(name) != name or removed(name) for name in (f"{key}.{each}" for each in given)):
+        return  # composing explains names of earlier versions
     keys = " ".join(f"{key}.{name}={as_typed(each)}" for name, each in given.items())
     rule = "is a section, whose keys are given one by one"
     raise ConfigError(key, value, rule, advice=f"type {keys}" if keys else None)
