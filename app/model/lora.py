@@ -200,7 +200,7 @@ def add_adapters(chunk: Chunk, lora: LoraConfig) -> None:
             layer.add_module(pair.adapter.name, pair)
 
 
-def product(pairs: Sequence[tuple[Adapter, Tensor, Tensor]], scale: float) -> Tensor:
+def adapter_delta(pairs: Sequence[tuple[Adapter, Tensor, Tensor]], scale: float) -> Tensor:
     """Return what the adapters (a, b) of one weight add to it: fp32, O × I; E × I × O of experts.
 
     Of parts of a and b over tensor-parallel ranks, what they add to the part of the weight.
@@ -224,4 +224,4 @@ def merged(layer: ColumnParallelLinear) -> Tensor:
     if not isinstance(backend, LoraLinear):
         return layer.weight
     pairs = [(pair.adapter, pair.a, pair.b) for pair in backend.pairs]
-    return layer.weight + product(pairs, backend.scale).to(layer.weight.dtype)
+    return layer.weight + adapter_delta(pairs, backend.scale).to(layer.weight.dtype)

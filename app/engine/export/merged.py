@@ -12,7 +12,7 @@ from app.config import LoraConfig, ModelConfig
 from app.engine.checkpoint.weights import SavedWeights
 from app.engine.files.run_folder import from_plain
 from app.model.chunk import Chunk
-from app.model.lora import product
+from app.model.lora import adapter_delta
 from app.plan.model.stage import model_weights
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.sharding.reshard import Block
@@ -39,7 +39,7 @@ class MergedWeights(SavedWeights):
         weights = {named.name: named.weight for named in model_weights(model, lora)}
         self._adapted = {name: weight for name, weight in weights.items() if weight.adapters}
         # cache of the one read last, as large as its weight: its boxes come in turn
-        self._product: tuple[str, Tensor] | None = None
+        self._delta: tuple[str, Tensor] | None = None
 
     def read(self, name: str, box: Block) -> Tensor:
         """See `SavedWeights`."""
@@ -51,8 +51,8 @@ class MergedWeights(SavedWeights):
 
     def added(self, name: str) -> Tensor:
         """Return what the adapters of a weight add to it: fp32, in the weight's shape."""
-        if self._product is None or self._product[0] != name:
-            self._product = None  # free it first
+        if self._delta is None or self._delta[0] != name:
+            self._delta = None  # free it first
             weight = self._adapted[name]
             pairs = []
             for each in weight.adapters:
@@ -61,8 +61,8 @@ class MergedWeights(SavedWeights):
                     for path, matrix in each.weights(name)
                 )
                 pairs.append((each, a, b))
-            self._product = name, product(pairs, self.lora.scale).reshape(weight.shape)
-        return self._product[1]
+            self._delta = name, adapter_delta(pairs, self.lora.scale).reshape(weight.shape)
+        return self._delta[1]
 
     def add_to(self, chunks: Sequence[Chunk], coords: ShardCoords) -> None:
         """Add the adapters to this rank's weights."""

@@ -76,7 +76,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Pair of matrices of rank r whose product is added to (part of) a weight (LoRA, arXiv
+    """Pair of matrices of rank r whose matmul is added to (part of) a weight (LoRA, arXiv
     2106.09685).
 
     Its outputs are units `first` to `stop` of every `of` units of the weight's outputs. A unit is
