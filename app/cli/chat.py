@@ -34,7 +34,7 @@ from app.config import Run
 from app.data.chat_template import ChatTemplate
 from app.data.special_tokens import SETTINGS
 from app.data.tokenizer import BYTES, Tokenizer
-from app.data.tokenizer_files import tokenizer_file
+from app.data.tokenizer_files import TEMPLATE, tokenizer_file
 from app.engine.capture.recorder import CudaRecorder
 from app.engine.decoding.conversation import CachedText, Speaker
 from app.engine.decoding.decoder import Decoder
@@ -158,12 +158,12 @@ class Chosen:
             raise ConfigError("parallel.world_size", run.world_size, rule, 1, advice=advice)
         tokenizer = check_tokenizer(run, source.manifest)
         texts = source.texts
-        if run.data.tokenizer != BYTES and not (texts / SETTINGS).is_file():
-            texts = tokenizer_file(run.data.tokenizer).parent  # of a run that began without a model
-        if request.template is None:
-            template = ChatTemplate.find(texts)
-        else:
-            template = ChatTemplate.of_file(request.template, texts)
+        own = texts if run.data.tokenizer == BYTES else tokenizer_file(run.data.tokenizer).parent
+        if not (texts / SETTINGS).is_file():
+            texts = own  # of a run that began without a model
+        trained = own / TEMPLATE  # of a run on conversations
+        chosen = request.template or (trained if trained.is_file() else None)
+        template = ChatTemplate.of_file(chosen, texts) if chosen else ChatTemplate.find(texts)
         stop, ends = ends_of(request.stop, source.texts, tokenizer)
         turn = None if template is None else template.end_of_turn(tokenizer.special)
         if turn is not None:

@@ -22,10 +22,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from app.data.special_tokens import SETTINGS, named_token, read_settings
+from app.data.tokenizer_files import TEMPLATE
 from app.errors import ConfigError, nearest
 
 KEY = "template"  # option of the programs that take a template
-FILE = "chat_template.jinja"
 DEFAULT = "default"  # of several templates
 TOKENS = (
     "bos_token",
@@ -72,8 +72,8 @@ class ChatTemplate:
     @classmethod
     def find(cls, folder: Path) -> ChatTemplate | None:
         """Return the template of the model in a folder; None if it has none. Raises ConfigError."""
-        if (folder / FILE).is_file():
-            return cls.of_file(folder / FILE, folder)
+        if (folder / TEMPLATE).is_file():
+            return cls.of_file(folder / TEMPLATE, folder)
         match read_settings(folder / SETTINGS).get("chat_template"):
             case None:
                 return None

@@ -11,6 +11,7 @@ from app.errors import ConfigError, nearest
 
 TOKENIZER = "tokenizer.json"  # of the `tokenizers` library
 SENTENCEPIECE = "tokenizer.model"
+TEMPLATE = "chat_template.jinja"
 # a run has its own file, or that of its initial model
 PLACES = (TOKENIZER, f"pretrained/{TOKENIZER}")
 TEMPLATES = "chat_template*"

@@ -15,7 +15,7 @@ from typing import Any
 from app.config import ModelConfig, Run
 from app.data.special_tokens import GENERATION, SETTINGS, ids_with
 from app.data.tokenizer import BYTES, BYTES_END, ByteTokenizer, bytes_as_json, json_tokenizer
-from app.data.tokenizer_files import TOKENIZER
+from app.data.tokenizer_files import TEMPLATE, TOKENIZER
 from app.engine.start.kept_tokenizer import changed_end, find_tokenizer, kept_end
 from app.errors import ConfigError, typed, writing
 from app.hf.families import Family, differences
@@ -56,13 +56,19 @@ class ExportTexts:
         source = self._source()
         if source is None:
             tokenizer = self._tokenizer(None)
-            texts = with_tokenizer({}, tokenizer)
+            texts = {**with_tokenizer({}, tokenizer), **self._template()}
             return {**texts, CONFIG_JSON: as_json(self._new_config(tokenizer))}
         texts = read_texts(source, self.key)
         theirs = json.loads(texts.pop(CONFIG_JSON))  # `_source` has parsed it without error
         if not self._untrained:
             texts, theirs = self._trained_texts(source, texts, theirs)
+            texts = {**texts, **self._template()}
         return {**texts, CONFIG_JSON: as_json(self._their_config(theirs))}
+
+    def _template(self) -> dict[str, bytes]:
+        """Return the chat template that the run was trained with, if it was on conversations."""
+        kept = self.run_dir / TEMPLATE
+        return {TEMPLATE: kept.read_bytes()} if kept.is_file() else {}
 
     def _trained_texts(
         self, source: Path, texts: Mapping[str, bytes], theirs: dict[str, Any]

@@ -9,21 +9,26 @@ import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from app.config import Run
+from app.choices import Source
+from app.config import DataConfig, Run
 from app.data.sources import file_sum
 from app.data.special_tokens import SETTINGS
 from app.data.tokenizer import BYTES, EarlierEnd, JsonTokenizer, Tokenizer, json_tokenizer
-from app.data.tokenizer_files import TOKENIZER, tokenizer_file
+from app.data.tokenizer_files import TEMPLATE, TOKENIZER, tokenizer_file
 from app.engine.checkpoint.load import IMPORTED
 from app.errors import ConfigError, writing
+
+if TYPE_CHECKING:
+    from app.data.chat_template import ChatTemplate
 
 END = "end_of_document"  # key in the manifest's data section
 
 
 def keep_tokenizer(run: Run, run_dir: Path, end: str | None = None) -> None:
-    """Copy the tokenizer file into the run folder, and write the end-of-document token beside it.
+    """Copy the tokenizer file into the run folder, and write the end-of-document token beside it;
+    of a run on conversations the chat template too.
 
     The trained model is useless without them. `end` None takes the token that the tokenizer's files
     name. Raises ConfigError.
@@ -32,13 +37,26 @@ def keep_tokenizer(run: Run, run_dir: Path, end: str | None = None) -> None:
         return
     file = tokenizer_file(run.data.tokenizer)
     ends = end or json_tokenizer(file).end
-    settings = json.dumps({"eos_token": ends}, ensure_ascii=False) + "\n"
+    named, texts = {"eos_token": ends}, {TOKENIZER: file.read_bytes()}
+    if (template := _template(run.data)) is not None:
+        named = {**template.tokens, **named}
+        texts[TEMPLATE] = template.source.encode()
+    texts[SETTINGS] = (json.dumps(named, ensure_ascii=False) + "\n").encode()
     with writing(run_dir):
-        contents = file.read_bytes()
-        for name, kept in ((TOKENIZER, contents), (SETTINGS, settings.encode())):
+        for name, kept in texts.items():
             path = run_dir / name
             if not path.is_file() or path.read_bytes() != kept:
                 path.write_bytes(kept)
+
+
+def _template(data: DataConfig) -> ChatTemplate | None:
+    """Return the template of the first source of conversations; None: there is none."""
+    for config in (data, *(alone for _, alone in data.parts)):
+        if config.source is Source.chat:
+            from app.data.chat import chat_template  # imports jinja2
+
+            return chat_template(config)
+    return None
 
 
 def find_tokenizer(

@@ -1,0 +1,49 @@
+"""A run on conversations keeps its chat template, for talking to it and for its export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from app.cli.options.compose import load_overrides
+from app.data.chat import chat_template
+from app.data.chat_template import ChatTemplate
+from app.data.tokenizer import bytes_as_json
+from app.engine.start.kept_tokenizer import keep_tokenizer
+
+TALK = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+)
+
+
+def folder_of(path: Path) -> Path:
+    path.mkdir()
+    (path / "tokenizer.json").write_text(bytes_as_json())
+    settings = {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
+def test_template_of_training_is_kept(tmp_path: Path):
+    theirs = folder_of(tmp_path / "theirs")
+    (tmp_path / "other.jinja").write_text(TEMPLATE)
+    (tmp_path / "run").mkdir()
+    words = ["data=chat", "data.path=x.jsonl", f"data.tokenizer={theirs}"]
+    run = load_overrides([*words, f"data.chat_template={tmp_path}/other.jinja"])
+    keep_tokenizer(run, tmp_path / "run")
+    found = ChatTemplate.find(tmp_path / "run")
+    assert found is not None
+    assert found.text(TALK) == chat_template(run.data).text(TALK)
+    assert found.text(TALK) == "<|endoftext|>user: a?<|endoftext|>assistant: b.<|endoftext|>"
+
+
+def test_other_runs_keep_no_template(tmp_path: Path):
+    theirs = folder_of(tmp_path / "theirs")
+    (theirs / "chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "run").mkdir()
+    run = load_overrides(["data=text", "data.path=x.txt", f"data.tokenizer={theirs}"])
+    keep_tokenizer(run, tmp_path / "run")
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {"tokenizer.json", "tokenizer_config.json"}
