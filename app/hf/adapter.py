@@ -43,6 +43,11 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "layers_to_transform": (None, []),
     "target_parameters": (None, []),
     "lora_bias": (False, None),
+    "use_qalora": (False, None),
+    "layer_replication": (None, []),
+    "trainable_token_indices": (None, []),
+    # the others, such as pissa, change the base too
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal"),
 }
 FITS = (tables.whole, tables.heads, tables.gate_up, tables.expert_gate_up, tables.expert_down)
 
@@ -156,6 +161,12 @@ class SavedAdapter:
             raise self._refusal(f"{WEIGHTS} cannot be read: {error}") from error
         self._check_tensors()
 
+    def left_out(self) -> str | None:
+        """Return what training here leaves out of the adapter's settings, in words."""
+        if not self.dropout:
+            return None
+        return f"lora_dropout={self.dropout:g} is left out: adapters have no dropout here"
+
     def fill(self, weights: Iterable[tuple[NamedWeight, Tensor]], coords: ShardCoords) -> None:
         """Fill this rank's parts of adapters in place."""
         parts: dict[str, list[WeightPart]] = {}
@@ -183,6 +194,7 @@ class SavedAdapter:
         for (key, wanted), name in zip(asked.items(), ("rank", "alpha", "rslora"), strict=True):
             if (theirs := found.get(key, False)) != wanted:
                 raise self._refusal(f"has {key}={theirs}, and lora.{name}={wanted}")
+        self.dropout = float(found.get("lora_dropout") or 0)
         base, own = found.get("base_model_name_or_path"), model.init_from
         if base and own and Path(base).name.lower() != Path(own).name.lower():
             rule = f"was trained beside {base}, and model.init_from={own}"

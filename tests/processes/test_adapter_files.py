@@ -200,6 +200,7 @@ def test_adapter_is_read_at_any_layout(tmp_path: Path):
         ({"base_model_name_or_path": "hub/other"}, "was trained beside hub/other"),
         ({"r": 8}, "has r=8, and lora.rank=4"),
         ({"use_dora": True}, "use_dora=True, which is not built here"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa', which is not built here"),
         (None, "is of another base: .* has shape"),
     ],
 )
@@ -212,6 +213,9 @@ def test_adapter_of_another_base_is_refused(
     run_distributed(trained_whole, 1, run, tmp_path)
     export_adapter(tmp_path / "checkpoints" / checkpoint_name(2), adapter, "to-peft")
     path = adapter / CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_dropout": 0.05}))
+    told = SavedAdapter(run.model, dataclasses.replace(LORA, init_from=str(adapter))).left_out()
+    assert told == "lora_dropout=0.05 is left out: adapters have no dropout here"
     path.write_text(json.dumps(json.loads(path.read_text()) | (change or {})))
     model = run.model if change else dataclasses.replace(run.model, ffn_hidden_size=8)
     with pytest.raises(ConfigError, match=said):

@@ -32,7 +32,7 @@ from app.engine.start.start import (
 from app.engine.step.engine import Engine
 from app.engine.watchdog.heartbeats import Heartbeats
 from app.engine.watchdog.watchdog import Watchdog
-from app.errors import DIVERGED, Diverged
+from app.errors import DIVERGED, Diverged, warn
 from app.hf.adapter import SavedAdapter
 from app.planner.plan import Plan
 
@@ -112,6 +112,8 @@ def start_up(
     adapter = None
     if run.lora.init_from is not None and start.manifest is None:
         adapter = all_succeed(groups, lambda: SavedAdapter(run.model, run.lora))
+        if rank == 0 and (left_out := adapter.left_out()):
+            warn(f"lora.init_from={run.lora.init_from}: {left_out}")
     watchdog.rest("preparing the corpus")
     data = load_all_data(run, groups, local_rank, sources=sources, manifest=start.manifest)
     plan = Plan(with_steps(run, data.train, start)) if run.train.epochs else plan
