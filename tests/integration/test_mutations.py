@@ -243,6 +243,24 @@ BUGS = {
         "self.cached",
         "processes/test_conversation.py",
     ),
+    "questions that are trained like answers": Bug(
+        "data/marks.py",
+        "(LAST - tokens) & 1 == 1",
+        "(LAST - tokens) & 1 <= 1",
+        "data/test_chat.py",
+    ),
+    "labels of all sources in the loss of each": Bug(
+        "engine/step/source_losses.py",
+        "torch.where(own_KB, counts_B, 0)",
+        "counts_B.expand(own_KB.shape)",
+        "processes/test_blended_runs.py",
+    ),
+    "gradients of adapters that only one rank of an expert has": Bug(
+        "optim/distributed.py",
+        "((False, self.groups.tp), (True, self.groups.etp_shared))",
+        "((False, self.groups.tp), (True, None))",
+        "processes/test_lora.py",
+    ),
     "damaged checkpoint files that are loaded": Bug(
         "engine/files/checkpoints.py",
         'hexdigest() != manifest["files"][name]["sha256"]',
