@@ -1,4 +1,4 @@
-"""Shared by test_chat.py and other tests."""
+"""Shared by test_chat_command.py and other tests."""
 
 from __future__ import annotations
 
