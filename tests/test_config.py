@@ -49,7 +49,7 @@ def test_few_keys_are_listed_by_default():
     assert sum(not (is_section(key) or is_advanced(key)) for key in keys) <= 150
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(20)
 @pytest.mark.parametrize(
     "choice",
     [f"{group}={path.stem}" for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))],
@@ -176,6 +176,7 @@ def test_options_in_the_readme_exist():
         assert listed == {path.stem for path in (CONF / group).glob("*.yaml")}, group
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("name", "override"),
     [

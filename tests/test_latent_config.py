@@ -10,7 +10,7 @@ from tests.config import load
 LATENT = "model=deepseek_v2_lite"
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize(
     ("mistake", "nearest"),
     [

@@ -202,6 +202,7 @@ def test_a_port_taken_costs_ranks_that_others_started_one_line(
     ).exists()
 
 
+@pytest.mark.full
 def test_self_started_ranks_meet_at_a_free_port(tmp_path: Path, taken: int):
     """Whatever the environment says: `python train.py parallel.dp=2` is not asked for a port."""
     (tmp_path / "ranks.py").write_text(

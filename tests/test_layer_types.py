@@ -43,6 +43,7 @@ def test_words_of_an_override():
     assert run.model.layer_types == (SLIDING, FULL) and run.model.sliding_window == 8
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("key", "words"),
     [

@@ -149,6 +149,7 @@ def test_validation_has_as_many_microbatches_on_every_rank(
     assert seen == [[*row[:-1], *row[1:]] for row in map(reference.sample, range(wanted * dp * 4))]
 
 
+@pytest.mark.full
 def test_only_the_corpus_imports_datasets():
     code = (
         "import app.data.load, app.data.feed, app.data.stream, app.data.packing, "

@@ -32,6 +32,7 @@ def printed(capsys: pytest.CaptureFixture, *arguments: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.full
 def test_losses_and_padding_are_those_of_training(words: list[str], capsys):
     run = load_overrides(words)
     train, _ = load_data(run.data, 32, run.train.seed, tokenizer=load_tokenizer("bytes"))

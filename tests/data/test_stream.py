@@ -119,6 +119,7 @@ def test_resume_at_any_point_gives_the_same_tokens(
         assert tokens(resumed, min(6, steps - step)) == wanted[step : step + 6], step
 
 
+@pytest.mark.full
 def test_resume_twice_and_state_of_a_resumed_feed(stream_config: Callable[..., DataConfig]):
     config = stream_config(SHARDS)
     whole, resumed = feed(config), feed(config)
@@ -157,6 +158,7 @@ def saved(feeds: list[TrainFeed]) -> Cursor:
     return Cursor.merged([json.loads(json.dumps(each.cursor.state())) for each in feeds])
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("blended", [False, True])
 @pytest.mark.parametrize("first", [1, 2, 4])
 def test_any_number_of_ranks_continues_the_order(

@@ -102,6 +102,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
 }
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("kind", ["jsonl", "hub"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_keys_do_not_matter(kind: str, name: str, tmp_path: Path):
@@ -122,6 +123,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", ["jsonl", "hub"])
 @pytest.mark.parametrize("line", FAULTS, ids=lambda line: line[:20])
 def test_what_is_no_text_is_named_by_line(kind: str, line: str, tmp_path: Path):

@@ -66,6 +66,7 @@ def test_other_lines_in_braces_are_no_figures(
     assert processes.figures('{"step_ms": 2') == {}  # not written to its end
 
 
+@pytest.mark.full
 def test_processes_that_a_run_leaves_behind_are_ended(processes: ModuleType, tmp_path: Path):
     child = f"import time; time.sleep(1); open({str(tmp_path / 'lives')!r}, 'w')"
     program = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}])"

@@ -55,6 +55,7 @@ def edited(folder: Path, **values: object) -> None:
     (folder / CONFIG).write_text(OmegaConf.to_yaml(config))
 
 
+@pytest.mark.full
 def test_saved_settings_count_where_nothing_is_typed(tmp_path: Path):
     run = described(tmp_path / "a", *TINY, "train.steps=9", "run_dir=elsewhere")
     for words in ([f"resume={tmp_path}/a"], ["resume=auto", f"run_dir={tmp_path}/a"]):
@@ -85,6 +86,7 @@ def test_typed_experiment_counts_over_saved_settings(tmp_path: Path):
     assert found.optim.lr == 0.5 and found.model.num_layers == 1, "which it leaves alone"
 
 
+@pytest.mark.full
 def test_keys_of_sections_that_only_the_saved_run_has(tmp_path: Path):
     described(tmp_path / "a", "model=deepseek_v2_lite", "hardware=h200")
     found = continued(f"resume={tmp_path}/a", "model.mla.kv_lora_rank=256")
@@ -197,6 +199,7 @@ def test_run_continues_by_its_folder_alone(trained: Path):
     assert OmegaConf.load(trained / "b" / CONFIG).optim.lr == 0.003, "that of the checkpoint"
 
 
+@pytest.mark.full
 def test_settings_of_a_run_are_a_configuration(trained: Path):
     """Hydra's own way to them: a run of its own, in a folder of its own, by itself or in ranks."""
     done = program(
@@ -247,6 +250,7 @@ ENCODINGS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("encoding", chosen(ENCODINGS, ["latin-1"]))
 def test_run_ends_whatever_its_output_can_encode(trained: Path, encoding: str):
     name = f"a$b$_{{ \u00fc-{encoding}"

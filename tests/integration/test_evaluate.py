@@ -126,6 +126,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("words", MISTAKES, ids=lambda words: " ".join(words)[:40])
 def test_a_mistake_costs_one_line(run_dir: Path, words: tuple[str, ...]):
     code, out, err = evaluated(run_dir, *words)

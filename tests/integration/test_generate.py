@@ -70,6 +70,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("words", MISTAKES, ids=lambda words: " ".join(words)[:30])
 def test_a_mistake_costs_one_line(run_dir: Path, words: tuple[str, ...]):
     (run_dir.parent / "empty.txt").write_text("\n \n")

@@ -37,7 +37,7 @@ def refused(words: Sequence[str]) -> ConfigError:
     return Asked(Typed.parse(flags_to_overrides(words)), load_typed).advised(found)
 
 
-@pytest.mark.every(40)
+@pytest.mark.every(120)
 @pytest.mark.parametrize(("typed", "said"), CASES, ids=[typed for typed, _ in CASES])
 def test_a_hint_is_true_and_works_when_followed(typed: str, said: str):
     words = shlex.split(typed)

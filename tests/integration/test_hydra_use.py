@@ -145,7 +145,7 @@ def test_the_version_is_ours(own: Path):
     assert (done.returncode, done.stdout) == (0, f"graphfold {Version.of().short}\n")
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(6)
 @pytest.mark.parametrize(
     ("word", "offered"),
     [

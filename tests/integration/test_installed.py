@@ -124,6 +124,7 @@ def test_the_commands_follow_one_pattern():
     }
 
 
+@pytest.mark.full
 def test_what_is_imported_is_what_is_asked_for():
     """Every dependency is imported by the program, and all that it imports is one, but for what
     torch brings itself.
@@ -138,6 +139,7 @@ def test_what_is_imported_is_what_is_asked_for():
     assert found == {normal(re.split("[<>=]", asked)[0]) for asked in PROJECT["dependencies"]}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", chosen(PROJECT["scripts"], ["graphfold-train"]))
 def test_installed_commands_explain_themselves(programs: Path, tmp_path: Path, name: str):
     said = called(programs, tmp_path, name, "--help")
@@ -150,6 +152,7 @@ def test_an_installed_plan(programs: Path, tmp_path: Path):
     assert "parameters" in said and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_an_installed_command_completes_what_is_typed(programs: Path, tmp_path: Path):
     rule = called(programs, tmp_path, "graphfold-train", "-sc", "install=bash")
     assert re.search(

@@ -61,6 +61,7 @@ def prepared(folder: Path) -> set[Path]:
     return set(folder.rglob("*"))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("typed", "said"), chosen(CASES, QUICK), ids=[typed for typed, _ in CASES])
 def test_a_mistake(tmp_path: Path, typed: str, said: str):
     before = prepared(tmp_path)

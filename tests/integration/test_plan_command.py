@@ -116,6 +116,7 @@ def test_json_is_all_there_is_on_stdout(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("what", SECTIONS)
 def test_a_section_alone(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
@@ -220,7 +221,7 @@ def test_suggestions_are_shown_with_their_price():
     assert "Nothing was found" in tables(plan, "memory")
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(15)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -301,6 +302,7 @@ TABLES: list[tuple[str, ...]] = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "overrides", chosen([(each,) for each in TABLES], [(TABLES[1],), (TABLES[4],)])
 )

@@ -225,7 +225,7 @@ def test_removed_key_in_saved_settings(changed: None):
 REMOVED = [change for change in CHANGED if isinstance(change, Removed)]
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(12)
 @pytest.mark.parametrize("change", REMOVED, ids=lambda change: change.key)
 def test_every_removed_key_is_explained(change: Removed, tmp_path: Path):
     """Typed it ends in one line; saved by a run it is refused until the advice is followed, or

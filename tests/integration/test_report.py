@@ -256,6 +256,7 @@ def test_without_a_step_there_are_no_pictures(tmp_path: Path):
     )
 
 
+@pytest.mark.full
 def test_many_runs_have_colours_of_their_own(tmp_path: Path):
     for number in range(12):
         write_run(tmp_path / f"{number:02}", loss=3 + number / 10, layers=number + 1)
@@ -332,6 +333,7 @@ def test_speed_stands_beside_what_measured_speeds_planned(runs: Path):
     assert speeds.count("3,002") == 1 and {"measured", "planned"} <= set(speeds)
 
 
+@pytest.mark.full
 def test_memory_on_the_cpu_is_said_to_be_more(tmp_path: Path):
     run_dir = write_run(tmp_path / "a", loss=2.0)
     assert main([str(tmp_path)]) == 0
@@ -354,6 +356,7 @@ def legend(folder: Path) -> list[str]:
     return [text for text in words(pictures(folder)[0]) if text.startswith("model.num_layers=")]
 
 
+@pytest.mark.full
 def test_of_many_runs_the_legend_names_the_ends(tmp_path: Path):
     for number in range(12):
         write_run(tmp_path / f"{number:02}", loss=3 + number / 10, layers=number + 1)

@@ -65,6 +65,7 @@ def test_what_only_one_reports_is_a_difference(tool: ModuleType):
     assert tool.first_difference(numbers(2), more, 2) == "step 1: no aux_loss in OLD"
 
 
+@pytest.mark.full
 def test_every_configuration_is_one_that_runs(tool: ModuleType):
     for chosen in tool.CONFIGURATIONS.values():
         processes = 2 if any(each.startswith("parallel.") for each in chosen) else 1

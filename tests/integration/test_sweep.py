@@ -149,6 +149,7 @@ def test_every_job_is_a_run_in_a_folder_of_its_own(swept: Done):
     assert losses[0] == pytest.approx(losses[-1], rel=1e-4)
 
 
+@pytest.mark.full
 def test_started_again_only_what_is_not_done_runs(swept: Done, corpus: tuple[str, ...]):
     """The same overrides in another order are the same sweep."""
     folder, layouts, _ = swept
@@ -291,7 +292,7 @@ NOTHING_TO_TRAIN = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 @pytest.mark.parametrize("overrides", MISTAKES)
 def test_a_mistake_costs_one_line_and_leaves_nothing(tmp_path: Path, overrides: str):
     done = run(tmp_path, *overrides.split())

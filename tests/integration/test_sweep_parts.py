@@ -153,6 +153,7 @@ def finished_run(run_dir: Path, *overrides: str) -> None:
     )
 
 
+@pytest.mark.full
 def test_a_run_whose_files_say_so_is_done(tmp_path: Path):
     """As when the sweep was killed before it could note that."""
     sweep, found = sweep_of(tmp_path, 2, 3)
@@ -351,6 +352,7 @@ BY_SLURM = (
 )
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("logs", "state", "reason"),
     [

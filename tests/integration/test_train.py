@@ -261,6 +261,7 @@ def test_two_processes_with_shared_experts_resume_exactly(tmp_path: Path, corpus
     assert untimed(metrics(tmp_path / "part"))[-5:] == untimed(metrics(tmp_path / "whole"))[-5:]
 
 
+@pytest.mark.full
 def test_the_layout_starts_its_processes(whole: tuple[Path, str], tmp_path: Path, corpus: str):
     line = command(corpus, "parallel.dp=2", "train.steps=12", "run_dir=run")
     done = run_forked(tmp_path, line, tree=True)
@@ -397,6 +398,7 @@ def test_a_second_run_does_not_overwrite_the_first(whole: tuple[Path, str], corp
     )
 
 
+@pytest.mark.full
 def test_continuing_with_other_data_is_refused(whole: tuple[Path, str], corpus: str):
     done = run_forked(
         whole[0].parent,

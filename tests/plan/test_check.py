@@ -237,6 +237,7 @@ def test_a_dropped_action_is_refused(case: Lists, data: st.DataObject):
     refuse(*case, rank, lambda actions: actions.pop(place))
 
 
+@pytest.mark.full
 @many
 @given(lowered(), st.data())
 def test_a_duplicated_action_is_refused(case: Lists, data: st.DataObject):
@@ -266,6 +267,7 @@ def test_a_dropped_operation_is_refused(case: Lists, data: st.DataObject):
         )
 
 
+@pytest.mark.full
 @many
 @given(lowered(), st.data())
 def test_swapped_compute_is_refused(case: Lists, data: st.DataObject):

@@ -55,7 +55,7 @@ def compared(*typed: str, slower: float | None = None) -> tuple[Run, LayoutCompa
     return run, compare_layouts(Plan(run), slower_gb_s=slower)
 
 
-@pytest.mark.every(5)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("typed", "trials"),
     [
@@ -145,6 +145,7 @@ def test_no_rank_has_less_than_the_bound():
         assert 0.5 * kept < bound < kept + 2**30
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("trials", chosen([80, layouts.MOST_TRIALS], [80]))
 def test_a_slower_network_turns_the_order(trials: int, monkeypatch: pytest.MonkeyPatch):
     """Experts over nodes are quicker on a fast network than on a slow one, beside what is not."""

@@ -216,6 +216,7 @@ def test_nothing_else_asks_which_dispatcher_it_is():
     assert asks - records - keys == others
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [

@@ -27,7 +27,7 @@ QWEN = (
 )
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 @pytest.mark.parametrize(
     "typed",
     [
@@ -57,6 +57,7 @@ def test_suggestions_hold_when_typed(typed: tuple[str, ...]):
     assert slowdowns == sorted(slowdowns)
 
 
+@pytest.mark.full
 def test_none_without_a_profile_or_for_what_does_not_fit():
     typed = (*LLAMA, "parallel.pp=2", "parallel.vpp=2")
     assert faster(Plan(load(*typed)))
@@ -64,6 +65,7 @@ def test_none_without_a_profile_or_for_what_does_not_fit():
     assert faster(Plan(load(*typed, "hardware.gpu_memory_gib=4"))) == ()
 
 
+@pytest.mark.full
 def test_a_faster_kernel_with_a_fixed_order():
     ordered = (*LLAMA, "train.deterministic=true")
     by_library = "train.attention_backend=transformer_engine"
@@ -103,7 +105,7 @@ def test_few_microbatches_stand_for_many(count: int, pp: int):
     assert Trials(0).seconds(run) == pytest.approx(Plan(run).step_seconds, rel=0.01)
 
 
-@pytest.mark.every(2)
+@pytest.mark.full
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("vpp", [1, 2])
 def test_no_other_split_of_eight_layers_is_quicker(pp: int, vpp: int):

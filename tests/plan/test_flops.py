@@ -89,6 +89,7 @@ def test_published_models_have_their_published_sizes(model: ModelConfig, total: 
     assert (count.total, count.active) == (total, active)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("preset", "total", "active"),
     [

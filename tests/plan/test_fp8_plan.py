@@ -156,6 +156,7 @@ def test_gradients_that_wait_take_half():
     assert waiting[1] < waiting[2] < 0.53 * waiting[0]
 
 
+@pytest.mark.full
 def test_the_command_plans_without_torch_or_the_library():
     code = (
         "import sys\n"

@@ -68,6 +68,7 @@ def test_a_name_is_that_of_the_axes(name: str):
     assert group.name == name and (special or name == "_".join(group.axes) + suffix)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("moe", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_communicators_are_planned_for_every_used_group(moe: bool, tied: bool):

@@ -128,6 +128,7 @@ MEASURED = (  # `+experiment=small …` on an H200: max_memory_allocated, GiB
 )
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("overrides", "measured"), MEASURED)
 def test_measured_peaks_are_within_three_percent(overrides: str, measured: float):
     run = load_overrides(["+experiment=small", *overrides.split()], 1)
@@ -344,6 +345,7 @@ def with_parallel(run: Run, **degrees: Any) -> Run:
     return check(dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **degrees)))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "model",
     [DENSE, MOE, dataclasses.replace(DENSE, tie_embeddings=True, num_kv_heads=8, qk_norm=True)],

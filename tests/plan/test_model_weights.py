@@ -124,7 +124,7 @@ def initial_by_name(name: str, dims: int, model: ModelConfig) -> Initial:
     return Initial.residual if leaf in ("wo", "w_down") else Initial.normal
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(12)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_modules_plan_and_blocks_match_the_weight_records(preset: str, layout: ParallelLayout):

@@ -465,7 +465,7 @@ def test_a_broken_file_is_refused_in_a_line(tmp_path: Path, capsys, old: str, ne
     assert ended.value.code == 2 and said in told and told.count("\n") == 1
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
@@ -546,6 +546,7 @@ def test_the_page_states_the_errors_of_planned_times():
         assert f"| {label} | {found['rows']} | {cells} |" in page
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("seed", range(20))
 def test_drawn_runs_have_times_that_add_up(seed: int):
     """On every pipeline rank what is done and what is idle make the step; speed costs no time."""

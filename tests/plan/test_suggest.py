@@ -118,6 +118,7 @@ def runs(count: int) -> list[Run]:
     return [run for run in found if run is not None][:count]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", chosen([2, 200], [2]))
 def test_suggestions_for_random_runs_fit_when_planned(count: int):
     without = 0
@@ -169,6 +170,7 @@ TIGHT = (
 )
 
 
+@pytest.mark.full
 def test_more_gpus_only_where_nothing_else_helps():
     tight = load(*TIGHT)
     suggestions = suggest(Plan(tight))
@@ -223,6 +225,7 @@ def test_nothing_helps_a_gpu_without_room():
     assert suggest(Plan(load("hardware.gpu_memory_gib=0.01"))) == ()
 
 
+@pytest.mark.full
 def test_paged_buffer_is_suggested_if_experts_do_not_fit():
     """Eight ranks could ask the experts of each for eight times the mean."""
     line = (

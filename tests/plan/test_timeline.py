@@ -199,6 +199,7 @@ def test_sending_never_shortens_a_step(name: str, chunks: int):
         assert spans[0] == simulate(schedule, v_shape=v_shape).makespan < spans[-1]
 
 
+@pytest.mark.full
 def test_lists_of_one_run_serve_another_with_other_times():
     """Plans that share what they know say what each says alone."""
     known = KnownSchedules()

@@ -98,6 +98,7 @@ WORLDS = [
 ]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("per_node", [1, 2, 3, 5, 6, 8, 12, 72])
 def test_nodes_follow_from_sizes_and_strides(per_node: int):
     kinds = [
@@ -429,6 +430,7 @@ def exposed(run: Run, order: str) -> float:
     return sum(traffic.seconds for traffic in traffic_of(run).values() if traffic.exposed)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("model", "world", "degrees"),
     [

@@ -176,6 +176,7 @@ def test_bad_steps_are_skipped(corpus: tuple[str, ...], tmp_path: Path, layout: 
     assert verify_checkpoint(newest_checkpoint(tmp_path / "run"))["updates"] == 5
 
 
+@pytest.mark.full
 def test_a_skipped_step_might_as_well_not_have_been(corpus: tuple[str, ...], tmp_path: Path):
     """Its data are gone, and nothing else: a run whose feed leaves them out has the same losses,
     to the bit.
@@ -212,6 +213,7 @@ def test_too_many_in_a_row_end_the_run(corpus: tuple[str, ...], tmp_path: Path, 
     assert len(seen) == 6 and saved_steps(tmp_path) == [3]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_stop_ends_at_the_first(corpus: tuple[str, ...], tmp_path: Path, layout: str):
     end, seen, _ = poisoned(corpus, tmp_path, layout, "train.on_bad_step=stop", bad_data(3, rank=0))
@@ -273,6 +275,7 @@ def test_rollback_resumes_with_other_data(
     assert saved_steps(tmp_path / "bad") == [6, 8]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rollbacks_are_limited(corpus: tuple[str, ...], tmp_path: Path, layout: str):
     policy = "train.on_bad_step=rollback train.max_rollbacks=2"
@@ -285,6 +288,7 @@ def test_rollbacks_are_limited(corpus: tuple[str, ...], tmp_path: Path, layout: 
     assert (len(seen), rollbacks) == (8, 2)
 
 
+@pytest.mark.full
 def test_rollback_without_a_checkpoint_ends(corpus: tuple[str, ...], tmp_path: Path):
     end, *_ = poisoned(corpus, tmp_path, "parallel.dp=1", "train.on_bad_step=rollback", bad_data(2))
     assert end == (

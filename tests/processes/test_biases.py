@@ -27,6 +27,7 @@ PHASES = (Recompute.attn_core, Recompute.norm, Recompute.mlp_act, Recompute.shar
 FP8 = PrecisionConfig(fp8=Fp8Config(Fp8Recipe.current, include=(Fp8Part.linear, Fp8Part.head)))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("name", "case"), chosen(CASES, [("dense", "tp 2 cp 2"), ("shared expert", "tp 2")])
 )
@@ -34,6 +35,7 @@ def test_biases_train_alike_in_every_layout(name: str, case: str):
     expect_one_process(layout_run(MODELS[name], *LAYOUTS[case]))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("parallel", chosen([{}, {"tp": 2}], [{}]), ids=str)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("fp8", chosen([False, True], [True]))

@@ -184,6 +184,7 @@ def test_source_split_in_three_has_the_same_losses(tmp_path: Path):
         assert row["loss"] == pytest.approx(parts, rel=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("alone", [pytest.param(True, marks=pytest.mark.full), False])
 def test_streams_resume_in_other_layouts(alone: bool, tmp_path: Path):
     trial = Trial(tmp_path)

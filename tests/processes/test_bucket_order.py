@@ -99,6 +99,7 @@ def watch(rank: int, model: ModelConfig, bucket: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("bucket", [1, 2000], ids=["a parameter each", "several parameters"])
 def test_buckets_are_fetched_as_forward_needs_them(bucket: int):
     for found in run_distributed(watch, 2, TINY, bucket):
@@ -135,6 +136,7 @@ def test_a_tied_table_is_fetched_first_and_summed_last():
         assert found["before_head"] == found["waited"] == found["fetched"]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_tied_table_on_two_stages_has_a_bucket_of_its_own(overlap: bool):
     """On the head's stage its gradient is reduced first and its rows are gathered last."""

@@ -106,6 +106,7 @@ def test_captured_training_equals_eager_training_bit_for_bit(layout: str, model:
             assert result["facts"].count or name in ("mlp", "moe")  # a rank may have no such layers
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "slots", [True, False], ids=["two in flight in one slot", "slots in one pool"]
 )
@@ -139,6 +140,7 @@ def memory_of(rank: int, runs: dict[int, Run]) -> dict[int, GraphFacts]:
     return {count: trained(rank, run)["facts"] for count, run in runs.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", chosen(["one rank", "pp2", "pp2 vpp2"], ["pp2"]))
 def test_memory_does_not_grow_with_the_number_of_microbatches(layout: str):
     runs = {}
@@ -190,7 +192,7 @@ def test_what_follows_a_captured_part_is_recomputed_as_before(monkeypatch: pytes
     assert per_step == [2 * 3 * 2] * STEPS
 
 
-@pytest.mark.every(2)
+@pytest.mark.full
 @pytest.mark.parametrize("dispatcher", [DispatcherKind.all_gather, DispatcherKind.all_to_all])
 def test_experts_padded_are_captured_over_ranks(dispatcher: DispatcherKind):
     """Every size is known: no phase waits, also where the filled rows are as many as all
@@ -252,6 +254,7 @@ def validated(rank: int, run: Run) -> list[str]:
     return ways
 
 
+@pytest.mark.full
 def test_a_resumed_run_validates_as_one_without_graphs(tmp_path: Path):
     settings = (*corpus_in(tmp_path), "checkpoint.interval=5")
     graphs = (
@@ -330,6 +333,7 @@ def several_with_kernels(rank: int, runs: dict[str, Run]) -> dict[str, dict[str,
         return several(rank, runs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", chosen(DTYPES, [Dtype.bfloat16]), ids=DTYPE_NAMES)
 @pytest.mark.parametrize("model", chosen(("moe", "dense"), ["dense"]))
 def test_norm_gradients_equal_for_every_backward(model: str, dtype: Dtype):

@@ -91,6 +91,7 @@ def test_changed_data_are_refused_or_accepted_and_listed(tmp_path: Path):
     assert rows(told, "changed") == ["train.steps: 4 -> 6"]
 
 
+@pytest.mark.full
 def test_the_same_files_elsewhere_are_the_same_data(tmp_path: Path):
     """Resuming accepts a moved corpus; one that has also changed is refused by both runs."""
     trial = Trial(tmp_path)
@@ -109,6 +110,7 @@ def test_the_same_files_elsewhere_are_the_same_data(tmp_path: Path):
     assert not any((tmp_path / "runs").glob("*"))
 
 
+@pytest.mark.full
 def test_resume_auto_follows_the_data(tmp_path: Path):
     """Two runs in one folder each resume with their own corpus, wherever it is now."""
     other = tmp_path / "other"
@@ -129,6 +131,7 @@ def test_resume_auto_follows_the_data(tmp_path: Path):
     assert passed.startswith(f"{second}/checkpoints/step-00000002: data.path=")
 
 
+@pytest.mark.full
 def test_checkpoint_without_data_record_resumes_with_notice(tmp_path: Path):
     trial = Trial(tmp_path)
     assert trial.checkpoint
@@ -144,6 +147,7 @@ def test_checkpoint_without_data_record_resumes_with_notice(tmp_path: Path):
     assert rows(trial.resumes("train.steps=6"), "data") == []
 
 
+@pytest.mark.full
 def test_a_stream_is_compared_too(tmp_path: Path):
     lines = [json.dumps({"text": f"document {n} " * 9}) for n in range(300)]
     (tmp_path / "hub").mkdir()

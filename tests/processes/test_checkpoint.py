@@ -125,7 +125,7 @@ SAME_LAYOUT = [
 ]  # fmt: skip
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 @pytest.mark.parametrize(("name", "dp", "ep", "params"), SAME_LAYOUT)
 def test_resume_at_the_same_layout_is_bit_identical(
     name: str, dp: int, ep: int, params: Dtype, tmp_path: Path
@@ -184,6 +184,7 @@ def saved(
     return request.param, newest_checkpoint(folder.parent), expected
 
 
+@pytest.mark.every(2)
 def test_loading_at_another_layout_resumes_alike(saved: tuple[tuple[int, int], Path, Any]):
     layout, path, wanted = saved
     plain, exact = run_distributed(never_stop, 1, steady(1, 1))[0]
@@ -238,6 +239,7 @@ def precision_changes(rank: int, folder: Path) -> bool:
     return all(torch.equal(a, b) for a, b in zip(*mains, strict=True))
 
 
+@pytest.mark.full
 def test_bf16_run_resumed_in_fp32_keeps_main_parameters(tmp_path: Path):
     assert run_distributed(precision_changes, 1, tmp_path / CHECKPOINTS) == [True]
 

@@ -159,6 +159,7 @@ def save_until_full(rank: int, run: Run, folder: Path, full: str) -> tuple[str, 
     return "saved", bool(asked)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("full", ["rank-00001.safetensors", "manifest.json", ".latest.tmp"])
 def test_full_disk_is_reported_on_all_ranks(full: str, tmp_path: Path):
     """/dev/full has no room for anything. Saving beside training says what saving in between
@@ -208,6 +209,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return corpus_in(tmp_path_factory.mktemp("corpus"))
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("step", "asynchronous"), [(4, True), (4, False), (8, True), (8, False)])
 def test_a_run_ends_with_the_first_step_after_a_full_disk(
     corpus: tuple[str, ...], tmp_path: Path, step: int, asynchronous: bool
@@ -245,6 +247,7 @@ def train_slowly_written(rank: int, run: Run, told_at: dict[int, int]) -> tuple[
     return finished, os.fspath(newest_checkpoint(Path(run.run_dir)).name)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("told_at", "step"), [({}, 4), ({1: 3}, 3)], ids=["end", "signal"])
 def test_the_last_one_is_waited_for(
     corpus: tuple[str, ...], tmp_path: Path, told_at: dict[int, int], step: int

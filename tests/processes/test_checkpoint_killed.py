@@ -190,6 +190,7 @@ def faults(left: dict[str, Path], find: Callable[[Path], str | None]) -> list[st
     return [f"{moment}: {fault}" for moment, run_dir in left.items() if (fault := find(run_dir))]
 
 
+@pytest.mark.full
 def test_the_newest_checkpoint_is_whole(deaths: tuple[Scenario, dict[str, Path]]):
     scenario, left = deaths
 
@@ -243,6 +244,7 @@ def test_every_checkpoint_that_is_offered_is_whole(deaths: tuple[Scenario, dict[
     assert faults(left, find) == []
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("later", [0, 1], ids=["same step", "next step"])
 def test_next_run_saves_and_removes_leftovers(
     deaths: tuple[Scenario, dict[str, Path]], later: int, tmp_path: Path

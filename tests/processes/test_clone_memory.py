@@ -70,6 +70,7 @@ def test_clone_weights_arrive_and_gradients_return(
     assert run_distributed(compare, ranks) == [[]] * ranks
 
 
+@pytest.mark.full
 def test_what_layers_do_not_do_needs_a_barrier_more(tmp_path: Path, monkeypatch: Patches):
     """Without it, what lies there is written over while a late rank reads it; forward and backward
     as layers have them come through, and gradients of weights that come later.

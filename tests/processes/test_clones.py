@@ -90,7 +90,7 @@ def expect_like_without(plain: Run, echo: EchoConfig) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.cover(1)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("algorithm", CloneAlgorithm, ids=lambda each: each.value)
 @pytest.mark.parametrize("layout", chosen([*TRAINED], ["ep4", "pp2 ep2"]))
 def test_gradients_are_those_without_clones(layout: str, algorithm: CloneAlgorithm):
@@ -127,6 +127,7 @@ def test_captured_like_eager(layout: str):
             )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", chosen(["ep2", "zero bubble ep2"], ["ep2"]))
 @pytest.mark.parametrize(
     "options",

@@ -137,6 +137,7 @@ def sampled(rank: int, parallel: ParallelConfig, model: ModelConfig) -> list[int
     return list(sample_tokens(engine_of(run, rank), [1, 2, 3], 12, **facts))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "degrees", [dict(tp=2), dict(cp=2), dict(tp=2, cp=2), dict(pp=2, tp=2)], ids=str
 )

@@ -92,7 +92,7 @@ def check_continued(
     assert moved.abs().median().item() == pytest.approx(shares[0] * LR, rel=1e-2)
 
 
-@pytest.mark.every(2)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "layout", "schedule"),
     [("llama", "tp=2", WSD), ("mixtral", "ep=2 dp=2", REWARMED)],

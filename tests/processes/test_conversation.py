@@ -71,6 +71,7 @@ def both(engine: Engine) -> list[tuple[list[int], list[int]]]:
     return [turns(engine, questions, most, how) for how in (GREEDY, sampling) for most in (64, 0)]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["dense", "moe", "latent", "static", "windows", "sinks"])
 def test_growing_text_is_answered_as_anew(name: str):
     (found,) = run_distributed(here, 1, run_of(name), both)

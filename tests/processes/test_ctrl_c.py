@@ -84,6 +84,7 @@ def test_whoever_listened_before_is_not_interrupted_afterwards():
     assert request.signal is signal.SIGINT
 
 
+@pytest.mark.full
 def test_torchrun_passes_it_on(tmp_path: Path):
     ends = ["0:sleep", "1:sleep"]
     twice_at_once = [signal.SIGINT, signal.SIGINT]
@@ -145,6 +146,7 @@ def test_while_composing_it_costs_a_line(tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("presses", "grace_s", "ends_with"), [(1, 0.2, 130), (1, 60.0, 3), (2, 60.0, 130)]
 )

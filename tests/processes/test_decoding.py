@@ -38,6 +38,7 @@ QUICK = [("moe", "tp 2 ep 2"), ("dense", "pp 2 tp 2"), ("latent", "tp 2"), ("moe
          ("static", "ep 2"), ("latent", "pp 2"), ("windows", "pp 2 tp 2")]  # fmt: skip
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_and_logits_are_those_of_whole_sequences(name: str):
     sequences, found, plain, exact = alone(name)
@@ -51,7 +52,7 @@ def test_tokens_and_logits_are_those_of_whole_sequences(name: str):
     assert len({token for sequence in sequences for token in sequence}) > 8, "says something"
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("name", "layout"), chosen(PAIRS, QUICK))
 def test_every_layout_generates_same_text(name: str, layout: str):
     sequences, _, plain, exact = alone(name)
@@ -165,6 +166,7 @@ def held_and_planned(engine: Engine) -> tuple[list[int], list[int]]:
     return found, [planned.weights, *planned.caches, planned.keys_values]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("name", "layout"),
     chosen(

@@ -43,7 +43,7 @@ def trained(rank: int, run: Run) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("parallel", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("model", sampled(MODELS, 3))
 def test_the_same_bits_as_autograd(model: str, parallel: ParallelConfig):

@@ -32,6 +32,7 @@ def run_of(name: str, phases: Any = (), **parallel: Any) -> Run:
     return layout_run(MODELS[name], parallel, phases=phases, data=PACKED)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "case"), chosen(PAIRS, QUICK))
 def test_layouts_equal_one_process(name: str, case: str):
     expect_one_process(layout_run(MODELS[name], *CASES[case], data=PACKED))

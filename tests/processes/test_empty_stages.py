@@ -104,7 +104,7 @@ def one_process(name: str, dp: int) -> tuple[Found, Found]:
 QUICK = CASES[0], CASES[1], CASES[3], CASES[8]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("name", "choice"), chosen(CASES, QUICK), ids=short)
 def test_trains_validates_and_samples_like_one_process(name: str, choice: dict[str, Any]):
     run = run_of(MODELS[name], **choice)
@@ -151,7 +151,7 @@ CAPTURED = (
 )
 
 
-@pytest.mark.every(3)
+@pytest.mark.full
 @pytest.mark.parametrize(("choice", "names"), CAPTURED, ids=short)
 def test_captured_training_equals_eager_training_bit_for_bit(
     choice: dict[str, Any], names: tuple[str, ...]

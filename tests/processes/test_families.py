@@ -85,6 +85,7 @@ def ours_trained(rank: int, run: Run) -> tuple[list[float], dict[str, torch.Tens
     return losses, whole_parameters(engine)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", [*BLOCKS, *TABLES, "gpt_oss"])
 def test_steps_equal_transformers(name: str, tmp_path: Path):
     hf, model = save_random(name, tmp_path)
@@ -123,6 +124,7 @@ def test_layouts_equal_one_process(name: str, layout: str):
 PHASES = (Recompute.attn_core, Recompute.norm, Recompute.mlp_act)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", chosen([*BLOCKS, *TABLES], BLOCKS))
 @pytest.mark.parametrize("parallel", chosen([{}, {"tp": 2}], [{}]), ids=str)
 def test_recomputed_and_captured_parts_change_nothing(name: str, parallel: dict[str, Any]):
@@ -142,6 +144,7 @@ def test_recomputed_and_captured_parts_change_nothing(name: str, parallel: dict[
             assert same(result, eager), what
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "name", chosen([*BLOCKS, *TABLES, "gpt_oss"], ["gemma2", "gpt_oss", "cohere2"])
 )

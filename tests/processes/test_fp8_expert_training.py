@@ -104,6 +104,7 @@ STAGES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", chosen(STAGES, ["zero_bubble_v"]))
 def test_stages_change_no_bits(schedule: str):
     parallel, name = STAGES[schedule]
@@ -166,6 +167,7 @@ GRAPHS: dict[str, tuple[MoEConfig, dict[str, Any], dict[str, CudaGraphConfig]]] 
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", chosen(GRAPHS, ["ep2 static"]))
 def test_captured_training_equals_eager_training_bit_for_bit(layout: str):
     """On the stand-in, whose replays rerun the work: counts per step equal eager ones."""
@@ -188,6 +190,7 @@ def test_loss_falls_as_without_fp8():
     assert abs(narrow[-1] - wide[-1]) < 0.1 * wide[0]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("graph", ["none", "full_iteration"])
 def test_resumed_training_repeats_bit_for_bit(graph: str, tmp_path: Any):
     given = (

@@ -76,6 +76,7 @@ def test_overflows_of_weights_are_counted(one_rank: Lines):
     assert advice is not None and "precision.fp8.margin=1" in advice
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", chosen(LAYOUTS, ["full iteration", "zero bubble"]))
 def test_overflows_are_counted_alike_in_every_layout(one_rank: Lines, name: str):
     """Matrices are bit-identical in all layouts."""
@@ -84,6 +85,7 @@ def test_overflows_are_counted_alike_in_every_layout(one_rank: Lines, name: str)
         assert found == one_rank
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("axis", chosen(["tp", "cp", "dp"], ["tp"]))
 def test_ranks_with_parts_of_matrices_say_the_same(axis: str):
     first, second = run_distributed(measured, 2, run_of(parallel=ParallelConfig(**{axis: 2})))

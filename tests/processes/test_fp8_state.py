@@ -73,6 +73,7 @@ def one_rank() -> list[Scales]:
     return run_distributed(steps_of, 1, run_of(), 3)[0]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_of_a_layer_agree_and_see_all_tokens_and_parts(layout: str):
     one = one_rank()
@@ -142,6 +143,7 @@ def taken_again(rank: int, run: Run) -> tuple[list[Any], list[int | None], Scale
     return seen, again, scales
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("graph", chosen(GRAPHS.values(), [EAGER]), ids=GRAPHS)
 def test_rerun_step_counts_once(graph: CudaGraphConfig):
     """It computes what memory for all rows computes, to the last bit."""
@@ -183,7 +185,7 @@ def saved_and_loaded(rank: int, runs: tuple[Run, Run], folder: Path) -> tuple[An
     return found
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(10)
 @pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
 @pytest.mark.parametrize(
     "parallel", [ParallelConfig(tp=2), ParallelConfig(pp=2)], ids=["tp2", "pp2"]

@@ -136,6 +136,7 @@ STAGE_CASES = [*itertools.product(RECIPES, STAGES)]
 STAGES_QUICK = [(Fp8Recipe.current, "zero_bubble_v"), (Fp8Recipe.block, "1f1b")]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("recipe", "schedule"), chosen(STAGE_CASES, STAGES_QUICK))
 def test_stages_change_no_bits(recipe: Fp8Recipe, schedule: str):
     """Each has whole microbatches, in order: sums are the same, whenever they are computed. Only
@@ -265,7 +266,7 @@ LIBRARY_QUICK = [
 ]
 
 
-@pytest.mark.every(2)
+@pytest.mark.full
 @pytest.mark.parametrize(("recipe", "layout"), chosen(LIBRARY_CASES, LIBRARY_QUICK))
 def test_what_transformer_engine_captures_equals_eager_training(
     recipe: Fp8Recipe, layout: str, monkeypatch: pytest.MonkeyPatch
@@ -419,6 +420,7 @@ def rolled_back(rank: int, run: Run, folder: Path) -> list[list[float]]:
     return found
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_rollback_drops_quantised_copies_of_later_weights(recipe: Fp8Recipe, tmp_path: Path):
     run = with_experts(recipe, CudaGraphConfig())
@@ -435,7 +437,7 @@ def test_loss_falls_as_without_fp8(recipe: Fp8Recipe):
     assert abs(narrow[-1] - wide[-1]) < 0.1 * wide[0]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("recipe", "graph"),
     [("current", "none"), ("block", "full_iteration"), ("delayed", "full_iteration")],

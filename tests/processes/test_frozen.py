@@ -163,6 +163,7 @@ def expect_planned_memory(engine: Engine) -> None:
     assert planned["optimizer"] == 4 * states
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", chosen(LAYOUTS, QUICK))
 def test_layouts_freeze_like_one_process(one_process: dict[str, Trained], name: str):
     kind, case = LAYOUTS[name]
@@ -233,6 +234,7 @@ def resumed(rank: int, run: Run, path: Path) -> tuple[dict[str, torch.Tensor], d
     return whole_parameters(engine), {each.spec.name: each.main.numel() for each in engine.frozen}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("whole", (True, False), ids=("with frozen", "without"))
 def test_resume_in_any_layout(tmp_path: Path, whole: bool):
     kept = dataclasses.replace(run_of(alone("moe")).checkpoint, frozen=whole)

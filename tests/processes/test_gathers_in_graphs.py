@@ -130,6 +130,7 @@ HISTORIES = {  # graphs, and whether gathers run beside the step
 GATHERS_QUICK = [("dp2, skipped updates", 3)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("case", "count"),
     chosen([*GATHERS_QUICK, *((case, len(HISTORIES)) for case in CASES)], GATHERS_QUICK),
@@ -217,6 +218,7 @@ def numbers(events: list[tuple[str, Any]], kind: str) -> list[int]:
     return [number for each, number in events if each == kind]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("graph", [WHOLE, UPDATING], ids=["passes", "with the update"])
 @pytest.mark.parametrize("overlap", [True, False], ids=["beside", "before"])
 @pytest.mark.parametrize("case", chosen(["dp2", "dp2 pp2 vpp2"], ["dp2"]))

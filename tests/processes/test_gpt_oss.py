@@ -54,6 +54,7 @@ def test_gpt_oss_trains_alike_in_every_layout(case: str):
     expect_one_process(layout_run(model, parallel, schedule))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", chosen(["own", "static", "FP8"], ["static"]))
 def test_graphs_and_recompute_change_no_bit_of_gpt_oss(name: str):
     model = MODEL if name == "own" else STATIC

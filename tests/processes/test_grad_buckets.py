@@ -243,6 +243,7 @@ ROUTES = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("route", "dtype"), ROUTES, ids=str)
 def test_all_paths_give_same_main_gradients(route: str, dtype: torch.dtype):
     writes = (False, True) if dtype == torch.bfloat16 and route != "replayed" else (False,)

@@ -107,7 +107,7 @@ def memory_of(rank: int, runs: dict[int, Run]) -> list[tuple[int, int, int, int]
     return found
 
 
-@pytest.mark.every(4)
+@pytest.mark.full
 @pytest.mark.parametrize("scope", ["partial", "layer"])
 @pytest.mark.parametrize("key", list(GraphKey), ids=lambda key: key.value)
 @pytest.mark.parametrize("layout", chosen(["one rank", "pp2", "pp2 vpp2"], ["pp2"]))
@@ -126,6 +126,7 @@ def test_static_memory_is_constant_and_holds_planned_inputs(layout: str, key: Gr
             assert sum(sizes[2:]) <= 1.01 * (cut + pool), found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("phases", [(Recompute.attn_core, Recompute.norm, Recompute.mlp_act)])
 def test_recomputation_and_noise_within_captured_parts(phases: tuple[Recompute, ...]):
     again = RecomputeConfig(phases=phases)
@@ -189,6 +190,7 @@ def test_another_order_than_the_list_is_noticed():
         run_distributed(told_otherwise, 2, run)
 
 
+@pytest.mark.full
 def test_a_resumed_run_resumes_as_one_without_graphs(tmp_path: Path):
     settings = (*corpus_in(tmp_path), "checkpoint.interval=5")
     graphs = (

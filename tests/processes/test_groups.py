@@ -226,6 +226,7 @@ def own_number(rank: int) -> int:
     return rank
 
 
+@pytest.mark.full
 def test_ranks_that_return_at_once_fail_no_others():
     for _ in range(40):
         assert run_distributed(own_number, 3) == [0, 1, 2]

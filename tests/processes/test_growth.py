@@ -81,6 +81,7 @@ CASES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "steps"),
     chosen([(name, 400) for name in CASES] + [("one rank", 120)], [("one rank", 120)]),

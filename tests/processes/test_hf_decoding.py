@@ -76,6 +76,7 @@ def compared(rank: int, case: str) -> tuple[Any, Any]:
     return mine, ([written(hf, prompt) for prompt in PROMPTS], lost(hf, text))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "case", chosen(CASES, ["llama-gqa", "ministral", "deepseek-v3", "llama-dynamic"])
 )

@@ -63,6 +63,7 @@ def check_round_trip(
         assert {key for key in before if before[key].dtype != after[key].dtype} == set()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("name", "there", "back"),
     [
@@ -75,6 +76,7 @@ def test_out_is_what_came_in(name: str, there: Any, back: Any, tmp_path: Path):
     check_round_trip(name, there, back, tmp_path)
 
 
+@pytest.mark.full
 def test_bf16_comes_out_as_it_came_in(tmp_path: Path):
     check_round_trip("qwen3_moe", LAYOUTS["ep4"], LAYOUTS["tp2·pp2·ep2"], tmp_path, BF16)
 
@@ -101,6 +103,7 @@ MIXTRAL = with_model(
 )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("run", [DENSE, MIXTRAL], ids=["dense", "experts"])
 @torch.no_grad()
 def test_transformers_continues_a_text_as_we_do(

@@ -225,6 +225,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_the_system_refuses_one_rank_ends_all(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -43,7 +43,7 @@ def losses_after_loading(rank: int, run: Run, path: str) -> list[tuple[float, fl
     return train_steps(run, engine, 2)
 
 
-@pytest.mark.every(6)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "layout", "params"),
     [
@@ -174,6 +174,7 @@ def test_every_weight_keeps_the_type_that_it_has(tmp_path: Path):
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
+@pytest.mark.full
 def test_rounded_weights_are_reported(tmp_path: Path):
     """By a run in the type of the others, and by who only asks the model; not in fp32."""
     save_mixed(tmp_path / "theirs")

@@ -43,7 +43,7 @@ def check_layout(name: str, layout: dict[str, int], folder: Path) -> None:
     assert found[0][1][0] < found[0][0][0] + 1  # a step was taken from there
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(6)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

@@ -86,7 +86,7 @@ def compare(run: Run) -> None:
         assert backward == pytest.approx(memory.total + memory.backward, rel=0.05)
 
 
-@pytest.mark.cover(1)
+@pytest.mark.every(7)
 @pytest.mark.parametrize(("model", "choices"), sampled(CUT.values(), 3), ids=CUT)
 def test_dense_layers_and_the_ends_of_a_model_that_are_cut(
     model: ModelConfig, choices: dict[str, Any]
@@ -144,7 +144,7 @@ FROZEN: dict[str, tuple[ModelConfig, tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 @pytest.mark.parametrize("name", FROZEN)
 def test_frozen_parameters_keep_less(name: str):
     model, frozen, choices = FROZEN[name]
@@ -163,6 +163,7 @@ ADAPTED: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", chosen(ADAPTED, ["tp 2", "experts"]))
 def test_adapters_keep_their_inputs(name: str):
     model, choices = ADAPTED[name]

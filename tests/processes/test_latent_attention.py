@@ -35,7 +35,7 @@ def run_of(name: str, phases: Any = (), **parallel: Any) -> Run:
     return layout_run(MODELS[name], parallel, phases=phases)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("name", "case"), chosen(PAIRS, [("latent", case) for case in QUICK]))
 def test_layouts_equal_one_process(name: str, case: str):
     expect_one_process(layout_run(MODELS[name], *CASES[case]))

@@ -96,6 +96,7 @@ def expect_parity(
             one_process[case[0]].expect(found, case)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", QUICK)
 def test_a_layout_has_parity(shortly, name: str):
     expect_parity([QUICK[name]], shortly, train=SHORT)

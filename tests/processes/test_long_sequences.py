@@ -26,6 +26,7 @@ MODELS = {
 CASES = [(name, case) for name in MODELS for case in LAYOUTS]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("name", "case"),
     chosen(CASES, [("longrope", "cp 2"), ("dynamic", "pp 2 split backward"), ("longrope", "tp 2")]),
@@ -34,6 +35,7 @@ def test_long_sequences_train_alike_in_every_layout(name: str, case: str):
     expect_one_process(layout_run(MODELS[name], *LAYOUTS[case]))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_recompute_and_graphs_change_no_bit(name: str):
     plain = layout_run(MODELS[name], {})

@@ -61,6 +61,7 @@ def full_disk() -> int:
 LOST = {"Broken pipe": pipe_to_nobody, "No space left on device": full_disk}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("why", LOST)
 def test_run_survives_lost_stdout_with_one_notice(why: str, tmp_path: Path):
     settings = ("train.steps=3", "checkpoint.interval=3", "log.console=true", "log.interval=1")

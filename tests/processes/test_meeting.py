@@ -97,6 +97,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.every(2)
 def test_another_program_at_the_address_of_a_store_is_named(program: int):
     """In a process of its own: what has asked torch for an answer waits for it to its end.
 
@@ -134,6 +135,7 @@ def test_self_connection_is_no_listener(monkeypatch: pytest.MonkeyPatch):
         join_store("127.0.0.1", port)
 
 
+@pytest.mark.full
 def test_torchrun_names_another_program_where_launchers_meet(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -180,6 +182,7 @@ def test_the_folder_of_the_attempt_before_is_taken(
     assert attempt.earlier(run) == place, "every attempt notes it anew"
 
 
+@pytest.mark.full
 def test_a_folder_that_a_stranger_names_is_refused(launch: tuple[Attempt, dist.Store]):
     attempt, store = launch
     attempt.note(Path("runs/mine"))

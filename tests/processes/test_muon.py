@@ -70,6 +70,7 @@ def test_layouts_train_like_one_process(one_process: dict[str, Trained], name: s
             assert error(found[kind][key], value) < 1e-5, (kind, key)
 
 
+@pytest.mark.full
 def test_blocks_are_updated_alone(one_process: dict[str, Trained]):
     """Approximate: other parameters than those of whole matrices, and only where tp divides."""
     blocks = dataclasses.replace(MUON, muon=dataclasses.replace(FP32, tp=MuonTp.blocks))

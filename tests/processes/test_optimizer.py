@@ -317,7 +317,7 @@ MANY = [Case(*world, bucket=300) for world in WORLDS] + [
 UPDATES = [*(Case(*world) for world in WORLDS), Case(clip=0), Case(4, 2, clip=0), *MANY]
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("case", UPDATES, ids=str)
 def test_updates_equal_torch_adamw(case: Case):
     ranks = check_against_torch(case)
@@ -363,7 +363,7 @@ BAD = [
 ]
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 @pytest.mark.parametrize("case", BAD, ids=str)
 def test_a_bad_gradient_on_one_rank_skips_the_update_on_all(case: Case):
     for rank in check_against_torch(case):
@@ -478,6 +478,7 @@ def memory(rank: int, run: Any) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("params", list(DTYPES), ids=lambda d: d.value)
 @pytest.mark.parametrize(("world", "ep"), sampled([(4, 2), (1, 1), (2, 1), (4, 1), (4, 4)], 5))
 def test_memory_is_that_of_the_plan(world: int, ep: int, params: Dtype):

@@ -88,6 +88,7 @@ def test_rows_from_pages_equal_originals(layout: str):
             assert same(result, kept), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "graph", chosen(["full iteration", "partial", "eager"], ["full iteration"])
 )

@@ -57,7 +57,7 @@ def one_process(name: str, normalize: Normalize) -> OneProcess:
     return OneProcess.of(run_of(MODELS[name], 1, 1, normalize=normalize), STEPS)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("normalize", list(Normalize), ids=lambda n: n.value)
 @pytest.mark.parametrize(("name", "dp", "ep"), sampled(CASES, 3))
 def test_layout_equals_one_process(name: str, dp: int, ep: int, normalize: Normalize):

@@ -73,6 +73,7 @@ def test_peer_transport_equals_collectives(tmp_path: Path, ranks: int, rounds: i
     assert run_distributed(compare, ranks) == [[]] * ranks
 
 
+@pytest.mark.full
 def test_one_half_would_not_be_enough(tmp_path: Path):
     memory, sizes = tmp_path / "memory", SIZES[0][2]
     compare = functools.partial(both, memory=memory, sizes=sizes, rounds=1, halves=1)

@@ -48,7 +48,7 @@ def one_process(name: str, mbs: int) -> OneProcess:
     return OneProcess.of(run_of(MODELS[name], mbs), STEPS)
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(12)
 @pytest.mark.parametrize(("name", "choice"), CASES)
 def test_pipeline_equals_one_process(name: str, choice: dict[str, Any]):
     run = run_of(MODELS[name], **choice)
@@ -67,6 +67,7 @@ def validated(engine: Engine, counts: list[int]) -> Validated:
     return {n: loss for n, (loss, _) in found.items()}, {n: told for n, (_, told) in found.items()}
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "choice",
     [

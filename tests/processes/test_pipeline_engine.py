@@ -45,6 +45,7 @@ COUNTED = (
 )
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("choice", COUNTED, ids=str)
 def test_no_more_microbatches_are_alive_than_planned(choice: dict[str, Any]):
     run = run_of(MODELS["dense"], **choice)
@@ -111,6 +112,7 @@ def held_up(rank: int, run: Run) -> tuple[str, list[int]]:
     return words.getvalue(), codes
 
 
+@pytest.mark.full
 def test_every_rank_reports_where_it_is_stuck():
     run = run_of(MODELS["dense"], mbs=4, pp=2, timeout_s=0.8)
     (first, codes), (second, others) = run_distributed(held_up, 2, run)
@@ -122,6 +124,7 @@ def test_every_rank_reports_where_it_is_stuck():
     )
 
 
+@pytest.mark.full
 def test_a_resting_rank_is_never_stuck(capsys: pytest.CaptureFixture[str]):
     watchdog = Watchdog(3, 0.1)
     with watchdog.running(end=pytest.fail):

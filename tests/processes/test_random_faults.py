@@ -298,7 +298,7 @@ def with_room(corpus: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory)
 DISKS = [(kind, seed) for kind in ("counted", "mounted") for seed in range(8)]
 
 
-@pytest.mark.every(len(DISKS))
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "seed"), DISKS)
 def test_a_full_disk_loses_nothing_that_was_committed(
     kind: str, seed: int, corpus: tuple[str, ...], with_room: Path, tmp_path: Path

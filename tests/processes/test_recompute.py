@@ -47,7 +47,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.cover(1)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("options", sampled(OPTIONS, 3), ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_all_parts_change_nothing(name: str, options: dict[str, Any]):
@@ -63,6 +63,7 @@ def test_all_parts_change_nothing(name: str, options: dict[str, Any]):
 SINGLY = sampled([(phases,) for phases in PARTS], 4)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "phases", SINGLY, ids=lambda phases: "+".join(part.value for part in phases)
 )

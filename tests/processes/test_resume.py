@@ -303,6 +303,7 @@ def told_by(rank: int, folder: Path, run: Run) -> dict[str, str]:
     return {name: text for name, text in rows}
 
 
+@pytest.mark.full
 def test_two_models_in_one_place(tmp_path: Path):
     """Each resumes its own run and reports the other as passed over; a third model starts anew."""
     settings = (*corpus_in(tmp_path / "corpus"), "resume=auto", "log.console=true")

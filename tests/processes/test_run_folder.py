@@ -86,6 +86,7 @@ LOST: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("fault", LOST)
 def test_without_a_pointer_the_newest_whole_one_is_taken(tmp_path: Path, fault: str):
     folder = tmp_path / "a"
@@ -161,6 +162,7 @@ def save_among_strays(rank: int, folder: Path) -> None:
         saver.save(folder, Progress(step, step, step), {})
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", STRAYS)
 def test_strays_do_not_hinder_saving(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str):
     folder, outside = tmp_path / "run" / CHECKPOINTS, tmp_path / OUTSIDE
@@ -477,6 +479,7 @@ REMOVED = [
 QUICK = [("folder", 2, 1), ("metrics", 2, 2), ("metrics", 0, 1), ("replaced", 0, 1)]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("what", "interval", "dp"), chosen(REMOVED, QUICK))
 def test_run_reports_removed_files(
     corpus: tuple[str, ...], tmp_path: Path, what: str, interval: int, dp: int

@@ -51,6 +51,7 @@ def test_epochs_need_one_source_of_known_length(data: list[str]):
         load_overrides(["train.epochs=2", *data])
 
 
+@pytest.mark.full
 def test_epochs_are_counted_in_the_data(tmp_path: Path):
     (tmp_path / "text.txt").write_text("abcdefg\n" * 240)  # 60 sequences of 32 bytes, and an end
     files = "data=text", f"data.path={tmp_path}/text.txt", f"data.cache_dir={tmp_path}/cache"

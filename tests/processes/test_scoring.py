@@ -60,6 +60,7 @@ def exactly(rank: int, run: Run) -> Values:
 QUICK = [("moe", "tp 2 ep 2"), ("latent", "pp 2"), ("dense", "cp 2"), ("moe", "ep 2")]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "layout"), chosen([*PAIRS, ("moe", "")], [*QUICK, ("moe", "")]))
 def test_losses_are_those_of_whole_forwards(name: str, layout: str):
     one = run_of(name)

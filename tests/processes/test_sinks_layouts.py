@@ -28,6 +28,7 @@ MODEL = dataclasses.replace(
 )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("case", chosen(list(LAYOUTS), ["tp 2 cp 2", "cp 2 heads"]))
 def test_sinks_train_alike_in_every_layout(case: str):
     expect_one_process(layout_run(MODEL, *LAYOUTS[case]))

@@ -71,7 +71,7 @@ def test_two_microbatches_in_one_slot_give_wrong_numbers():
     assert not same(wrong[0], eager[0])
 
 
-@pytest.mark.every(2)
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{"shared_overlap": True}, {"capacity_factor": 1.0}], ids=str)
 def test_with_what_else_an_moe_layer_may_have(options: dict[str, Any]):
     runs = {name: run_of("ep2", CHOICES[name], **options) for name in WHOLE}
@@ -139,6 +139,7 @@ def test_skewed_routers_overflow_in_every_step():
         assert ours["seen"] == exact["seen"] and ours["validated"] == exact["validated"]
 
 
+@pytest.mark.full
 def test_after_two_such_steps_there_is_memory_for_more(capfd: pytest.CaptureFixture[str]):
     """Graphs are captured anew, training and validation, and compute what they did; one line says
     so.

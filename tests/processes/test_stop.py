@@ -119,6 +119,7 @@ def told_after_its_last_step(rank: int, run: Run) -> None:
     train_rank(rank, run, {})
 
 
+@pytest.mark.full
 def test_a_run_that_lacks_only_its_end_resumes_to_it(corpus: tuple[str, ...], tmp_path: Path):
     settings = (*corpus, "train.steps=2", f"run_dir={tmp_path}/run", "resume=auto")
     run = composed(settings, 1)
@@ -156,6 +157,7 @@ def test_two_runs_in_one_folder(corpus: tuple[str, ...], tmp_path: Path):
     assert run_distributed(hold_folder, 1, run) == ["trained"], "and not for longer than it trains"
 
 
+@pytest.mark.full
 def test_an_attempt_before_this_one_is_continued(corpus: tuple[str, ...], tmp_path: Path):
     """Whatever the run was given; and where that attempt had saved nothing, it starts as that
     one did.

@@ -50,6 +50,7 @@ def test_the_panels_are_documented():
     assert {panel: tuple(re.findall(r"`(\w+)`", keys)) for panel, keys in rows} == PANELS
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -166,6 +167,7 @@ def check_run(folder: Path, prepare: Callable[[], None], read: Callable[[Path], 
     return events
 
 
+@pytest.mark.full
 def test_tensorboard_receives_all_metrics(tmp_path: Path):
     events = check_run(tmp_path, stand_in, written)
     assert [value for _, value in events["purged"]] == [0, 3] and len(events["closed"]) == 2

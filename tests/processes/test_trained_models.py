@@ -61,7 +61,7 @@ def load(rank: int, run: Run, folder: Path) -> tuple[Any, set[float]]:
     return said, biases
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("name", "first", "then"), chosen(CASES, QUICK))
 def test_checkpoint_of_any_layout_generates_same_text(
     name: str, first: str, then: str, tmp_path: Path

@@ -261,6 +261,7 @@ def rerun_states(rank: int, run: Run) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("parallel", chosen(["ep2", "pp2 ep2"], ["ep2"]))
 def test_rerun_step_updates_only_once(parallel: str):
     layouts = {
@@ -289,6 +290,7 @@ def test_rerun_step_updates_only_once(parallel: str):
         assert found["updates"] == wanted
 
 
+@pytest.mark.full
 def test_whole_runs_with_schedules_and_a_resume(tmp_path: Path):
     """Two stages, a split backward, warm-up and decay of the learning rate; a stop and a
     second process in the middle.

@@ -154,6 +154,7 @@ def trained_by(rank: int, run: Run, program: Version) -> None:
     train_rank(rank, run, {})
 
 
+@pytest.mark.full
 def test_a_run_records_its_program_and_resumes_with_another(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):

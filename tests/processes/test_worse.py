@@ -29,6 +29,7 @@ def trained(rank: int, run: object) -> bool:
     return train_rank(rank, run, {})[0]  # type: ignore[arg-type]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_run_ends_and_saves_after_worse_losses(tmp_path: Path, ranks: int):
     """With a learning rate of 0 no loss is lower than the first one."""

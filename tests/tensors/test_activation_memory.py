@@ -54,7 +54,7 @@ KINDS = {
 }
 
 
-@pytest.mark.cover(2)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(("dtype", "mask"), KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_autograd_keeps_what_is_planned(model: ModelConfig, dtype: Dtype, mask: bool):

@@ -231,6 +231,7 @@ def test_names_of_options(monkeypatch, tmp_path: Path):
             option_path({"name": name}, "NVIDIA H200")
 
 
+@pytest.mark.full
 def test_a_mistake_is_told_before_torch_is_loaded():
     code = (
         "import os, sys; from app.cli.calibrate import main\n"

@@ -76,6 +76,7 @@ def late_imbalance(moe: MoEConfig) -> tuple[float, float]:
     return sum(map(imbalance, late)) / len(late), sum(late).min().item()
 
 
+@pytest.mark.full
 def test_without_balancing_a_few_experts_take_all():
     # of at most num_experts / top_k = 4
     assert late_imbalance(dataclasses.replace(MOE, aux_loss_coeff=0))[0] > 3
@@ -88,6 +89,7 @@ BALANCED = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "moe",
     chosen(BALANCED.values(), [BALANCED["aux-softmax"], BALANCED["bias"]]),

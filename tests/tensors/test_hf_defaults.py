@@ -51,7 +51,7 @@ def unlike(one: ModelConfig, other: ModelConfig) -> list[Any]:
     return found + ([losses] if losses[0] != losses[1] else [])
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(18)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", hf_folders.FAMILIES)
 def test_a_missing_key_is_what_transformers_takes(name: str, tmp_path: Path):

@@ -300,6 +300,7 @@ def exchange(folder: Path, file: str = "model-00001-of-00002.safetensors") -> No
     path.write_text(json.dumps(index))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_wrong_with_a_folder_is_one_line(fault: str, tmp_path: Path):
     save_random("qwen3", tmp_path)
@@ -350,7 +351,7 @@ def keys_of(section: dict[str, Any], before: tuple[str, ...] = ()) -> Iterator[t
             yield from keys_of(value, (*before, name))
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(20)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_any_wrong_value_in_config_json_gives_one_line(name: str, tmp_path: Path):
     save_random(name, tmp_path)

@@ -193,6 +193,7 @@ def check_values(model_type: str, key: str, folders: dict[str, Path]) -> None:
             assert torch.allclose(ours, theirs, atol=2e-3, rtol=2e-3), (model_type, shown)
 
 
+@pytest.mark.every(4)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("model_type", "key"), QUICK)
 def test_a_value_is_computed_with_or_refused(model_type: str, key: str, folders: dict[str, Path]):

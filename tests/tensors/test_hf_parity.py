@@ -31,6 +31,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[nn.Module, Chunk]:
     return hf, chunk
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("length", chosen([1, 7, 33], [33]))
 @torch.no_grad()
 def test_logits_equal_transformers(pair: tuple[nn.Module, Chunk], length: int):
@@ -43,7 +44,7 @@ def test_logits_equal_transformers(pair: tuple[nn.Module, Chunk], length: int):
     expect_alike({"0": forward(chunk, tokens).x}, plain, exact)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(6)
 @torch.no_grad()
 def test_logits_equal_transformers_at_any_positions(pair: tuple[nn.Module, Chunk]):
     hf, chunk = pair

@@ -42,6 +42,7 @@ from tests.hf_folders import (
 from tests.tensors.models import draw_tokens, forward
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", hf_folders.FAMILIES)
 @torch.no_grad()
 def test_a_folder_is_read_as_the_model_that_it_is(name: str, tmp_path: Path):
@@ -291,6 +292,7 @@ PUBLISHED = {  # config.json of the repositories named, as published, without wh
 }  # fmt: skip
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_presets_have_the_published_numbers(preset: str, tmp_path: Path):
     (tmp_path / CONFIG_JSON).write_text(json.dumps(PUBLISHED[preset]))
@@ -335,6 +337,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path):
     assert list(differences(loaded(tmp_path).model, ours)) == []
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3", "mixtral stacked"])
 @pytest.mark.parametrize(("tp", "ep", "etp"), [(2, 1, 1), (1, 4, 1), (1, 2, 2), (2, 2, 2)])
 def test_a_rank_reads_its_part_and_no_more(

@@ -31,6 +31,7 @@ def layers_of(model: ModelConfig) -> list[bool]:
     return [model.is_moe_layer(layer) for layer in range(LAYERS)]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("step", [1, 2, 3, 5])
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_with_experts_are_those_of_transformers(kind: str, step: int):

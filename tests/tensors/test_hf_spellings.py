@@ -74,6 +74,7 @@ def write_by_hand(
     return set(tensors)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_both_spellings_are_the_same_model(name: str, tmp_path: Path):
     build, theirs, _ = CASES[FAMILIES[name]]()

@@ -40,12 +40,13 @@ class Held:
         return whole[tuple(map(slice, box.start, box.stop))]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_transformers_loads_what_we_write(name: str, tmp_path: Path):
     check_written(CASES[FAMILIES[name]]()[2], tmp_path)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(12)
 @pytest.mark.parametrize("name", [name for name in FAMILIES if "-" not in name])
 def test_embeddings_are_written_tied_or_not(name: str, tmp_path: Path):
     """As the family's case is not."""

@@ -33,7 +33,7 @@ def few_targets(monkeypatch: pytest.MonkeyPatch) -> None:
 SIZES = [(1, 4, 9), (2, 1, 50), (3, 5, 2), (4, 2, 1), (5, 3, 1500), (6, 1, 30), (8, 8, 300)]
 
 
-@pytest.mark.every(7)
+@pytest.mark.every(21)
 @pytest.mark.parametrize(("size", "seed"), [(s, n) for n in range(12) for s in SIZES])
 def test_plan(size: tuple[int, int, int], seed: int):
     ranks, local, most = size
@@ -41,6 +41,7 @@ def test_plan(size: tuple[int, int, int], seed: int):
     check_kernel(draw_counts(ranks, local, most, seed=seed), spares, algorithm, threshold)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("algorithm", CloneAlgorithm)
 def test_sources_are_looked_at_in_several_turns(
     algorithm: CloneAlgorithm, monkeypatch: pytest.MonkeyPatch
@@ -65,6 +66,7 @@ def test_a_threshold_that_a_rank_stays_above(threshold: float):
     check_kernel(counts_RE, 1, CloneAlgorithm.one_shot_greedy, threshold)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("algorithm", CloneAlgorithm)
 def test_counts_beyond_32_bits(algorithm: CloneAlgorithm):
     counts_RE = torch.tensor([[2**40, 0, 3, 1], [5, 2**33 + 1, 7, 0]], device=DEVICE)
@@ -81,6 +83,7 @@ def test_packed_by_more_ranks_than_spills_and_by_fewer(most: int):
     check_kernel(concentrated_RE, 1, PACKS, threshold=0.0)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("algorithm", CloneAlgorithm)
 def test_nothing_is_tried_while_no_rank_is_above_the_threshold(algorithm: CloneAlgorithm):
     """At the limit, and one token above it."""
@@ -99,6 +102,7 @@ def test_exact(spares: int):
     check_kernel(draw_counts(5, 3, 300, seed=spares), spares, SEARCHES, threshold=0.02 * spares)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("ranks", "local", "top_k", "most"),
     chosen(

@@ -110,13 +110,14 @@ def test_swiglu_leaves_its_rows_in_fp8(
     check_swiglu(rows, width, used, dtype)
 
 
-@pytest.mark.cover(1)
+@pytest.mark.every(5)
 @DTYPES
 @pytest.mark.parametrize("width", [16, 2064, 4112])
 def test_rows_leave_and_gradients_return_in_fp8(width: int, dtype: torch.dtype):
     check_spread(6, 3, width, dtype)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
 def test_gradients_of_rows_that_have_no_scale():
     """A row's largest entry, made of its token's largest one, is that of the row as it was written,
@@ -212,7 +213,7 @@ def trained(kind: str, fused: bool, part: Recompute | None) -> tuple[list[Tensor
     return [out.detach(), *torch.autograd.grad(out, [x, probs, *weights], grad)], quantised
 
 
-@pytest.mark.cover(1)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("kind", ["local", "static"])
 @pytest.mark.parametrize("part", [None, Recompute.experts_act])
 def test_rows_that_are_ready_are_those_that_gemms_would_quantise(

@@ -77,6 +77,7 @@ def test_rows(size: tuple[int, int, int, int], drops: bool, dtype: torch.dtype):
         check(drawn)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("rows_per_expert", [7, 9])
 def test_rows_of_filled_experts(rows_per_expert: int):
     drawn = draw_rows(

@@ -17,7 +17,7 @@ plain = pytest.fixture(autouse=True)(without_kernels)
 SIZES = [(3, 5, 6, 3, 6, 1), (4, 3, 8, 5, 16, 2), (2, 2, 4, 1, 4100, 1), (1, 4, 3, 2, 5, 1)]
 
 
-@pytest.mark.cover(1)
+@pytest.mark.every(20)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", chosen([(s,) for s in SIZES], [(s,) for s in SIZES[1:3]]), ids=str)
@@ -43,7 +43,7 @@ FEW, MANY = (70, 12, 3, 5), (300, 310, 8, 300)
 SLOTS = (90, 20, 4, 10)  # two more than a power of two
 
 
-@pytest.mark.cover(1)
+@pytest.mark.every(10)
 @pytest.mark.parametrize(
     "size",
     chosen([(FEW,), (MANY,), ((7, 3, 3, 3),), ((0, 4, 2, 2),), (SLOTS,)], [(FEW,), (SLOTS,)]),

@@ -38,6 +38,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(polynomial, "BAND", 2)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("tall", [False, True], ids=["wide", "tall"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_results_are_those_of_fp64(shape: tuple[int, int, int], tall: bool):

@@ -117,6 +117,7 @@ def test_the_line_at_the_start(monkeypatch):
     assert "is of H200" in told and "NVIDIA B200" in told and "app.cli.calibrate" in told
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("typed", "data_wait", "rows", "cause"),
     [

@@ -179,6 +179,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_pickles_are_one_line(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -111,6 +111,7 @@ def expect(folder: Path, expected: str) -> None:
     assert str(refused.value) == f"{KEY}={folder}: {expected}"
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("fault", FAULTS_OF_MXFP4)
 def test_faults_of_mxfp4_files_are_one_line(fault: str, tmp_path: Path):
     save_mxfp4(tmp_path)

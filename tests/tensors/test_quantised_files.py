@@ -54,6 +54,7 @@ def expect_same(folder: Path, theirs: nn.Module) -> None:
     torch.testing.assert_close(forward(chunk, tokens).x, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("case", FP8)
 @torch.no_grad()
 def test_fp8_files_give_dequantised_logits(
