@@ -49,8 +49,9 @@ types: $(VENV)/installed-test ## mypy, strict
 
 checks: lint types test ## what a change must pass before it is proposed
 
-docs: $(VENV)/installed-docs ## build the site of docs/ into site/; fails on a broken link
+docs: $(VENV)/installed-docs ## build the site of docs/ into site/ and test what its pages say; fails on a broken link
 	@$(BIN)/python scripts/docs_site.py
+	@$(PYTEST) -m 'docs and not full' tests/integration
 
 bench: $(VENV)/installed ## engine overhead against a plain PyTorch loop
 	@$(BIN)/python bench/overhead.py $(ARGS)

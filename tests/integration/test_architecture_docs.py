@@ -17,6 +17,8 @@ import pytest
 
 from app.engine.files.run_folder import read_metrics
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).parent.parent.parent
 DOC = (ROOT / "docs/architecture.md").read_text()
 COMMANDS = [

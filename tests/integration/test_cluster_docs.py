@@ -18,6 +18,8 @@ from app.engine.files.checkpoints import newest_checkpoint
 from tests.ports import free_port
 from tests.training import ROOT
 
+pytestmark = pytest.mark.docs
+
 PAGE = (ROOT / "docs/cluster.md").read_text()
 LINES = [
     line

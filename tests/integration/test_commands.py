@@ -29,6 +29,8 @@ from tests.cases import chosen
 from tests.override_types import check_types
 from tests.training import ROOT
 
+pytestmark = pytest.mark.docs
+
 ROOT_PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS")]
 PAGES = [*ROOT_PAGES, *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = sorted((ROOT / "scripts").glob("*.s*"))

@@ -14,6 +14,8 @@ import pytest
 from tests.programs import run_forked
 from tests.training import ROOT
 
+pytestmark = pytest.mark.docs
+
 PAGE = (ROOT / "docs/data.md").read_text()
 
 

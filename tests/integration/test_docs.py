@@ -19,6 +19,8 @@ from app.engine.watchdog.watchdog import EXIT_STUCK
 from app.errors import DIVERGED
 from tests.training import ROOT
 
+pytestmark = pytest.mark.docs
+
 README = (ROOT / "README.md").read_text()
 MESSAGES = (ROOT / "docs/messages.md").read_text()
 PAGES = sorted((ROOT / "docs").glob("*.md"))

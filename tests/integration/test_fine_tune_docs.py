@@ -16,6 +16,8 @@ from tests.hf_folders import save_byte_level, save_random, transformers
 from tests.programs import run_forked
 from tests.training import ROOT, corpus_in
 
+pytestmark = pytest.mark.docs
+
 PAGE = (ROOT / "docs/fine-tune.md").read_text()
 SMALLER = {"train.seq_len": "32", "train.steps": "2", "parallel.dp": "1"}
 TEXT = "def plan(run):"

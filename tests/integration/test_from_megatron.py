@@ -14,6 +14,8 @@ from tests.integration.from_megatron import PAGE, ROWS
 from tests.override_types import check_types
 from tests.training import ROOT
 
+pytestmark = pytest.mark.docs
+
 
 def choices() -> list[str]:
     """Everything of ours that the tables name; a value alone belongs to the key before it."""

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "bench/results"
 BENCHMARKS, FP8, GRAPHS = (

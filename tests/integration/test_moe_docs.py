@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import pytest
 import torch
 
 from app.cli.plan_views.pictures import save_picture
@@ -16,6 +17,8 @@ from app.moe.echo import plan_clones
 from scripts.dispatch_picture import PICTURE, picture
 from scripts.echo_picture import AVERAGE, LOADS, ROOMS, SPILLS, plan_picture
 from tests.integration.parallelism_docs import drawn
+
+pytestmark = pytest.mark.docs
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "bench/results"

@@ -11,6 +11,8 @@ import pytest
 
 from tests.training import ROOT
 
+pytestmark = pytest.mark.docs
+
 ROOT_PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS")]
 PAGES = [*ROOT_PAGES, *sorted((ROOT / "docs").glob("*.md"))]
 NAME = re.compile(r"(?<![\w./-])app(?:\.\w+)+")

@@ -14,6 +14,8 @@ from tests.integration.from_megatron import ROWS
 from tests.override_types import check_types
 from tests.training import ROOT
 
+pytestmark = pytest.mark.docs
+
 ALL = [row for _, listed in rows() for row in listed]
 GROUPS = {path.name for path in (ROOT / "conf").iterdir()}
 NEEDED = {

@@ -23,6 +23,8 @@ from scripts.plan_docs import CONSOLE, PICTURE, refreshed
 from tests.cases import chosen
 from tests.config import load
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).parent.parent.parent
 DOCS = (ROOT / "docs/parallelism.md").read_text()
 PICTURES = {match["name"]: match for match in PICTURE.finditer(DOCS)}

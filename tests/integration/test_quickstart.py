@@ -15,6 +15,8 @@ from scripts.plan_docs import CONSOLE, refreshed_block
 from tests.pages import blocks_of, clone_in, lines_of, run_block
 from tests.training import ROOT
 
+pytestmark = pytest.mark.docs
+
 PAGE = ROOT / "docs/quickstart.md"
 INSTALL, *BLOCKS = blocks_of(PAGE)  # the environment of the tests stands for the first
 TRAINING = lines_of(BLOCKS, "python train.py")

@@ -16,6 +16,8 @@ from app.cli.options.compose import load_typed
 from app.planner.plan import Plan
 from scripts.plan_docs import CONSOLE, refreshed_block
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).parent.parent.parent
 README, CONTRIBUTING = ((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
 COMMANDS = [

@@ -16,6 +16,8 @@ from scripts import reference_docs
 from scripts.reference_docs import COMMAND, DOCS, PAGES, groups
 from tests.training import ROOT
 
+pytestmark = pytest.mark.docs
+
 
 @pytest.mark.parametrize("name", PAGES)
 def test_reference_page_is_current(name: str):

@@ -16,6 +16,8 @@ from app.config import CheckpointConfig
 from app.engine.files.checkpoints import complete_checkpoints, newest_checkpoint
 from app.engine.files.run_folder import read_metrics
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).parent.parent.parent
 DOC = (ROOT / "docs/checkpoints.md").read_text()
 COMMANDS = [

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from app.errors import CLEAR
 from scripts.run_picture import COLUMNS, draw, shown
+
+pytestmark = pytest.mark.docs
 
 BAR = "\x1b[38;5;237m━━━\x1b[0m  step {}/4  loss 1.0"
 WRITTEN = "\r\n".join(

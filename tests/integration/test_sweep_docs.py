@@ -14,6 +14,8 @@ import pytest
 
 from app.cli.run_report.sweep_record import JobState
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).parent.parent.parent
 DOC = (ROOT / "docs/sweeps.md").read_text()
 OURS = DOC.partition("## Other sweepers")[0]  # what lies behind is tested in test_hydra_use.py

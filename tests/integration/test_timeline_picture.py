@@ -23,6 +23,8 @@ from app.plan.actions import Backward, BackwardInput, BackwardWeight, Compute, F
 from app.planner.plan import Plan
 from tests.config import load
 
+pytestmark = pytest.mark.docs
+
 STEP = (
     "model=llama3_8b",
     "precision=bf16",

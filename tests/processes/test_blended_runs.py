@@ -140,7 +140,6 @@ def test_losses_of_sources_in_every_layout(tmp_path: Path):
             "cuda_graph.optimizer=true",
             "cuda_graph.warmup_steps=1",
         ),
-        "tp": ("parallel.tp=2",),
         "stages": (
             "parallel.pp=2",
             "parallel.cp=2",
@@ -148,7 +147,7 @@ def test_losses_of_sources_in_every_layout(tmp_path: Path):
     }
     found = {}
     for name, layout in layouts.items():
-        ranks = {"tp": 2, "stages": 4}.get(name, 1)
+        ranks = 4 if name == "stages" else 1
         trial.go(*files, more=(*more, *layout, f"run_dir={name}"), ranks=ranks)
         rows = [row for row in untimed(tmp_path / name) if "loss" in row]
         found[name] = [(row["loss/plans"], row["loss/rules"]) for row in rows]

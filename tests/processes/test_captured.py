@@ -80,7 +80,7 @@ def test_captured_training_equals_eager_training_bit_for_bit(layout: str, model:
     names = (
         CHOICES
         if layout in ("one rank", "pp2 vpp2")
-        else ("partial", *BY_SLOT, "layer", *FULL_ITERATIONS)
+        else (*BY_SLOT, "full iteration, update")
         if layout == "pp2"
         else ("partial", "layer", *FULL_ITERATIONS)
     )

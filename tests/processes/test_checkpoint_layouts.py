@@ -96,7 +96,7 @@ def world(case: Case) -> int:
     return prod(DEGREES[case[1]].get(axis, 1) for axis in ("tp", "cp", "pp", "dp"))
 
 
-QUICK: tuple[Case, ...] = (*(("few", name) for name in ("single", "tp2", "pp2", "dp4")),)
+QUICK: tuple[Case, ...] = (*(("few", name) for name in ("single", "tp2", "pp2")),)
 
 
 def run_of(model: str, layout: str) -> Run:

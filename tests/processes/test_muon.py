@@ -44,7 +44,7 @@ LAYOUTS: dict[str, Case] = {  # model, tp, cp, ep, etp, pp, vpp, dp
     "tp2 dp2 ep2 etp2": ("moe", 2, 1, 2, 2, 1, 1, 2, *ORDER),
     "pp2 dp2 ep2": ("moe", 1, 1, 2, 1, 2, 1, 2, "zero_bubble_h1", *ORDER[1:]),
 }
-QUICK = ["tp2 cp2", "dp4 ep2", "tp2 dp2 etp2"]
+QUICK = ["dp4 ep2", "tp2 dp2 etp2"]
 
 
 def steps_on_rank_zero(rank: int, run: Run) -> Trained | None:
