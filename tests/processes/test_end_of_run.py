@@ -8,7 +8,6 @@ import os
 import re
 import time
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 
 import pytest
