@@ -125,6 +125,7 @@ def test_ctrl_c_while_a_mistake_is_told_ends_at_once(monkeypatch: pytest.MonkeyP
     assert ended.value.code == 130
 
 
+@pytest.mark.full
 def test_a_launcher_does_not_cut_off_the_rank_that_speaks(capsys: pytest.CaptureFixture[str]):
     """Launchers send SIGTERM to all ranks once one has ended."""
 

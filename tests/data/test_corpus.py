@@ -342,6 +342,7 @@ def test_stdlib_files():
     )
 
 
+@pytest.mark.full
 def test_stdlib_corpus(tmp_path: Path):
     """The whole of it: prepared once, then only mapped, and counting predicts it this well."""
     config = DataConfig(cache_dir=str(tmp_path))

@@ -57,6 +57,7 @@ BASELINE_SIZES = {
 }
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", BASELINE_SIZES)
 def test_both_sides_count_the_same_operations(compare: ModuleType, name: str):
     hidden, layers, queries, keys, width, experts, vocab = BASELINE_SIZES[name]

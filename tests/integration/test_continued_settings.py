@@ -71,6 +71,7 @@ def test_typed_default_counts_over_a_saved_value(tmp_path: Path):
     assert found.checkpoint.interval == 100
 
 
+@pytest.mark.full
 def test_typed_option_replaces_its_whole_section(tmp_path: Path):
     described(tmp_path / "a", *TINY, "parallel.tp=2")
     found = continued(f"resume={tmp_path}/a", "model=dense_tiny", "parallel=single")
@@ -94,6 +95,7 @@ def test_keys_of_sections_that_only_the_saved_run_has(tmp_path: Path):
     assert found.hardware.profile is not None
 
 
+@pytest.mark.full
 def test_run_without_settings_is_as_typed(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / CONFIG).touch()  # as a process leaves it that was killed at its start
@@ -120,6 +122,7 @@ def test_processes_of_a_run_that_continues(tmp_path: Path, launched: bool):
     assert continued(resume, "parallel.world_size=1").dp == 1
 
 
+@pytest.mark.full
 def test_keys_of_other_versions_are_named(tmp_path: Path):
     described(tmp_path / "a", *TINY)
     edited(tmp_path / "a", train__patience=3, extra={"x": 1})

@@ -74,6 +74,7 @@ def test_multiple_choice(run_dir: Path):
     assert many[:2] == (0, out), "no more windows are computed together than there are"
 
 
+@pytest.mark.full
 def test_files_are_read_as_typed_or_as_the_run_was(run_dir: Path):
     """By their names only where the run's corpus was none of files."""
     named = evaluated(run_dir, "data.path=held.json", "stride=8")

@@ -98,6 +98,7 @@ def test_flags_are_taken_behind_overrides_too():
     assert typed.words == ["--config-dir", "own", "--config-name", "other", "a=1", "b=2", "a=1"]
 
 
+@pytest.mark.full
 def test_what_an_experiment_overlays_is_told():
     """`+experiment=` is merged last: what it has counts, and an option chosen beside it may say
     otherwise.
@@ -132,6 +133,7 @@ def test_the_plan_tells_what_its_experiment_overlays(capsys: pytest.CaptureFixtu
     )
 
 
+@pytest.mark.full
 def test_keys_of_a_section_of_the_experiment_are_accepted(
     capsys: pytest.CaptureFixture[str],
 ):

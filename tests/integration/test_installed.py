@@ -168,6 +168,7 @@ def test_an_installed_command_completes_what_is_typed(programs: Path, tmp_path: 
     assert done.stdout.split() == ["schedule=zero_bubble_h1", "schedule=zero_bubble_v"]
 
 
+@pytest.mark.full
 def test_options_in_the_place_of_ours(programs: Path, tmp_path: Path):
     """A path begins at the current folder, or in a checkout at its train.py."""
     shutil.copytree(ROOT / "conf", tmp_path / "mine")

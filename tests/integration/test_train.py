@@ -148,6 +148,7 @@ def test_metrics_are_the_documented_ones(whole: tuple[Path, str]):
     }
 
 
+@pytest.mark.full
 def test_metrics_that_are_asked_for(tmp_path: Path, corpus: str):
     asked = (
         "model.moe.capacity_factor=1",
@@ -409,6 +410,7 @@ def test_continuing_with_other_data_is_refused(whole: tuple[Path, str], corpus: 
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fresh", chosen([False, True], [False]), ids=["forked", "fresh"])
 def test_local_script(tmp_path: Path, corpus: str, fresh: bool):
     """What it starts is started as fresh processes, or only told, and forked."""

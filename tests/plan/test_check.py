@@ -66,6 +66,7 @@ def legal_half(cases: list[Case], number: int) -> list[Case]:
     return draw.sample(legal, number // 2) + draw.sample(illegal, number - number // 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", chosen([20, 40], [20]))
 def test_a_choice_of_schedules_runs_or_is_refused(count: int):
     for number, case in enumerate(legal_half(GRID, 2 * count) + legal_half(GROUPS, count)):

@@ -223,6 +223,7 @@ def test_what_quantising_takes_the_host(recipe: str, launches: float):
     assert host(chosen, GraphImpl.full_iteration) == 0
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("recipe", "moved"), [("current", 6), ("delayed", 4), ("block", 6)])
 def test_measured_speeds_of_gemms_and_of_quantising(recipe: str, moved: int):
     """Each product quantises its input in forward and its output's gradient in backward."""

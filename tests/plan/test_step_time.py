@@ -238,6 +238,7 @@ def test_data_sheet_is_used_without_a_profile_of_the_dtype():
         assert plan.stage_seconds == stage_seconds(run, plan.stages.in_order, plan.layout)
 
 
+@pytest.mark.full
 def test_where_the_time_goes_is_shown(tmp_path: Path, capsys):
     typed = ["+experiment=small", "hardware=h200", "parallel.pp=2", f"out={tmp_path}"]
     assert main(["what=schedule", *typed]) == 0

@@ -202,6 +202,7 @@ def test_a_skipped_step_might_as_well_not_have_been(corpus: tuple[str, ...], tmp
     assert losses["bad"][:2] + losses["bad"][3:] == losses["whole"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_too_many_in_a_row_end_the_run(corpus: tuple[str, ...], tmp_path: Path, layout: str):
     end, seen, _ = poisoned(corpus, tmp_path, layout, "train.max_bad_steps=3", bad_data(2, 4, 5, 6))

@@ -35,7 +35,7 @@ def test_biases_train_alike_in_every_layout(name: str, case: str):
     expect_one_process(layout_run(MODELS[name], *LAYOUTS[case]))
 
 
-@pytest.mark.every(2)
+@pytest.mark.full
 @pytest.mark.parametrize("parallel", chosen([{}, {"tp": 2}], [{}]), ids=str)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("fp8", chosen([False, True], [True]))

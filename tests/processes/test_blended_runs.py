@@ -95,6 +95,7 @@ def test_resumed_blend_repeats_and_may_change(tmp_path: Path):
     assert row["tokens/rules"] > last["tokens/rules"] and "tokens/plans" not in row
 
 
+@pytest.mark.full
 def test_resumed_blend_refuses_other_texts(tmp_path: Path):
     trial = Trial(tmp_path)
     two = trial.source("plans"), trial.source("rules")
@@ -111,6 +112,7 @@ def test_resumed_blend_refuses_other_texts(tmp_path: Path):
     assert "the data have changed since" in changed and "rules: rules.jsonl has" in changed
 
 
+@pytest.mark.full
 def test_validation_documents_of_their_own(tmp_path: Path):
     trial = Trial(tmp_path)
     path = f"data.path={tmp_path}/plans.jsonl"
@@ -156,6 +158,7 @@ def test_losses_of_sources_in_every_layout(tmp_path: Path):
         assert found[name] == [pytest.approx(each, rel=1e-5) for each in found["one"]], name
 
 
+@pytest.mark.full
 def test_source_split_in_three_has_the_same_losses(tmp_path: Path):
     """Of an epoch without learning, of documents that fill a sequence each."""
     trial = Trial(tmp_path)

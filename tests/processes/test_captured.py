@@ -106,7 +106,7 @@ def test_captured_training_equals_eager_training_bit_for_bit(layout: str, model:
             assert result["facts"].count or name in ("mlp", "moe")  # a rank may have no such layers
 
 
-@pytest.mark.every(2)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "slots", [True, False], ids=["two in flight in one slot", "slots in one pool"]
 )
@@ -156,7 +156,7 @@ def test_memory_does_not_grow_with_the_number_of_microbatches(layout: str):
         ), sizes
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(10)
 @pytest.mark.parametrize("phases", [SELECTED, (Recompute.moe,)], ids=["several", "moe"])
 @pytest.mark.parametrize("graph", ["partial", "attn", "layer", "full iteration"])
 def test_recomputation_within_captured_parts(graph: str, phases: tuple[Recompute, ...]):

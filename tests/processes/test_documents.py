@@ -38,6 +38,7 @@ def test_layouts_equal_one_process(name: str, case: str):
     expect_one_process(layout_run(MODELS[name], *CASES[case], data=PACKED))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "parallel", chosen([{}, {"tp": 2}, {"cp": 2}, {"pp": 2}], [{"cp": 2}]), ids=str
 )

@@ -92,6 +92,7 @@ def slow_save(rank: int, beside: bool, run: object) -> None:
     train_rank(rank, run, {})
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_last_save_prints_progress(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], asynchronous: bool

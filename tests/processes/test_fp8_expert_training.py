@@ -190,7 +190,7 @@ def test_loss_falls_as_without_fp8():
     assert abs(narrow[-1] - wide[-1]) < 0.1 * wide[0]
 
 
-@pytest.mark.every(2)
+@pytest.mark.full
 @pytest.mark.parametrize("graph", ["none", "full_iteration"])
 def test_resumed_training_repeats_bit_for_bit(graph: str, tmp_path: Any):
     given = (

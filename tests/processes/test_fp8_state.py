@@ -90,6 +90,7 @@ def test_ranks_of_a_layer_agree_and_see_all_tokens_and_parts(layout: str):
         torch.testing.assert_close(rank[0][first][0], one[0][first][0], rtol=1e-5, atol=0.0)
 
 
+@pytest.mark.full
 def test_validations_and_graphs_leave_no_trace():
     runs = [run_of(cuda_graph=graph) for graph in GRAPHS.values()]
     plain, *captured = (run_distributed(steps_of, 1, run, STEPS)[0] for run in runs)

@@ -380,6 +380,7 @@ def validated_before_recordings(rank: int, run: Run) -> list[float]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", chosen(RECIPES, [Fp8Recipe.delayed]))
 def test_capture_quantises_weights_after_validation(recipe: Fp8Recipe):
     whole = GRAPHS["full iteration"]

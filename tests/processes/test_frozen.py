@@ -123,6 +123,7 @@ def one_process() -> dict[str, Trained]:
     }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", FROZEN)
 def test_frozen_run_equals_torch(one_process: dict[str, Trained], kind: str):
     run = frozen(run_of(alone(model_of(kind))), kind)

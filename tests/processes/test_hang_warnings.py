@@ -274,7 +274,7 @@ def said_by_rank_0(folder: Path, body: Body) -> str:
     return (folder / "said-0").read_text()
 
 
-@pytest.mark.every(2)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("body", "does"),
     [
@@ -290,7 +290,7 @@ def test_hang_is_reported_once_and_its_end_too(tmp_path: Path, body: Body, does:
     )
 
 
-@pytest.mark.every(2)
+@pytest.mark.full
 @pytest.mark.parametrize("body", [computes, saves])
 def test_busy_rank_is_not_reported(tmp_path: Path, body: Body):
     assert said_by_rank_0(tmp_path, body) == ""

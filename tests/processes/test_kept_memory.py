@@ -178,7 +178,7 @@ RECOMPUTED: dict[str, tuple[Recompute, ...]] = {
 }
 
 
-@pytest.mark.every(6)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["none", "zero_bubble_h1"])
 @pytest.mark.parametrize("phases", RECOMPUTED.values(), ids=RECOMPUTED)
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ except ValueError as error:
 """
 
 
-@pytest.mark.every(2)
+@pytest.mark.full
 def test_another_program_at_the_address_of_a_store_is_named(program: int):
     """In a process of its own: what has asked torch for an answer waits for it to its end.
 

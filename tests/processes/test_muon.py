@@ -236,6 +236,7 @@ def trained(folder: Path, name: str, ranks: int, *more: str) -> dict[int, float]
     return {row["step"]: row["loss"] for row in read_metrics(folder / name) if "loss" in row}
 
 
+@pytest.mark.full
 def test_resumes_with_the_same_bits_and_in_other_layouts(tmp_path: Path):
     two = ("parallel.dp=2", "parallel.ep=2")
     whole = trained(tmp_path, "whole", 2, *two)
@@ -260,6 +261,7 @@ def check_resume(run: Run) -> None:
     find_start(run)
 
 
+@pytest.mark.full
 def test_captured_updates_are_eager_ones(tmp_path: Path):
     graphs = ("cuda_graph=full_iteration", "cuda_graph.optimizer=true", "cuda_graph.warmup_steps=2")
     dispatcher = ("model.moe.dispatcher=static", "parallel.dp=2", "parallel.ep=2")

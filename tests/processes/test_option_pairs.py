@@ -194,6 +194,7 @@ def test_every_member_and_preset_of_a_group_is_in_the_grid():
     assert partial in values["cuda_graph.scope"]
 
 
+@pytest.mark.full
 def test_search_changes_several_keys_for_a_value():
     """Interleaved stages need pipeline ranks, and several stages on each."""
     options = option_grid.options_of(2)

@@ -106,6 +106,7 @@ def test_step_without_enough_pages_is_rerun(graph: str):
         assert sum(more["again"]) < STEPS
 
 
+@pytest.mark.full
 def test_or_the_run_ends():
     run = short_run(EAGER, StaticCapacity.worst, on_overflow=StaticOverflow.stop, paged_buffer=1.0)
     needed = r"model\.moe\.static\.paged_buffer=1.0: 2 steps in a row needed"

@@ -297,6 +297,7 @@ def test_dead_ranks_are_restarted_and_named(tmp_path: Path):
     )
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
 def test_signals_reach_the_ranks_which_have_time(tmp_path: Path, number: int):
     ends = ["0:sleep", "1:sleep"]
@@ -306,6 +307,7 @@ def test_signals_reach_the_ranks_which_have_time(tmp_path: Path, number: int):
     )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("first", ["sleep", "idle"])
 def test_signal_outside_of_steps_counts_as_stopped(tmp_path: Path, first: str):
     """One rank has saved and gets the signal late; the other still has the time it needs."""

@@ -143,6 +143,7 @@ def measured(links: dict[str, float] | None = None) -> HardwareProfile:
     return measured_profile("NVIDIA H200", "a test", speeds_of_kernels().copy(), links or {})
 
 
+@pytest.mark.full
 def test_what_is_measured_is_a_profile_that_plans(tmp_path: Path):
     """Every key of a profile is measured or stated; what is written is read again, to four digits,
     and planned with.

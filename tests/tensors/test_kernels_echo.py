@@ -97,6 +97,7 @@ def test_nothing_is_tried_while_no_rank_is_above_the_threshold(algorithm: CloneA
         assert moves == bool(moved_S.any())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("spares", chosen([1, 2], [2]))
 def test_exact(spares: int):
     check_kernel(draw_counts(5, 3, 300, seed=spares), spares, SEARCHES, threshold=0.02 * spares)
