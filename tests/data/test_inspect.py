@@ -55,6 +55,7 @@ def test_losses_and_padding_are_those_of_training(words: list[str], capsys):
     ]
 
 
+@pytest.mark.full
 def test_sequences_of_a_blend_name_their_source(tmp_path: Path, capsys):
     for name, text in (("one", "one "), ("two", "two ")):
         write_jsonl(tmp_path / f"{name}.jsonl", [text * 20] * 20)

@@ -181,6 +181,7 @@ def test_texts_that_begin_like_packed_ones(tmp_path: Path):
     assert refused(corpus(tmp_path, "text")).endswith("is a tar archive, not text; unpack it")
 
 
+@pytest.mark.full
 def test_long_lines_are_read_in_parts(monkeypatch: pytest.MonkeyPatch):
     """As Python's parser reads them, wherever parts are cut."""
     monkeypatch.setattr(json_lines, "LARGE", 50)

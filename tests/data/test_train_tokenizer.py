@@ -69,6 +69,7 @@ def test_sources_have_their_shares(tmp_path: Path):
     assert found.bytes_per_token is not None and 1 < found.bytes_per_token < 20
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("words", "said"),
     [

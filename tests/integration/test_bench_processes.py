@@ -54,6 +54,7 @@ def test_hanging_run_with_results_is_not_waited_for(
     assert found == (0, '{"step_ms": 1}\n', "")
 
 
+@pytest.mark.full
 def test_other_lines_in_braces_are_no_figures(
     processes: ModuleType, monkeypatch: pytest.MonkeyPatch
 ):

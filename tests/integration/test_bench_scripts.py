@@ -151,6 +151,7 @@ def test_losses_off_bf16_are_told_with_standard_error():
     assert "standard_error" not in dict(losses.means({"current-0": 1.01}, plain))["current"]
 
 
+@pytest.mark.full
 def test_errors_of_each_layer_are_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -147,6 +147,7 @@ def test_installed_commands_explain_themselves(programs: Path, tmp_path: Path, n
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_an_installed_plan(programs: Path, tmp_path: Path):
     said = called(programs, tmp_path, "graphfold-plan", "what=groups", "+experiment=small")
     assert "parameters" in said and list(tmp_path.iterdir()) == []

@@ -90,6 +90,7 @@ def test_everything_is_shown_and_written(
     assert (tmp_path / "plan/timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_empty_stages_are_shown_and_drawn(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -51,6 +51,7 @@ def found_by(*overrides: str) -> list[Combination]:
         )
 
 
+@pytest.mark.full
 def test_all_combinations_the_last_key_fastest():
     found = found_by("model=dense_tiny,moe_tiny", "train.seed=7", "train.steps=2,3,2")
     assert [one.swept for one in found] == [
@@ -81,6 +82,7 @@ def test_too_big_for_a_gpu_is_refused_with_both_sizes():
         check_host(run, [4 * need, need - 2**20])
 
 
+@pytest.mark.full
 def test_the_memory_asked_for_counts_before_that_of_the_gpu():
     small = f"hardware.gpu_memory_gib={memory_of(load()) / GIB / 2}"
     for device in ("cpu", "cuda"):

@@ -162,6 +162,7 @@ def test_even_stages_stay():
     assert even_layout(Plan(bare)) is None
 
 
+@pytest.mark.full
 def test_the_command_shows_them(capsys):
     assert main(["what=memory", *LLAMA, "parallel.pp=2", "parallel.vpp=2"]) == 0
     shown = capsys.readouterr().out

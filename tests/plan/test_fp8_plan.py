@@ -205,7 +205,7 @@ def times_of(run: Run, **changed: float | None) -> PartTimes:
     return stage_times(own, [WHOLE], select_layout(own), own.hardware.profile)[0]
 
 
-@pytest.mark.every(3)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("recipe", "launches"), [("current", 2.7), ("delayed", 1.7), ("block", 1.7)]
 )
@@ -340,6 +340,7 @@ def test_only_layers_with_experts_change_where_only_experts_do():
     ]
 
 
+@pytest.mark.full
 def test_a_step_with_experts_in_fp8_has_a_measured_time():
     """Quantising the weights of linear layers is part of it, at speeds of a recipe; that of experts
     has none.

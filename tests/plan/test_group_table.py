@@ -39,6 +39,7 @@ def by_coordinates(group: Group, layout: ParallelLayout) -> list[list[int]]:
     return sorted(found.values())
 
 
+@pytest.mark.full
 def test_every_rank_is_in_one_group_per_name_along_its_axes():
     assert len(LAYOUTS) > 300 and any(layout.pp > 1 and layout.ep > 1 for layout in LAYOUTS)
     for layout, group in itertools.product(LAYOUTS, GROUPS.values()):

@@ -131,6 +131,7 @@ def test_parts_of_an_expert_are_side_by_side(order: str, ep: int, etp: int):
     assert parts_side_by_side(layout, order.split("-")) == found
 
 
+@pytest.mark.full
 def test_all_that_the_rules_let_through_divides():
     """Every tensor of a rank has a whole number of rows, heads, tokens and experts, and the plan
     of it adds up.

@@ -111,7 +111,7 @@ FOUR = ("model=moe_tiny", "parallel.dp=4", "parallel.ep=4", "train.global_batch=
 CLONES = (*FOUR, "model.moe.dispatcher=static", "model.moe.echo.spares=1")
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

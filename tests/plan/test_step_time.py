@@ -490,6 +490,7 @@ def test_a_typed_speed_is_refused_in_a_line(capsys, typed: str, said: str):
     assert f"hardware.profile.{typed.split('=')[0]}=" in told and said in told
 
 
+@pytest.mark.full
 def test_recorded_steps_are_planned_as_the_record_says():
     """Five rows of bench/results/planned_times.json, which docs/planning.md sums up: as the plan
     says today, and within 10 % of what was measured.

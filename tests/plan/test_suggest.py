@@ -221,6 +221,7 @@ def test_an_ordered_backward_needs_no_matrix_of_scores_by_torch():
     assert Plan(in_any_order).busiest.total / GIB < tight
 
 
+@pytest.mark.full
 def test_nothing_helps_a_gpu_without_room():
     assert suggest(Plan(load("hardware.gpu_memory_gib=0.01"))) == ()
 

@@ -178,6 +178,7 @@ def found_on(rank: int, folder: Path, run: Run) -> str:
     return "nothing was found"
 
 
+@pytest.mark.full
 def test_hosts_with_different_data_are_reported(tmp_path: Path):
     run = composed((*corpus_in(tmp_path / "corpus"), "parallel.dp=2"), 2)
     said = run_distributed(found_on, 2, tmp_path, run)

@@ -242,6 +242,7 @@ def exact_layer(rank: int) -> dict[str, Tensor]:
         return layer_of(rank, 0, torch.float64)
 
 
+@pytest.mark.full
 def test_in_bf16_gradients_are_as_near_to_fp64_as_without():
     """The RMS error over all ranks with clones is at most 1.1 times that without.
 

@@ -116,7 +116,7 @@ def apart(engine: Engine) -> tuple[Values, Values]:
     return losses, {name: value.numpy() for name, value in whole_gradients(engine).items()}
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("comm", CpComm, ids=lambda comm: comm.value)
 @pytest.mark.parametrize(("cp", "tp"), [(2, 1), (4, 1), (2, 2)])
 def test_documents_stay_apart_across_ranks(cp: int, tp: int, comm: CpComm):

@@ -84,6 +84,7 @@ CAPTURED = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("name", "layout"),
     chosen(CAPTURED, [("latent", ""), ("moe", ""), ("windows", ""), ("static", "ep 2")]),
@@ -204,7 +205,7 @@ SHARED = [("dense", {"dp": 2}), ("latent", {"dp": 2, "tp": 2}), ("moe", {"dp": 2
           ("dense", {"dp": 2, "cp": 2})]  # fmt: skip
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize(("name", "degrees"), chosen(SHARED, SHARED[:3]), ids=str)
 def test_replicas_share_prompts(name: str, degrees: dict[str, int], temperature: float):

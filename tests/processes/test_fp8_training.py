@@ -110,6 +110,7 @@ ONE_STAGE = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", chosen(RECIPES, [Fp8Recipe.current]))
 def test_recomputation_and_buckets_change_no_bits(recipe: Fp8Recipe):
     plain = {"optim": OptimConfig(lr=1e-2, warmup_steps=2), "train": TWO_MICROBATCHES}
@@ -303,6 +304,7 @@ def validated(rank: int, run: Run) -> list[float]:
     return found
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["layer", "full iteration"])
 def test_validation_sees_the_weights_of_the_last_update(name: str):
     runs = [
@@ -429,6 +431,7 @@ def test_rollback_drops_quantised_copies_of_later_weights(recipe: Fp8Recipe, tmp
     assert used == new
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", chosen(RECIPES, [Fp8Recipe.delayed]))
 def test_loss_falls_as_without_fp8(recipe: Fp8Recipe):
     train = TrainConfig(steps=20, seq_len=16, micro_batch=2, global_batch=2)

@@ -58,6 +58,7 @@ def calls_per_layer(rank: int, model: ModelConfig) -> float:
     return (found[1] - found[0]) / run.num_microbatches
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", MOST)
 def test_a_layer_calls_few_functions(kind: str):
     model, most = MOST[kind]

@@ -302,6 +302,7 @@ def run_by_name(hub: Hub) -> Run:
     return make_run(model, parallel=ParallelConfig(dp=4))
 
 
+@pytest.mark.full
 def test_one_process_of_each_host_asks_the_hub(hub: Hub, tmp_path: Path):
     run = run_by_name(hub)
     model_folder(NAME, KEY)
@@ -355,6 +356,7 @@ def test_other_processes_of_a_host_wait_for_the_first(hub: Hub, monkeypatch: pyt
     assert str(late.value) == f"{KEY}=somebody/another: {expected}"
 
 
+@pytest.mark.full
 def test_first_process_of_each_host_reports_hub_error(hub: Hub):
     hub.fault = (403, "GatedRepo")
     register_schema()

@@ -108,6 +108,7 @@ def looped(rank: int, scenario: str, ep: int, etp: int) -> dict[str, Tensor]:
     return {**wanted, "y": y, "dots": dots, "back": back}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize(("ep", "etp"), sampled([(2, 2), (2, 1), (4, 1), (1, 2)], 2))
 def test_transports_equal_loops(scenario: str, ep: int, etp: int):

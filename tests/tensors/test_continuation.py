@@ -154,6 +154,7 @@ TOKENIZERS = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("real", [True, False], ids=["text", "any tokens"])
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_a_long_text_is_read_in_short_parts(kind: str, real: bool, monkeypatch: pytest.MonkeyPatch):
