@@ -139,7 +139,7 @@ def test_heads_of_a_gradient_whose_values_lie_apart():
         close(mine, right)
 
 
-@pytest.mark.every(2)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("programs", [132, 1], ids=["one tile each", "several tiles each"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(3, 5, 14), (2, 75, 64), (5, 1100), WIDE, (0, 8)], ids=str)

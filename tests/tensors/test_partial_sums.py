@@ -33,7 +33,7 @@ SHAPES = [(0, 8), (1, 14), (5, 1100), (256, 16), (600, 40)]
 Forward = Callable[[RMSNorm, Tensor, WeightGradSink | None], Tensor]
 
 
-@pytest.mark.every(2)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sums_of_parts(shape: tuple[int, int], dtype: torch.dtype):
