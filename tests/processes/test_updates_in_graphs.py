@@ -261,7 +261,6 @@ def rerun_states(rank: int, run: Run) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("parallel", chosen(["ep2", "pp2 ep2"], ["ep2"]))
 def test_rerun_step_updates_only_once(parallel: str):
     layouts = {

@@ -1,0 +1,33 @@
+"""Adapters on a GPU: graphs change no bit of a run, and a run in fp32 has the losses of the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.programs import GPUS, losses
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS, reason="needs a CUDA device")]
+GRAPHS = {
+    **{name: (f"cuda_graph={name}",) for name in ("partial", "layer", "full_iteration")},
+    "update": ("cuda_graph=full_iteration", "cuda_graph.optimizer=true"),
+}
+FIXED = ("train.steps=10", "parallel.dp=1", "lora.rank=8", "optim.lr=1e-2")
+
+
+@pytest.mark.parametrize("dropout", ["0", "0.1"])
+@pytest.mark.parametrize("model", ["moe_tiny", "dense_tiny"])
+def test_a_run_with_graphs_repeats_one_without(tmp_path: Path, model: str, dropout: str):
+    fixed = (*FIXED, f"model={model}", "precision=bf16", f"lora.dropout={dropout}")
+    eager = losses(tmp_path / "eager", *fixed)
+    for name, graph in GRAPHS.items():
+        assert losses(tmp_path / name, *fixed, *graph) == eager, name
+
+
+@pytest.mark.parametrize("dropout", ["0", "0.1"])
+@pytest.mark.parametrize("model", ["moe_tiny", "dense_tiny"])
+def test_losses_in_fp32_are_those_of_the_cpu(tmp_path: Path, model: str, dropout: str):
+    fixed = (*FIXED, f"model={model}", f"lora.dropout={dropout}")
+    theirs = losses(tmp_path / "cpu", *fixed, "train.device=cpu")
+    assert losses(tmp_path / "gpu", *fixed) == [pytest.approx(each, rel=1e-3) for each in theirs]
