@@ -144,7 +144,6 @@ def taken_again(rank: int, run: Run) -> tuple[list[Any], list[int | None], Scale
     return seen, again, scales
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("graph", chosen(GRAPHS.values(), [EAGER]), ids=GRAPHS)
 def test_rerun_step_counts_once(graph: CudaGraphConfig):
     """It computes what memory for all rows computes, to the last bit."""

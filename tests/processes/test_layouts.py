@@ -26,8 +26,8 @@ STEPS = 2
 SHORT = TrainConfig(steps=20, seq_len=SEQ_LEN, micro_batch=1, global_batch=2)
 RANKS = [1, 2, 4, 8]
 QUICK: dict[str, Case] = {
-    "cp4 ep2 etp2": ("moe", 1, 4, 2, 2, 1, 1, 1, "1f1b", "all_gather", "auto"),
     "tp2 ep2": ("moe", 2, 1, 2, 1, 1, 1, 1, "none", "all_gather", "auto"),
+    "cp4 ep2 etp2": ("moe", 1, 4, 2, 2, 1, 1, 1, "1f1b", "all_gather", "auto"),
     "tp2 pp2 vpp2": ("dense", 2, 1, 1, 1, 2, 2, 1, "interleaved", "all_gather", "auto"),
 }
 
