@@ -6,7 +6,7 @@ from app.choices import OptimizerKind
 from app.config import LoraConfig, Run
 from app.errors import ConfigError, Instead, nearest, nearest_multiples
 from app.plan.model.layer import LayerWeights
-from app.plan.model.lora import LINEARS, adapted, chosen
+from app.plan.model.lora import chosen, linears_within
 from app.plan.model.stage import model_weights
 from app.plan.parts.trace import BYTES
 
@@ -24,7 +24,7 @@ def check_lora(run: Run) -> None:
                 rule = "has no effect without lora.rank"
                 raise ConfigError(f"lora.{name}", getattr(lora, name), rule, nearest=near)
         return
-    linears = sorted(linears_of(run))
+    linears = linears_of(run)
     for target in lora.targets:
         if not any(chosen(linear, (target,)) for linear in linears):
             words = sorted({word for linear in linears for word in linear.split(".")})
@@ -36,11 +36,9 @@ def check_lora(run: Run) -> None:
 
 def linears_of(run: Run) -> set[str]:
     """Return the linear layers of a run's model that may have adapters."""
-    everything = LoraConfig(rank=1)
-    found = set()
+    targets, found = run.lora.targets, set[str]()
     for spec in set(run.model.layer_specs):
-        for name, weight in adapted(LayerWeights.of(run.model, spec), everything).weights():
-            found |= set(LINEARS[name]) if weight.adapters else set()
+        found |= linears_within(LayerWeights.of(run.model, spec), targets)
     return found
 
 
