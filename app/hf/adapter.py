@@ -64,22 +64,35 @@ class AdapterNames:
     model: ModelConfig
     lora: LoraConfig
     family: Family
+    joins: bool = (
+        False  # True where experts are one parameter in files that could have a layer each
+    )
 
     @classmethod
-    def of(cls, model: ModelConfig, lora: LoraConfig, key: str, value: object) -> AdapterNames:
+    def of(
+        cls, model: ModelConfig, lora: LoraConfig, key: str, value: object, *, joins: bool = False
+    ) -> AdapterNames:
         """Look up the model's family. Raises ConfigError for `key` without such files."""
-        found = cls(model, lora, family_of(model, key, value))
+        found = cls(model, lora, family_of(model, key, value), joins)
         if odd := next((each for each in found._adapted() if not found._fits(each)), None):
             rule = f"models of type {found.family.model_type} store {odd.name} otherwise than as"
-            raise ConfigError(key, value, f"{rule} linear layers, which `peft` adapts")
+            rule, advice = f"{rule} linear layers, which `peft` adapts", None
+            if odd.weight.expert:
+                rule = "adapts gate and up of experts by one pair of matrices, lora.targets by two"
+                advice = "name gate_up_proj in lora.targets"
+            raise ConfigError(key, value, rule, advice=advice)
         return found
 
     @property
     def stacked(self) -> bool:
         """True if the experts of a layer are one parameter in the files, not a layer each."""
-        return any(GATE_UP.endswith(f".{each.name}") for _, each in self.experts()) or any(
-            self._line(tables.layer_of(named.name)[1]).fit not in ONE_EACH
-            for named, _ in self.experts()
+        return (
+            self.joins
+            or any(GATE_UP.endswith(f".{each.name}") for _, each in self.experts())
+            or any(
+                self._line(tables.layer_of(named.name)[1]).fit not in ONE_EACH
+                for named, _ in self.experts()
+            )
         )
 
     def experts(self) -> Iterator[tuple[NamedWeight, Adapter]]:
@@ -260,13 +273,14 @@ class SavedAdapter:
 
     def __init__(self, model: ModelConfig, lora: LoraConfig) -> None:
         self.folder = Path(str(lora.init_from))
-        self.names = AdapterNames.of(model, lora, KEY, self.folder)
         self._check_config(model, lora)
         try:
             with safe_open(self.folder / WEIGHTS, "pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise self._refusal(f"{WEIGHTS} cannot be read: {error}") from error
+        joins = any(".mlp.experts.lora_" in name for name in tensors)
+        self.names = AdapterNames.of(model, lora, KEY, self.folder, joins=joins)
         self.tensors = self._checked(tensors)
 
     def left_out(self) -> str | None:

@@ -91,9 +91,7 @@ def gate_up(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator
         yield WeightPart(name, apart, ours, Block.whole(1, *apart), dims)
 
 
-def expert_gate_up(
-    model: ModelConfig, shape: Shape, theirs: Sequence[str]
-) -> Iterator[WeightPart]:
+def expert_gate_up(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
     """Map gate and up projections of experts, a tensor each."""
     experts, hidden, _, ffn = shape
     for expert in range(experts):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,9 @@ from tests.processes.test_layouts import alone
 from tests.runs import engine_of
 
 STEPS = 4
-ALL = LoraConfig(rank=4, alpha=8.0)
+ALL = LoraConfig(rank=4, alpha=8.0, targets=("self_attn", "mlp", "mlp.gate"))
+# one pair of matrices for gate and up of experts
+JOINT = dataclasses.replace(ALL, targets=("gate_up_proj", "down_proj"))
 ORDER = ("none", "all_gather", "auto")
 LAYOUTS: dict[str, Case] = {  # model, tp, cp, ep, etp, pp, vpp, dp
     "dp2": ("dense", 1, 1, 1, 1, 1, 1, 2, *ORDER),
@@ -32,19 +36,27 @@ LAYOUTS: dict[str, Case] = {  # model, tp, cp, ep, etp, pp, vpp, dp
     "moe tp2 dp2 ep2 etp2": ("moe", 2, 1, 2, 2, 1, 1, 2, *ORDER),
     "moe pp2 tp2 split": ("moe", 2, 1, 1, 1, 2, 1, 1, "zero_bubble_h1", *ORDER[1:]),
     "moe interleaved": ("moe", 1, 1, 1, 1, 2, 2, 1, "interleaved", *ORDER[1:]),
+    "joint moe tp2 dp2 ep2 etp2": ("moe", 2, 1, 2, 2, 1, 1, 2, *ORDER),
     "moe static": ("moe", 1, 1, 2, 1, 1, 1, 2, "none", "all_gather", "static"),
 }
 QUICK = ["tp2 cp2", "moe tp2 dp2 ep2 etp2", "moe pp2 tp2 split"]
 
 
-def with_adapters(case: Case, **more: object) -> Run:
-    """The run of a case with adapters on all of its linear layers."""
-    return dataclasses.replace(run_of(case), lora=ALL, **more)
+def with_adapters(case: Case, lora: LoraConfig = ALL, **more: object) -> Run:
+    """The run of a case with adapters on all of its linear layers, routers too."""
+    return dataclasses.replace(run_of(case), lora=lora, **more)
 
 
 @pytest.fixture(scope="module")
-def one_process() -> dict[str, OneProcess]:
-    return {kind: OneProcess.of(with_adapters(alone(kind)), STEPS) for kind in ("dense", "moe")}
+def one_process() -> Callable[[str], OneProcess]:
+    runs = {"dense": ("dense", ALL), "moe": ("moe", ALL), "joint": ("moe", JOINT)}
+
+    @cache
+    def of(name: str) -> OneProcess:
+        kind, lora = runs[name]
+        return OneProcess.of(with_adapters(alone(kind), lora), STEPS)
+
+    return of
 
 
 def steps_on_rank_zero(rank: int, run: Run) -> Trained | None:
@@ -59,11 +71,14 @@ def steps_on_rank_zero(rank: int, run: Run) -> Trained | None:
 
 
 @pytest.mark.parametrize("name", chosen(LAYOUTS, QUICK))
-def test_layouts_train_adapters_like_one_process(one_process: dict[str, OneProcess], name: str):
-    run = with_adapters(LAYOUTS[name])
+def test_layouts_train_adapters_like_one_process(
+    one_process: Callable[[str], OneProcess], name: str
+):
+    joint = name.startswith("joint")
+    run = with_adapters(LAYOUTS[name], JOINT if joint else ALL)
     found = run_distributed(steps_on_rank_zero, run.world_size, run)[0]
     assert found is not None
-    one_process[LAYOUTS[name][0]].expect(found)
+    one_process("joint" if joint else LAYOUTS[name][0]).expect(found)
 
 
 SAME_BITS: dict[str, tuple[str, dict[str, object]]] = {
@@ -77,10 +92,12 @@ SAME_BITS: dict[str, tuple[str, dict[str, object]]] = {
 
 
 @pytest.mark.parametrize("name", chosen(SAME_BITS, ["graphs of parts"]))
-def test_graphs_and_recomputation_keep_adapters(one_process: dict[str, OneProcess], name: str):
+def test_graphs_and_recomputation_keep_adapters(
+    one_process: Callable[[str], OneProcess], name: str
+):
     kind, sections = SAME_BITS[name]
     other = run_distributed(few_steps, 1, with_adapters(alone(kind), **sections), STEPS)[0]
-    for what, values in one_process[kind].plain.items():
+    for what, values in one_process(kind).plain.items():
         for key, value in values.items():
             assert torch.equal(torch.as_tensor(other[what][key]), torch.as_tensor(value)), key
 
