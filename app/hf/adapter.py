@@ -27,7 +27,7 @@ from app.hf import tables
 from app.hf.families import Family, family_of
 from app.hf.weight_part import WeightPart
 from app.hf.write import WeightReader
-from app.plan.model.lora import GATE_UP, LINEARS, ROUTER
+from app.plan.model.lora import GATE_UP, LINEARS
 from app.plan.model.stage import NamedWeight, model_weights
 from app.plan.model.weight import Adapter, Weight
 from app.plan.sharding.blocks import ShardCoords
@@ -256,7 +256,8 @@ def adapter_files(names: AdapterNames, source: WeightReader) -> dict[str, bytes]
         "r": lora.rank,
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "use_rslora": lora.rslora and not plain,
-        "lora_dropout": 0.0,
+        # `peft` refuses to load it beside parameters
+        "lora_dropout": 0.0 if parameters else lora.dropout,
         "bias": "none",
         "target_modules": modules,
         "fan_in_fan_out": False,
@@ -285,9 +286,10 @@ class SavedAdapter:
 
     def left_out(self) -> str | None:
         """Return what training here leaves out of the adapter's settings, in words."""
-        if not self.dropout:
+        theirs, ours = self.dropout, self.names.lora.dropout
+        if theirs in (0, ours):
             return None
-        return f"lora_dropout={self.dropout:g} is left out: adapters have no dropout here"
+        return f"its lora_dropout={theirs:g} is left out: lora.dropout={ours:g}"
 
     def fill(self, weights: Iterable[tuple[NamedWeight, Tensor]], coords: ShardCoords) -> None:
         """Fill this rank's parts of adapters in place."""

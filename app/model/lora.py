@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from app.config import LoraConfig
+from app.model.adapter_dropout import AdapterDropout
 from app.model.chunk import Chunk
 from app.model.layers.frozen import FrozenGroupedLinear
 from app.model.layers.layer_groups import OptionalGroup, gather_tokens
@@ -95,6 +96,62 @@ class LoraLinear:
         """Return x · aᵀ of all adapters, side by side."""
         a: list[Tensor] = [pair.a for pair in self.pairs]
         return F.linear(x, a[0] if len(a) == 1 else torch.cat(a))
+
+
+class DroppingLoraLinear(LoraLinear):
+    """`LoraLinear` whose adapters drop some of their inputs in training, each others.
+
+    `first`: token of this rank that inputs begin with; `channels`: keys of each adapter's inputs.
+    """
+
+    def __init__(
+        self,
+        base: LinearBackend,
+        pairs: Sequence[AdapterPair],
+        scale: float,
+        dropout: AdapterDropout,
+        first: int,
+        channels: Sequence[Tensor],
+    ) -> None:
+        super().__init__(base, pairs, scale)
+        self.dropout = dropout
+        self.first = first
+        self.channels = tuple(channels)
+
+    def dropped(self, x_BsI: Tensor, nth: int) -> Tensor:
+        """Return the input of the n-th adapter, not scaled."""
+        return self.dropout.dropped(x_BsI, self.first, self.channels[nth])
+
+    def _middle(self, x: Tensor) -> Tensor:
+        if not self.dropout.active:
+            return super()._middle(x)
+        mid: Tensor = _DroppedMiddle.apply(x, self, *(pair.a for pair in self.pairs))
+        return mid
+
+
+class _DroppedMiddle(torch.autograd.Function):
+    """x · aᵀ of all adapters, of what each keeps of x; backward makes the masks again."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BsI: Tensor, layer: DroppingLoraLinear, *a: nn.Parameter) -> Tensor:
+        ctx.save_for_backward(x_BsI)
+        ctx.layer, ctx.a = layer, a
+        mid = [F.linear(layer.dropped(x_BsI, nth), each) for nth, each in enumerate(a)]
+        return torch.cat(mid, dim=-1).div_(layer.dropout.keep)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x_BsI,) = ctx.saved_tensors
+        layer: DroppingLoraLinear = ctx.layer
+        to_x, to_a = None, []
+        parts = (grad / layer.dropout.keep).chunk(len(ctx.a), dim=-1)
+        for nth, (matrix, part) in enumerate(zip(ctx.a, parts, strict=True)):
+            to_a.append(part.flatten(0, -2).T @ layer.dropped(x_BsI, nth).flatten(0, -2))
+            if ctx.needs_input_grad[0]:
+                own = layer.dropped(part @ matrix, nth)
+                to_x = own if to_x is None else to_x.add_(own)
+        return to_x, None, *to_a
 
 
 class LoraGroupedLinear(FrozenGroupedLinear):
@@ -172,10 +229,10 @@ def _with_adapter(
     return logits(x_TD) + scale * added_TE.float()
 
 
-def add_adapters(chunk: Chunk, lora: LoraConfig) -> None:
+def add_adapters(chunk: Chunk, lora: LoraConfig, dropout: AdapterDropout | None = None) -> None:
     """Add a run's adapters to the layers of a chunk, which are frozen and have their memory.
 
-    The adapters' values are not set.
+    The adapters' values are not set. With `dropout` they drop some of their inputs in training.
     """
     chunk.lora = lora
     coords = chunk.layer_groups.coords
@@ -194,9 +251,29 @@ def add_adapters(chunk: Chunk, lora: LoraConfig) -> None:
             layer = grouped
         else:
             assert isinstance(layer, ColumnParallelLinear | RowParallelLinear)
-            layer.backend = LoraLinear(layer.backend, pairs, lora.scale)
+            layer.backend = _backend(name, layer, pairs, lora.scale, coords.tp, dropout)
         for pair in pairs:
             layer.add_module(pair.adapter.name, pair)
+
+
+def _backend(
+    name: str,
+    layer: ColumnParallelLinear | RowParallelLinear,
+    pairs: Sequence[AdapterPair],
+    scale: float,
+    tp: tuple[int, int],
+    dropout: AdapterDropout | None,
+) -> LinearBackend:
+    """Return a layer's back end with its adapters, on rank tp[0] of tp[1]."""
+    if dropout is None:
+        return LoraLinear(layer.backend, pairs, scale)
+    (index, ranks), inputs = tp, layer.weight.shape[1]
+    own = dropout.keys_BS.shape[1] // ranks  # tokens
+    # a layer with part of the width has all tokens; others have their part of these
+    narrow = any(pair.adapter.a.tp is not None for pair in pairs)
+    first, start = (0, index * inputs) if narrow else (index * own, 0)
+    channels = [dropout.channels(f"{name}.{pair.adapter.name}", start, inputs) for pair in pairs]
+    return DroppingLoraLinear(layer.backend, pairs, scale, dropout, first, channels)
 
 
 def _add_to_router(

@@ -17,7 +17,7 @@ def check_lora(run: Run) -> None:
     """Refuse targets that no layer has, and what adapters cannot be combined with."""
     lora = run.lora
     if lora.rank is None:
-        for name in ("targets", "init_from", "alpha", "rslora"):
+        for name in ("targets", "init_from", "alpha", "rslora", "dropout"):
             usual = getattr(LoraConfig(), name)
             if getattr(lora, name) != usual:
                 near = (Instead("lora.rank=16"), usual)
@@ -58,12 +58,14 @@ def _check_beside(run: Run, rank: int) -> None:
         raise ConfigError(
             "precision.fp8.recipe", run.precision.fp8.recipe, rule, nearest=("null", without)
         )
+    adapted = [named for named in model_weights(run.model, run.lora) if named.weight.adapters]
+    if run.lora.dropout and not all(named.weight.linear for named in adapted):
+        raise _no_dropout(run, "routers")
     moe = run.model.moe
-    if moe is None or not any(
-        named.weight.expert and named.weight.adapters
-        for named in model_weights(run.model, run.lora)
-    ):
+    if moe is None or not any(named.weight.expert for named in adapted):
         return
+    if run.lora.dropout:
+        raise _no_dropout(run, "experts")
     if moe.echo.spares:
         rule = "copies experts without their adapters (lora.targets)"
         near = (0, Instead("lora.targets=[self_attn]"))
@@ -80,3 +82,9 @@ def _check_beside(run: Run, rank: int) -> None:
     if rank % of:
         rule = f"must be a multiple of {of} for experts: grouped GEMMs read {GEMM_BYTES} bytes"
         raise ConfigError("lora.rank", rank, rule, nearest=nearest_multiples(rank, of))
+
+
+def _no_dropout(run: Run, what: str) -> ConfigError:
+    rule = f"drops inputs of linear layers, and lora.targets adapt {what}: `peft` refuses this too"
+    near = (0, Instead("lora.targets=[self_attn]"))
+    return ConfigError("lora.dropout", run.lora.dropout, rule, nearest=near)

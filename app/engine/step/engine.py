@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from app.engine.capture.recorder import Recorder
 from app.engine.capture.transformer_engine import GraphsByTransformerEngine, graphed_callables
 from app.engine.ranks.dtypes import DTYPES
 from app.engine.ranks.groups import Groups
+from app.engine.step.dropping import DroppingExecutor
 from app.engine.step.executor import (
     Executor,
     ForwardBackward,
@@ -30,6 +31,7 @@ from app.engine.step.executor import (
 from app.engine.step.frozen import PartlyTrained
 from app.engine.step.source_losses import SourceLosses
 from app.engine.watchdog.watchdog import Watchdog
+from app.model.adapter_dropout import AdapterDropout
 from app.model.block import StepState
 from app.model.chunk import Chunk
 from app.moe.dispatch.paged_buffer import PagingDispatcher
@@ -170,14 +172,16 @@ def select_forward_backward(
         graphs=graphs,
         loss=chunk_loss if by_source is None else by_source.loss,
     )
-    return Executor(
-        lists[rank],
-        stages,
-        engine.optimizer,
-        transport=engine.transport,
-        watchdog=engine.watchdog,
-        in_flight=_in_flight(engine.plan, rank),
-    )
+    arguments = lists[rank], stages, engine.optimizer
+    how: dict[str, Any] = {
+        "transport": engine.transport,
+        "watchdog": engine.watchdog,
+        "in_flight": _in_flight(engine.plan, rank),
+    }
+    dropout = engine.state(AdapterDropout)
+    if dropout is None:
+        return Executor(*arguments, **how)
+    return DroppingExecutor(*arguments, **how, dropout=dropout)
 
 
 def _in_flight(plan: Plan, rank: int) -> Callable[..., InFlight]:
