@@ -15,10 +15,12 @@ class LoraConfig:
 
     rank: int | None = None  # width of the adapters; null: none, the model itself is trained
     alpha: float = 32.0  # adapters' outputs are multiplied by alpha / rank
-    rslora: bool = False  # by alpha / √rank (arXiv 2312.03732)
-    dropout: float = 0.0  # share of adapters' inputs that training drops, others grow in return
-    # linear layers with adapters, by parts of their paths: q_proj, self_attn, mlp.experts; []: all but
-    # routers, which are named gate
+    rslora: bool = False  # adapters' outputs are multiplied by alpha / √rank (arXiv 2312.03732)
+    dropout: float = (
+        0.0  # share of adapters' inputs that training drops; 0 beside experts and routers
+    )
+    # linear layers with adapters, by parts of their paths: q_proj, self_attn, mlp.experts, and for
+    # routers gate; []: all but routers
     targets: tuple[str, ...] = ()
     init_from: str | None = None  # folder of an adapter that `peft` saved; null: fresh adapters
 

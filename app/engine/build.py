@@ -85,7 +85,7 @@ def build_engine(
         attend=attend,
         rope_length=run.train.seq_len,
     )
-    dropout = _adapter_dropout(run, groups, device)
+    dropout = adapter_dropout(run, groups, device)
     frozen = _freeze(run, chunks, groups, dropout)
     _set_weights(run, chunks, groups, pretrained=pretrained, adapter=adapter)
     # 3. FP8 layers, and 4. the optimizer with its fp32 main parameters; both need the weights set.
@@ -127,7 +127,7 @@ def build_engine(
     )
 
 
-def _adapter_dropout(run: Run, groups: Groups, device: torch.device) -> AdapterDropout | None:
+def adapter_dropout(run: Run, groups: Groups, device: torch.device) -> AdapterDropout | None:
     """Build what drops inputs of adapters; None without."""
     if not run.lora.dropout:
         return None

@@ -27,11 +27,11 @@ FIRST, SECOND = 0x7FEB352D, 0x846CA68B - 2**BITS
 
 def mixed(key: Tensor) -> Tensor:
     """Return a hash of every int32 value, in place."""
-    key ^= (key >> 16) & 0xFFFF
-    key *= FIRST
-    key ^= (key >> 15) & 0x1FFFF
-    key *= SECOND
-    key ^= (key >> 16) & 0xFFFF
+    for shift, factor in ((16, FIRST), (15, SECOND), (16, 1)):
+        # without the copies of the sign
+        key ^= (key >> shift).bitwise_and_((1 << (BITS - shift)) - 1)
+        if factor != 1:
+            key *= factor
     return key
 
 

@@ -155,19 +155,22 @@ def test_frozen_parameters_keep_less(name: str):
     compare(some)
 
 
-ADAPTED: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
-    "dense": (DENSE, {}),
-    "tp 2": (GROUPED, {"tp": 2}),
-    "latent tp 2": (LATENT, {"tp": 2}),
-    "experts": (moe(), {"ep": 2, "dp": 2}),
+LORA = LoraConfig(rank=8)
+ADAPTED: dict[str, tuple[ModelConfig, LoraConfig, dict[str, Any]]] = {
+    "dense": (DENSE, LORA, {}),
+    "tp 2": (GROUPED, LORA, {"tp": 2}),
+    "dropout": (GROUPED, LoraConfig(rank=8, dropout=0.1), {"tp": 2}),
+    "latent tp 2": (LATENT, LORA, {"tp": 2}),
+    "experts": (moe(), LORA, {"ep": 2, "dp": 2}),
+    "routers": (moe(), LoraConfig(rank=8, targets=("mlp", "gate")), {"ep": 2, "dp": 2}),
 }
 
 
 @pytest.mark.parametrize("name", chosen(ADAPTED, ["tp 2", "experts"]))
 def test_adapters_keep_their_inputs(name: str):
-    model, choices = ADAPTED[name]
+    model, lora, choices = ADAPTED[name]
     run = run_of(model, chunk_tokens=64, **choices)
-    compare(dataclasses.replace(run, lora=LoraConfig(rank=8)))
+    compare(dataclasses.replace(run, lora=lora))
 
 
 RECOMPUTED: dict[str, tuple[Recompute, ...]] = {
