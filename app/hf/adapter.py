@@ -201,6 +201,7 @@ def _stacked(tensor: str, weight: Weight, *, alternates: bool) -> WeightPart:
     """Return the tensor of all experts: A as E × r × inputs, B as outputs × r × E; `alternates`:
     gate and up alternate in the outputs.
     """
+    order: tuple[int, ...]
     if ".lora_A." in tensor:
         order = 0, 2, 1
     elif len(weight.shape) == 3:
@@ -314,10 +315,11 @@ class SavedAdapter:
         for key, plain in PLAIN.items():
             if found.get(key, plain[0]) not in plain:
                 raise self._refusal(f"{CONFIG} has {key}={found[key]!r}, which is not built here")
+        assert lora.rank is not None, "a run with adapters has a rank"
         if (rank := found.get("r")) != lora.rank:
             raise self._refusal(f"has r={rank}, and lora.rank={lora.rank}")
         alpha, rslora = found.get("lora_alpha", 8), bool(found.get("use_rslora", False))
-        if not isclose(alpha / (sqrt(rank) if rslora else rank), lora.scale):
+        if not isclose(alpha / (sqrt(lora.rank) if rslora else lora.rank), lora.scale):
             theirs = f"lora_alpha={alpha}, use_rslora={rslora}"
             rule = f"has {theirs}, and lora.alpha={lora.alpha:g}, lora.rslora={lora.rslora}"
             raise self._refusal(rule)

@@ -18,21 +18,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from app.kernels.hashed_dropout import dropped, mixed, most_of
 from app.model.block import StepState
-
-BITS = 32
-# multipliers of a 32-bit mixing function with little bias: github.com/skeeto/hash-prospector
-FIRST, SECOND = 0x7FEB352D, 0x846CA68B - 2**BITS
-
-
-def mixed(key: Tensor) -> Tensor:
-    """Return a hash of every int32 value, in place."""
-    for shift, factor in ((16, FIRST), (15, SECOND), (16, 1)):
-        # without the copies of the sign
-        key ^= (key >> shift).bitwise_and_((1 << (BITS - shift)) - 1)
-        if factor != 1:
-            key *= factor
-    return key
 
 
 class AdapterDropout(StepState):
@@ -51,7 +38,7 @@ class AdapterDropout(StepState):
         `replica`: this rank's data-parallel index, and how many there are.
         """
         self.keep = 1 - rate
-        self.most = round(self.keep * 2**BITS) - 2 ** (BITS - 1)  # keys below it are kept
+        self.most = most_of(self.keep)
         self.seed = seed
         self.sequences = sequences
         self.replica = replica
@@ -90,8 +77,8 @@ class AdapterDropout(StepState):
         """Return x with zeros in place of what is dropped; not scaled. `first`: token of the rank
         that x begins with.
         """
-        keys_Bs1 = self.keys_BS[:, first : first + x_BsI.shape[1], None]
-        return x_BsI.masked_fill(mixed(keys_Bs1 ^ channels_I) >= self.most, 0)
+        keys_Bs = self.keys_BS[:, first : first + x_BsI.shape[1]]
+        return dropped(x_BsI, keys_Bs, channels_I, self.most)
 
     def finish_step(self, skipped: Tensor) -> None:
         """Count the update."""
