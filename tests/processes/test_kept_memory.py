@@ -78,8 +78,8 @@ def compare(run: Run) -> None:
     for rank, (kept, *_) in enumerate(found):
         bytes_kept = sum(kept.values()) - cpu_masks(run, rank)
         assert bytes_kept == pytest.approx(memory.total, rel=0.05)
-    # under a mask a CPU's attention needs other memory while it runs
-    if not cpu_masks(run, 0):
+    # under a mask a CPU's attention needs other memory while it runs, as does dropout by torch
+    if not cpu_masks(run, 0) and not run.lora.dropout:
         forward, left, backward = (min(sizes) for sizes in list(zip(*found, strict=True))[1:4])
         assert left == pytest.approx(memory.total, rel=0.05)
         assert forward == pytest.approx(memory.total + memory.forward, rel=0.05)

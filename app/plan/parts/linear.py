@@ -97,10 +97,9 @@ def adapters(t: Trace, x: int, out: int, weight: Weight, *, saved: bool, gathers
     whole = own * (s.layout.tp if gathers else 1)
     joined = first if len(weight.adapters) > 1 else 0
     scratch, kernels = (joined, joined), 1 + bool(joined) + gathers
-    if s.run.lora.dropout:  # keys of masks, twice, beside the outputs; gradients of the input
-        joined, masks = 0, 2 * 4 * (x // size) + out
-        scratch = masks, masks + x * min(len(weight.adapters), 2)
-        kernels = 12 * len(weight.adapters) + 2 + gathers
+    if s.run.lora.dropout:  # what is kept of the input, or of its gradients, beside the outputs
+        joined, count = 0, len(weight.adapters)
+        scratch, kernels = (out + x, out + x * min(count + 1, 3)), 2 * count + 2 + gathers
     sends = s.tp_sends(own, forward=1, backward=1) if gathers else None
     t.op(Work.gemm, x, whole, x if saved else 0, weight=first, stored=True,
          scratch=scratch, flops=2 * tokens * width * inputs, sends=sends,
