@@ -16,9 +16,8 @@ class LoraConfig:
     rank: int | None = None  # width of the adapters; null: none, the model itself is trained
     alpha: float = 32.0  # adapters' outputs are multiplied by alpha / rank
     rslora: bool = False  # adapters' outputs are multiplied by alpha / √rank (arXiv 2312.03732)
-    dropout: float = (
-        0.0  # share of adapters' inputs that training drops; 0 beside experts and routers
-    )
+    # share of adapters' inputs that training drops; 0 beside experts and routers
+    dropout: float = 0.0
     # linear layers with adapters, by parts of their paths: q_proj, self_attn, mlp.experts, and for
     # routers gate; []: all but routers
     targets: tuple[str, ...] = ()

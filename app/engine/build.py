@@ -85,8 +85,7 @@ def build_engine(
         attend=attend,
         rope_length=run.train.seq_len,
     )
-    dropout = adapter_dropout(run, groups, device)
-    frozen = _freeze(run, chunks, groups, dropout)
+    frozen, dropout = _freeze(run, chunks, groups, device)
     _set_weights(run, chunks, groups, pretrained=pretrained, adapter=adapter)
     # 3. FP8 layers, and 4. the optimizer with its fp32 main parameters; both need the weights set.
     fp8 = build_fp8(run, chunks, groups, device=device, ready=ready)
@@ -142,13 +141,15 @@ def adapter_dropout(run: Run, groups: Groups, device: torch.device) -> AdapterDr
 
 
 def _freeze(
-    run: Run, chunks: Sequence[Chunk], groups: Groups, dropout: AdapterDropout | None
-) -> tuple[FrozenWeight, ...]:
-    """Freeze this rank's parameters that are not trained, and return them; add adapters."""
+    run: Run, chunks: Sequence[Chunk], groups: Groups, device: torch.device
+) -> tuple[tuple[FrozenWeight, ...], AdapterDropout | None]:
+    """Freeze this rank's parameters that are not trained; add adapters. Returns the parameters, and
+    what drops inputs of adapters.
+    """
     names = frozen_in(run)
     if not names:
-        return ()
-    found = []
+        return (), None
+    found, dropout = [], adapter_dropout(run, groups, device)
     for chunk in chunks:
         freeze(chunk, {named.name: param for named, param in chunk.weights()}, names)
         if run.cuda_graph.of_parts and chunk.first and "embedding" in names:
@@ -160,7 +161,7 @@ def _freeze(
                 found.append(FrozenWeight(spec, group.rank(), group.size()))
         if run.adapters is not None:
             add_adapters(chunk, run.adapters, dropout)
-    return tuple(found)
+    return tuple(found), dropout
 
 
 def _states(

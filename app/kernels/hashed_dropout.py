@@ -28,7 +28,8 @@ def mixed(key: Tensor) -> Tensor:
 
 def most_of(keep: float) -> int:
     """Return the bound that a share `keep` of all hashes is below."""
-    return min(round(keep * 2**BITS) - 2 ** (BITS - 1), 2 ** (BITS - 1) - 1)
+    half = 1 << (BITS - 1)
+    return min(round(keep * 2 * half) - half, half - 1)
 
 
 def dropped(x_BsI: Tensor, keys_Bs: Tensor, channels_I: Tensor, most: int) -> Tensor:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from app.engine.step.executor import Executor, InFlight
+from app.engine.step.executor import Executor, InFlight, Parameters, RankStages, Transport
 from app.engine.step.records import StepInput, StepTotals
+from app.engine.watchdog.watchdog import Watchdog
 from app.model.adapter_dropout import AdapterDropout
 from app.plan.actions import Action, Backward, BackwardInput, Forward
 
@@ -13,8 +14,17 @@ from app.plan.actions import Action, Backward, BackwardInput, Forward
 class DroppingExecutor(Executor):
     """`Executor` that has a microbatch's masks ready before each pass of it in training."""
 
-    def __init__(self, *arguments: Any, dropout: AdapterDropout, **how: Any) -> None:
-        super().__init__(*arguments, **how)
+    def __init__(
+        self,
+        dropout: AdapterDropout,
+        actions: Sequence[Action],
+        stages: RankStages,
+        params: Parameters,
+        transport: Transport,
+        watchdog: Watchdog,
+        in_flight: Callable[..., InFlight] = InFlight,
+    ) -> None:
+        super().__init__(actions, stages, params, transport, watchdog, in_flight=in_flight)
         self.dropout = dropout
 
     def __call__(self, step: StepInput) -> StepTotals:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -172,16 +172,17 @@ def select_forward_backward(
         graphs=graphs,
         loss=chunk_loss if by_source is None else by_source.loss,
     )
-    arguments = lists[rank], stages, engine.optimizer
-    how: dict[str, Any] = {
-        "transport": engine.transport,
-        "watchdog": engine.watchdog,
-        "in_flight": _in_flight(engine.plan, rank),
-    }
-    dropout = engine.state(AdapterDropout)
-    if dropout is None:
-        return Executor(*arguments, **how)
-    return DroppingExecutor(*arguments, **how, dropout=dropout)
+    kind: Callable[..., Executor] = Executor
+    if (dropout := engine.state(AdapterDropout)) is not None:
+        kind = partial(DroppingExecutor, dropout)
+    return kind(
+        lists[rank],
+        stages,
+        engine.optimizer,
+        transport=engine.transport,
+        watchdog=engine.watchdog,
+        in_flight=_in_flight(engine.plan, rank),
+    )
 
 
 def _in_flight(plan: Plan, rank: int) -> Callable[..., InFlight]:
