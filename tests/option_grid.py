@@ -120,6 +120,7 @@ NUMBERS: dict[str, tuple[Value, ...]] = {
     "train.frozen": ((), ("embedding", "layers.0")),
     "lora.rank": (None, 4),
     "lora.targets": ((), ("self_attn",)),
+    "lora.dropout": (0.0, 0.25),
 }
 # of several ranks
 DEGREES: dict[str, tuple[Value, ...]] = {

@@ -66,6 +66,7 @@ ADVANCED = (
     "data.cache_dir",
     "data.accept_changed",
     "checkpoint.frozen",
+    "lora.rslora",
     "log.group",
     "train.max_bad_steps",
     "train.max_rollbacks",

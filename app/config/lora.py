@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from app.config.bounds import above_zero, at_least
+from app.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -14,8 +15,11 @@ class LoraConfig:
 
     rank: int | None = None  # width of the adapters; null: none, the model itself is trained
     alpha: float = 32.0  # adapters' outputs are multiplied by alpha / rank
-    rslora: bool = False  # by alpha / √rank (arXiv 2312.03732)
-    # linear layers with adapters, by parts of their paths: q_proj, self_attn, mlp.experts; []: all
+    rslora: bool = False  # adapters' outputs are multiplied by alpha / √rank (arXiv 2312.03732)
+    # share of adapters' inputs that training drops; 0 beside experts and routers
+    dropout: float = 0.0
+    # linear layers with adapters, by parts of their paths: q_proj, self_attn, mlp.experts, and for
+    # routers gate; []: all but routers
     targets: tuple[str, ...] = ()
     init_from: str | None = None  # folder of an adapter that `peft` saved; null: fresh adapters
 
@@ -23,6 +27,9 @@ class LoraConfig:
         object.__setattr__(self, "targets", tuple(self.targets))
         at_least("lora", self, 1, "rank")
         above_zero("lora", self, "alpha")
+        at_least("lora", self, 0, "dropout")
+        if self.dropout >= 1:
+            raise ConfigError("lora.dropout", self.dropout, "must be below 1", nearest=0.05)
 
     @property
     def scale(self) -> float:

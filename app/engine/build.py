@@ -32,6 +32,7 @@ from app.fp8.ready import ReadyRows
 from app.hf.adapter import SavedAdapter
 from app.hf.chunks import fill_chunks, fill_main_params
 from app.hf.pretrained import Pretrained
+from app.model.adapter_dropout import AdapterDropout
 from app.model.attention.chosen import library_attention, torch_attention
 from app.model.attention.softcap import SoftcapAttention
 from app.model.block import BLOCKS, Body, Layer, StepState
@@ -39,7 +40,7 @@ from app.model.chunk import Chunk
 from app.model.init import init_weights
 from app.model.layers.attend import Attend, TorchAttention
 from app.model.layers.frozen import freeze, start_backward_at
-from app.model.layers.layer_groups import LayerGroups
+from app.model.layers.layer_groups import LayerGroups, own_tokens
 from app.model.lora import add_adapters
 from app.moe.dispatch.paged_buffer import build_paged_buffer
 from app.moe.phases import MoEBody, Router
@@ -84,7 +85,7 @@ def build_engine(
         attend=attend,
         rope_length=run.train.seq_len,
     )
-    frozen = _freeze(run, chunks, groups)
+    frozen, dropout = _freeze(run, chunks, groups, device)
     _set_weights(run, chunks, groups, pretrained=pretrained, adapter=adapter)
     # 3. FP8 layers, and 4. the optimizer with its fp32 main parameters; both need the weights set.
     fp8 = build_fp8(run, chunks, groups, device=device, ready=ready)
@@ -120,17 +121,35 @@ def build_engine(
         static=built.static,
         recorder=build_recorder(run, device),
         paging=built.paging,
-        states=tuple(_states(run, chunks, built, fp8=fp8, device=device)),
+        states=tuple(_states(run, chunks, built, fp8=fp8, dropout=dropout, device=device)),
         frozen=frozen,
     )
 
 
-def _freeze(run: Run, chunks: Sequence[Chunk], groups: Groups) -> tuple[FrozenWeight, ...]:
-    """Freeze this rank's parameters that are not trained, and return them; add adapters."""
+def adapter_dropout(run: Run, groups: Groups, device: torch.device) -> AdapterDropout | None:
+    """Build what drops inputs of adapters; None without."""
+    if not run.lora.dropout:
+        return None
+    layout, train = groups.layout, run.train
+    return AdapterDropout(
+        run.lora.dropout,
+        train.seed,
+        own_tokens(train.seq_len, layout.cp, groups.cp_rank, device),
+        sequences=train.micro_batch,
+        replica=(groups.dp_rank, run.dp),
+    )
+
+
+def _freeze(
+    run: Run, chunks: Sequence[Chunk], groups: Groups, device: torch.device
+) -> tuple[tuple[FrozenWeight, ...], AdapterDropout | None]:
+    """Freeze this rank's parameters that are not trained; add adapters. Returns the parameters, and
+    what drops inputs of adapters.
+    """
     names = frozen_in(run)
     if not names:
-        return ()
-    found = []
+        return (), None
+    found, dropout = [], adapter_dropout(run, groups, device)
     for chunk in chunks:
         freeze(chunk, {named.name: param for named, param in chunk.weights()}, names)
         if run.cuda_graph.of_parts and chunk.first and "embedding" in names:
@@ -141,8 +160,8 @@ def _freeze(run: Run, chunks: Sequence[Chunk], groups: Groups) -> tuple[FrozenWe
                 group = groups.edp if spec.expert else groups.dp_cp
                 found.append(FrozenWeight(spec, group.rank(), group.size()))
         if run.adapters is not None:
-            add_adapters(chunk, run.adapters)
-    return tuple(found)
+            add_adapters(chunk, run.adapters, dropout)
+    return tuple(found), dropout
 
 
 def _states(
@@ -151,6 +170,7 @@ def _states(
     built: BuiltDispatcher,
     *,
     fp8: Fp8Layers | None,
+    dropout: AdapterDropout | None,
     device: torch.device,
 ) -> Iterator[StepState]:
     """Yield the state that the run's features keep per step."""
@@ -161,6 +181,8 @@ def _states(
         yield built.cloning
     if fp8 is not None:
         yield fp8
+    if dropout is not None:
+        yield dropout
     if run.data.parts:
         yield SourceLosses([source.label for source, _ in run.data.parts], device)
 

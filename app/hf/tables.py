@@ -91,9 +91,7 @@ def gate_up(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator
         yield WeightPart(name, apart, ours, Block.whole(1, *apart), dims)
 
 
-def expert_gate_up(
-    model: ModelConfig, shape: Shape, theirs: Sequence[str]
-) -> Iterator[WeightPart]:
+def expert_gate_up(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
     """Map gate and up projections of experts, a tensor each."""
     experts, hidden, _, ffn = shape
     for expert in range(experts):
@@ -146,7 +144,7 @@ def _stacked_down(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> It
         )
 
 
-def _alternating(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
+def alternating(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
     """Map gate and up projections, or their biases: in files the last dimension alternates."""
     (name,) = theirs
     *lead, both, ffn = shape
@@ -253,8 +251,8 @@ GPT_OSS = (
     NameLine("attn.sinks", ("self_attn.sinks",), whole),
     NameLine("body.router.weight", ("mlp.router.weight",), whole),
     NameLine("body.router.bias", ("mlp.router.bias",), whole),
-    NameLine("body.experts.w_up", ("mlp.experts.gate_up_proj",), _alternating),
-    NameLine("body.experts.b_up", ("mlp.experts.gate_up_proj_bias",), _alternating),
+    NameLine("body.experts.w_up", ("mlp.experts.gate_up_proj",), alternating),
+    NameLine("body.experts.b_up", ("mlp.experts.gate_up_proj_bias",), alternating),
     NameLine("body.experts.w_down", ("mlp.experts.down_proj",), whole),
     NameLine("body.experts.b_down", ("mlp.experts.down_proj_bias",), whole),
 )

@@ -304,6 +304,9 @@ class StepState:
     def stepped(self, skipped: bool) -> None:
         """Note on the host whether the update was skipped."""
 
+    def restored(self, updates: int) -> None:
+        """Resume from a checkpoint that was taken after `updates` updates."""
+
     def metrics(self, sums: Mapping[str, float]) -> Mapping[str, object]:
         """Return metrics of this step (fields of `StepReport`) from its `sums` over all ranks."""
         return {}

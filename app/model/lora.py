@@ -13,8 +13,9 @@ Shapes as in `app.model.layers.linear`; r rank, P adapters of one weight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from app.config import LoraConfig
+from app.model.adapter_dropout import AdapterDropout
 from app.model.chunk import Chunk
 from app.model.layers.frozen import FrozenGroupedLinear
 from app.model.layers.layer_groups import OptionalGroup, gather_tokens
@@ -48,11 +50,12 @@ class AdapterPair(nn.Module):
         self.a = nn.Parameter(like.new_empty(coords.shape(adapter.a)))
         self.b = nn.Parameter(like.new_empty(coords.shape(adapter.b)))
 
-    def of(self, out: Tensor) -> Tensor:
-        """Return a view of its outputs among those of the layer, in two last dimensions."""
-        period, start, stop = self.adapter.outputs(out.shape[-1])
-        own: Tensor = out.unflatten(-1, (-1, period))[..., start:stop]
-        return own
+
+def adapted_outputs(adapter: Adapter, out: Tensor) -> Tensor:
+    """Return a view of an adapter's outputs among those of a weight, in two last dimensions."""
+    period, start, stop = adapter.outputs(out.shape[-1])
+    own: Tensor = out.unflatten(-1, (-1, period))[..., start:stop]
+    return own
 
 
 class LoraLinear:
@@ -85,36 +88,70 @@ class LoraLinear:
         raise AssertionError("no target is a head")
 
     def _added(self, out: Tensor, x: Tensor, group: OptionalGroup) -> Tensor:
-        a: list[Tensor] = [pair.a for pair in self.pairs]
-        mid = gather_tokens(F.linear(x, a[0] if len(a) == 1 else torch.cat(a)), group)
-        added: Tensor = _Added.apply(out, mid, self, *(pair.b for pair in self.pairs))
+        mid = gather_tokens(self._middle(x), group)
+        added: Tensor = _Added.apply(out, mid, None, self, *(pair.b for pair in self.pairs))
         return added
 
+    def _middle(self, x: Tensor) -> Tensor:
+        """Return x · aᵀ of all adapters, side by side."""
+        a: list[Tensor] = [pair.a for pair in self.pairs]
+        return F.linear(x, a[0] if len(a) == 1 else torch.cat(a))
 
-class _Added(torch.autograd.Function):
-    """Add adapters' outputs to those of a layer, in place; backward passes its gradient on."""
+
+class DroppingLoraLinear(LoraLinear):
+    """`LoraLinear` whose adapters drop some of their inputs in training, each others.
+
+    `first`: token of this rank that inputs begin with; `channels`: keys of each adapter's inputs.
+    """
+
+    def __init__(
+        self,
+        base: LinearBackend,
+        pairs: Sequence[AdapterPair],
+        scale: float,
+        dropout: AdapterDropout,
+        first: int,
+        channels: Sequence[Tensor],
+    ) -> None:
+        super().__init__(base, pairs, scale)
+        self.dropout = dropout
+        self.first = first
+        self.channels = tuple(channels)
+
+    def dropped(self, x_BsI: Tensor, nth: int) -> Tensor:
+        """Return the input of the n-th adapter, not scaled."""
+        return self.dropout.dropped(x_BsI, self.first, self.channels[nth])
+
+    def _middle(self, x: Tensor) -> Tensor:
+        if not self.dropout.active:
+            return super()._middle(x)
+        mid: Tensor = _DroppedMiddle.apply(x, self, *(pair.a for pair in self.pairs))
+        return mid
+
+
+class _DroppedMiddle(torch.autograd.Function):
+    """x · aᵀ of all adapters, of what each keeps of x; backward makes the masks again."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, mid: Tensor, layer: LoraLinear, *b: nn.Parameter) -> Tensor:
-        ctx.save_for_backward(mid)
-        ctx.layer, ctx.b = layer, b
-        ctx.mark_dirty(out)
-        for pair, b_OR, part in zip(layer.pairs, b, mid.chunk(len(b), dim=-1), strict=True):
-            own = pair.of(out)
-            own.add_(F.linear(part, b_OR).view(own.shape), alpha=layer.scale)
-        return out
+    def forward(ctx: Any, x_BsI: Tensor, layer: DroppingLoraLinear, *a: nn.Parameter) -> Tensor:
+        ctx.save_for_backward(x_BsI)
+        ctx.layer, ctx.a = layer, a
+        mid = [F.linear(layer.dropped(x_BsI, nth), each) for nth, each in enumerate(a)]
+        return torch.cat(mid, dim=-1).div_(layer.dropout.keep)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (mid,) = ctx.saved_tensors
-        layer: LoraLinear = ctx.layer
-        to_mid, to_b = [], []
-        for pair, b_OR, part in zip(layer.pairs, ctx.b, mid.chunk(len(ctx.b), dim=-1), strict=True):
-            own = pair.of(grad).flatten(-2) * layer.scale
-            to_mid.append(own @ b_OR)
-            to_b.append(own.flatten(0, -2).T @ part.flatten(0, -2))
-        return grad, torch.cat(to_mid, dim=-1), None, *to_b
+        (x_BsI,) = ctx.saved_tensors
+        layer: DroppingLoraLinear = ctx.layer
+        to_x, to_a = None, []
+        parts = (grad / layer.dropout.keep).chunk(len(ctx.a), dim=-1)
+        for nth, (matrix, part) in enumerate(zip(ctx.a, parts, strict=True)):
+            to_a.append(part.flatten(0, -2).T @ layer.dropped(x_BsI, nth).flatten(0, -2))
+            if ctx.needs_input_grad[0]:
+                own = layer.dropped(part @ matrix, nth)
+                to_x = own if to_x is None else to_x.add_(own)
+        return to_x, None, *to_a
 
 
 class LoraGroupedLinear(FrozenGroupedLinear):
@@ -135,69 +172,121 @@ class LoraGroupedLinear(FrozenGroupedLinear):
         a: list[Tensor] = [pair.a for pair in self.pairs]
         a_EIR = a[0] if len(a) == 1 else torch.cat(a, dim=-1)
         mid = GEMMS.output(rows_TI, a_EIR, ends_E)
-        added: Tensor = _GroupedAdded.apply(out_TO, mid, ends_E, self, *(p.b for p in self.pairs))
+        added: Tensor = _Added.apply(out_TO, mid, ends_E, self, *(pair.b for pair in self.pairs))
         return added
 
 
 GEMMS = TorchGroupedLinear()
 
 
-class _GroupedAdded(torch.autograd.Function):
-    """`_Added` of experts."""
+class _Added(torch.autograd.Function):
+    """Add adapters' outputs to those of a layer, in place; backward passes its gradient on.
+
+    `ends_E`: ends of experts' rows; None for a linear layer.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
-        out_TO: Tensor,
+        out: Tensor,
         mid: Tensor,
-        ends_E: Tensor,
-        layer: LoraGroupedLinear,
+        ends_E: Tensor | None,
+        layer: LoraLinear | LoraGroupedLinear,
         *b: nn.Parameter,
     ) -> Tensor:
         ctx.save_for_backward(mid, ends_E)
         ctx.layer, ctx.b = layer, b
-        ctx.mark_dirty(out_TO)
-        for pair, b_ERO, part in zip(layer.pairs, b, mid.chunk(len(b), dim=-1), strict=True):
-            own = pair.of(out_TO)
-            own.add_(GEMMS.output(part, b_ERO, ends_E).view(own.shape), alpha=layer.scale)
-        return out_TO
+        ctx.mark_dirty(out)
+        for pair, matrix, part in zip(layer.pairs, b, mid.chunk(len(b), dim=-1), strict=True):
+            made = F.linear(part, matrix) if ends_E is None else GEMMS.output(part, matrix, ends_E)
+            own = adapted_outputs(pair.adapter, out)
+            own.add_(made.view(own.shape), alpha=layer.scale)
+        return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mid, ends_E = ctx.saved_tensors
-        layer: LoraGroupedLinear = ctx.layer
+        layer: LoraLinear | LoraGroupedLinear = ctx.layer
         to_mid, to_b = [], []
         parts = mid.chunk(len(ctx.b), dim=-1)
-        for pair, b_ERO, part in zip(layer.pairs, ctx.b, parts, strict=True):
-            own = pair.of(grad_TO).flatten(-2) * layer.scale
-            to_mid.append(GEMMS.input_grad(own, b_ERO, ends_E))
-            to_b.append(GEMMS.weight_grad(own, part, ends_E)())
-        return grad_TO, torch.cat(to_mid, dim=-1), None, None, *to_b
+        for pair, matrix, part in zip(layer.pairs, ctx.b, parts, strict=True):
+            own = adapted_outputs(pair.adapter, grad).flatten(-2) * layer.scale
+            if ends_E is None:
+                to_mid.append(own @ matrix)
+                to_b.append(own.flatten(0, -2).T @ part.flatten(0, -2))
+            else:
+                to_mid.append(GEMMS.input_grad(own, matrix, ends_E))
+                to_b.append(GEMMS.weight_grad(own, part, ends_E)())
+        return grad, torch.cat(to_mid, dim=-1), None, None, *to_b
 
 
-def add_adapters(chunk: Chunk, lora: LoraConfig) -> None:
+def _with_adapter(
+    logits: Callable[[Tensor], Tensor], pair: AdapterPair, scale: float, x_TD: Tensor
+) -> Tensor:
+    """Return a router's logits, fp32, with those of its adapter."""
+    added_TE = F.linear(F.linear(x_TD.to(pair.a.dtype), pair.a), pair.b)
+    return logits(x_TD) + scale * added_TE.float()
+
+
+def add_adapters(chunk: Chunk, lora: LoraConfig, dropout: AdapterDropout | None = None) -> None:
     """Add a run's adapters to the layers of a chunk, which are frozen and have their memory.
 
-    The adapters' values are not set.
+    The adapters' values are not set. With `dropout` they drop some of their inputs in training.
     """
     chunk.lora = lora
     coords = chunk.layer_groups.coords
     for name, adapters in chunk.adapted():
+        path, _, last = name.rpartition(".")
+        if last == "weight":
+            _add_to_router(chunk.get_submodule(path), adapters, coords, scale=lora.scale)
+            continue
         layer = chunk.get_submodule(name)
         assert isinstance(layer, LinearModule), f"{name} is not linear"
         pairs = [AdapterPair(each, coords, layer.weight.detach()) for each in adapters]
         if isinstance(layer, GroupedLinear):
             grouped = LoraGroupedLinear.of(layer)
             grouped.pairs, grouped.scale = tuple(pairs), lora.scale
-            parent, _, last = name.rpartition(".")
-            setattr(chunk.get_submodule(parent), last, grouped)
+            setattr(chunk.get_submodule(path), last, grouped)
             layer = grouped
         else:
             assert isinstance(layer, ColumnParallelLinear | RowParallelLinear)
-            layer.backend = LoraLinear(layer.backend, pairs, lora.scale)
+            layer.backend = _backend(name, layer, pairs, lora.scale, coords.tp, dropout)
         for pair in pairs:
             layer.add_module(pair.adapter.name, pair)
+
+
+def _backend(
+    name: str,
+    layer: ColumnParallelLinear | RowParallelLinear,
+    pairs: Sequence[AdapterPair],
+    scale: float,
+    tp: tuple[int, int],
+    dropout: AdapterDropout | None,
+) -> LinearBackend:
+    """Return a layer's back end with its adapters, on rank tp[0] of tp[1]."""
+    if dropout is None:
+        return LoraLinear(layer.backend, pairs, scale)
+    (index, ranks), inputs = tp, layer.weight.shape[1]
+    own = dropout.keys_BS.shape[1] // ranks  # tokens
+    # a layer with part of the width has all tokens; others have their part of these
+    narrow = any(pair.adapter.a.tp is not None for pair in pairs)
+    first, start = (0, index * inputs) if narrow else (index * own, 0)
+    channels = [dropout.channels(f"{name}.{pair.adapter.name}", start, inputs) for pair in pairs]
+    return DroppingLoraLinear(layer.backend, pairs, scale, dropout, first, channels)
+
+
+def _add_to_router(
+    router: nn.Module, adapters: Sequence[Adapter], coords: ShardCoords, *, scale: float
+) -> None:
+    (adapter,) = adapters
+    weight = router.weight
+    assert isinstance(weight, nn.Parameter)
+    pair = AdapterPair(adapter, coords, weight.detach())
+    router.add_module(adapter.name, pair)
+    router.logits = partial(  # type: ignore[assignment]
+        _with_adapter, cast(Callable[[Tensor], Tensor], router.logits), pair, scale
+    )
 
 
 def adapter_delta(pairs: Sequence[tuple[Adapter, Tensor, Tensor]], scale: float) -> Tensor:
@@ -207,13 +296,12 @@ def adapter_delta(pairs: Sequence[tuple[Adapter, Tensor, Tensor]], scale: float)
     """
     first, a, b = pairs[0]
     grouped = first.a.expert
-    outputs = first.all_outputs(b.shape[-1] if grouped else b.shape[0])
+    outputs = first.all_outputs(b[0, 0].numel() if grouped else b.shape[0])
     inputs = a.shape[1:2]
     out = a.new_zeros((*a.shape[:grouped], *inputs, outputs), dtype=torch.float32)
     for adapter, a, b in pairs:
-        period, start, stop = adapter.outputs(outputs)
-        own = out.unflatten(-1, (-1, period))[..., start:stop]
-        made = a.float() @ b.float() if grouped else (b.float() @ a.float()).T
+        own = adapted_outputs(adapter, out)
+        made = a.float() @ b.float().flatten(2) if grouped else (b.float() @ a.float()).T
         own += made.reshape(own.shape) * scale
     return out if grouped else out.T
 

@@ -6,7 +6,7 @@ from app.choices import OptimizerKind
 from app.config import LoraConfig, Run
 from app.errors import ConfigError, Instead, nearest, nearest_multiples
 from app.plan.model.layer import LayerWeights
-from app.plan.model.lora import LINEARS, adapted, chosen
+from app.plan.model.lora import chosen, linears_within
 from app.plan.model.stage import model_weights
 from app.plan.parts.trace import BYTES
 
@@ -17,14 +17,14 @@ def check_lora(run: Run) -> None:
     """Refuse targets that no layer has, and what adapters cannot be combined with."""
     lora = run.lora
     if lora.rank is None:
-        for name in ("targets", "init_from", "alpha", "rslora"):
+        for name in ("targets", "init_from", "alpha", "rslora", "dropout"):
             usual = getattr(LoraConfig(), name)
             if getattr(lora, name) != usual:
                 near = (Instead("lora.rank=16"), usual)
                 rule = "has no effect without lora.rank"
                 raise ConfigError(f"lora.{name}", getattr(lora, name), rule, nearest=near)
         return
-    linears = sorted(linears_of(run))
+    linears = linears_of(run)
     for target in lora.targets:
         if not any(chosen(linear, (target,)) for linear in linears):
             words = sorted({word for linear in linears for word in linear.split(".")})
@@ -36,11 +36,9 @@ def check_lora(run: Run) -> None:
 
 def linears_of(run: Run) -> set[str]:
     """Return the linear layers of a run's model that may have adapters."""
-    everything = LoraConfig(rank=1)
-    found = set()
+    targets, found = run.lora.targets, set[str]()
     for spec in set(run.model.layer_specs):
-        for name, weight in adapted(LayerWeights.of(run.model, spec), everything).weights():
-            found |= set(LINEARS[name]) if weight.adapters else set()
+        found |= linears_within(LayerWeights.of(run.model, spec), targets)
     return found
 
 
@@ -60,12 +58,14 @@ def _check_beside(run: Run, rank: int) -> None:
         raise ConfigError(
             "precision.fp8.recipe", run.precision.fp8.recipe, rule, nearest=("null", without)
         )
+    adapted = [named for named in model_weights(run.model, run.lora) if named.weight.adapters]
+    if run.lora.dropout and not all(named.weight.linear for named in adapted):
+        raise _no_dropout(run, "routers")
     moe = run.model.moe
-    if moe is None or not any(
-        named.weight.expert and named.weight.adapters
-        for named in model_weights(run.model, run.lora)
-    ):
+    if moe is None or not any(named.weight.expert for named in adapted):
         return
+    if run.lora.dropout:
+        raise _no_dropout(run, "experts")
     if moe.echo.spares:
         rule = "copies experts without their adapters (lora.targets)"
         near = (0, Instead("lora.targets=[self_attn]"))
@@ -82,3 +82,9 @@ def _check_beside(run: Run, rank: int) -> None:
     if rank % of:
         rule = f"must be a multiple of {of} for experts: grouped GEMMs read {GEMM_BYTES} bytes"
         raise ConfigError("lora.rank", rank, rule, nearest=nearest_multiples(rank, of))
+
+
+def _no_dropout(run: Run, what: str) -> ConfigError:
+    rule = f"drops inputs of linear layers, and lora.targets adapt {what}: `peft` refuses this too"
+    near = (0, Instead("lora.targets=[self_attn]"))
+    return ConfigError("lora.dropout", run.lora.dropout, rule, nearest=near)

@@ -44,6 +44,12 @@ def test_adapters_are_refused(name: str):
         ("[q_proj,v_proj]", {"wqkv.q_proj", "wqkv.v_proj"}),
         ("[self_attn]", {"wqkv.q_proj", "wqkv.k_proj", "wqkv.v_proj", "wo.o_proj"}),
         ("[mlp.experts.down_proj]", {"w_down.down_proj"}),
+        (
+            "[mlp.experts,gate]",
+            {"w_up.gate_proj", "w_up.up_proj", "w_down.down_proj", "router.gate"},
+        ),
+        ("[router]", {"router.gate"}),
+        ("[gate_up_proj]", {"w_up.gate_up_proj"}),
     ],
 )
 def test_targets_are_parts_of_paths(targets: str, names: set[str]):
@@ -51,6 +57,12 @@ def test_targets_are_parts_of_paths(targets: str, names: set[str]):
     found = [each.name for each in model_weights(run.model, run.adapters) if each.adapter]
     assert {name.removesuffix(".a").rpartition(".")[0][-1:] for name in found}
     assert {".".join(name.split(".")[-3:-1]) for name in found} == names
+
+
+def test_routers_have_adapters_if_named():
+    run = load_overrides(["model=moe_tiny", "lora.rank=8"], 1)
+    found = [each.name for each in model_weights(run.model, run.adapters) if each.adapter]
+    assert found and not any("router" in name for name in found)
 
 
 def test_flops_of_adapters():

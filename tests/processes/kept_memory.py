@@ -25,7 +25,7 @@ from app.config import (
     Run,
     TrainConfig,
 )
-from app.engine.build import build_chunks
+from app.engine.build import adapter_dropout, build_chunks
 from app.engine.dispatchers import build_dispatcher
 from app.engine.ranks.groups import create_groups
 from app.model.chunk import Chunk
@@ -98,7 +98,10 @@ def measured(rank: int, run: Run) -> tuple[dict[str, int], int, int, int, int]:
     )
     freeze(chunk, {named.name: param for named, param in chunk.weights()}, frozen_in(run))
     if run.adapters is not None:
-        add_adapters(chunk, run.adapters)
+        dropout = adapter_dropout(run, groups, cpu)
+        add_adapters(chunk, run.adapters, dropout)
+        if dropout is not None:
+            dropout.active = True
     torch.manual_seed(rank)
     for param in chunk.parameters():
         torch.nn.init.normal_(param, 0.0, 0.02)

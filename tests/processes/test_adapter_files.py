@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from app.choices import DispatcherKind
 from app.config import LoraConfig, OptimConfig, ParallelConfig, Run, TrainConfig
@@ -23,32 +22,33 @@ from app.engine.files.checkpoints import checkpoint_name
 from app.engine.ranks.groups import create_groups
 from app.engine.step.engine import Engine
 from app.errors import ConfigError
-from app.hf.adapter import CONFIG, WEIGHTS, SavedAdapter
+from app.hf.adapter import CONFIG, WEIGHTS, AdapterNames, SavedAdapter, adapter_files
 from app.hf.pretrained import Pretrained
+from app.plan.sharding.reshard import Block
 from app.planner.plan import Plan
 from app.rules import check
+from tests.cases import chosen
 from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed
-from tests.hf_folders import save_random
-from tests.runs import batches_of, train_steps, whole_parameters
+from tests.hf_folders import save_random, their_logits
+from tests.runs import batches_of, train_steps, whole_gradients, whole_parameters
 
 transformers = pytest.importorskip("transformers")
 
 STEPS = 20
 LORA = LoraConfig(rank=4, alpha=6.0, rslora=True)
 OPTIM = OptimConfig(lr=2e-3, eps=1e-5)
-Adapters = dict[str, Tensor]  # by their names in the files of `peft`
 
 
 def run_from(folder: Path, parallel: ParallelConfig, lora: LoraConfig = LORA) -> Run:
     """Fine-tuning of a folder's model, without losses of routers."""
-    model = dataclasses.replace(Pretrained(folder, "model.init_from").model, init_from=str(folder))
+    model = replace(Pretrained(folder, "model.init_from").model, init_from=str(folder))
     if model.moe is not None:
-        moe = dataclasses.replace(
+        moe = replace(
             model.moe, aux_loss_coeff=0.0, dispatcher=DispatcherKind.auto, z_loss_coeff=0.0
         )
-        model = dataclasses.replace(model, moe=moe)
-    train = TrainConfig(steps=STEPS, seq_len=16, micro_batch=1, global_batch=4)
+        model = replace(model, moe=moe)
+    train = TrainConfig(steps=STEPS, seq_len=16, micro_batch=2, global_batch=2)
     return check(Run(model, parallel=parallel, train=train, optim=OPTIM, lora=lora))
 
 
@@ -60,108 +60,188 @@ def engine_from(run: Run, rank: int, adapter: SavedAdapter | None = None) -> Eng
     return build_engine(plan, groups, device, pretrained=pretrained, adapter=adapter)
 
 
-def tuned(rank: int, run: Run, folder: Path) -> list[float]:
-    """Checkpoints before and after training, and the losses."""
+def tokens_of(run: Run) -> Tensor:
+    return batches_of(run, 0, 0)[0].tokens_BS
+
+
+@torch.no_grad()
+def logits_of(engine: Engine, run: Run) -> Tensor:
+    (chunk,), batch = engine.chunks, batches_of(run, 0, 0)[0]
+    context = chunk.context(batch.positions_BS, batch.ends_BD)
+    return chunk.logits(chunk(batch.tokens_BS, context).x)
+
+
+class Whole:
+    """Reader of whole tensors by name."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def read(self, name: str, box: Block) -> Tensor:
+        return self.tensors[name].view(box.shape)[tuple(map(slice, box.start, box.stop))]
+
+
+def tuned(rank: int, run: Run, folder: Path) -> tuple[list[tuple[float, float]], Tensor]:
+    """Checkpoints before and after training, and files with the last gradients in the place of
+    adapters; returns losses with norms, and logits.
+    """
     engine = engine_from(run, rank)
     cursor = {"sequences": 0, "stream": {"rank": rank}}
     save_checkpoint(folder / "checkpoints", engine, run, Progress(0, 0), cursor=cursor)
-    losses = [loss for loss, _ in train_steps(run, engine, STEPS)]
+    seen = train_steps(run, engine, STEPS)
     save_checkpoint(folder / "checkpoints", engine, run, Progress(STEPS, STEPS), cursor=cursor)
-    return losses
+    names = AdapterNames.of(run.model, run.lora, "lora", run.lora)
+    (folder / "gradients").mkdir()
+    for name, data in adapter_files(names, Whole(whole_gradients(engine))).items():
+        (folder / "gradients" / name).write_bytes(data)
+    engine.gather_all_params()
+    return seen, logits_of(engine, run)
 
 
-def merged(model: nn.Module, adapters: Adapters) -> dict[str, Tensor]:
-    """The model's parameters with scale · b · a added."""
-    params = dict(model.named_parameters())
-    scale = LORA.alpha / 2  # √rank
-    for name in [name for name in adapters if ".lora_A." in name]:
-        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-        added = scale * adapters[name.replace("lora_A", "lora_B")] @ adapters[name]
-        if f"{module}.weight" in params:
-            params[f"{module}.weight"] = params[f"{module}.weight"] + added
-            continue
-        experts, expert, last = module.rsplit(".", 2)  # stacked: gate rows, then up rows
-        stacked = f"{experts}.{'down_proj' if last == 'down_proj' else 'gate_up_proj'}"
-        whole = torch.zeros_like(params[stacked])
-        first = len(added) if last == "up_proj" else 0
-        whole[int(expert), first : first + len(added)] = 1
-        spread = F.pad(added, (0, 0, first, whole.shape[1] - first - len(added)))
-        params[stacked] = params[stacked] + whole * spread
-    return params
+# `peft` reads a deprecated property of `transformers`, and has patterns that match in a later pass
+OF_PEFT = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing`:FutureWarning", "ignore:The following (rank|alpha)_pattern"
+)
 
 
-def logits_of(model: nn.Module, params: dict[str, Tensor], tokens_BS: Tensor) -> Tensor:
-    found: Tensor = functional_call(
-        model, params, kwargs={"input_ids": tokens_BS, "use_cache": False}
-    ).logits
-    return found
+def with_adapter(base: Path, folder: Path, **how: Any) -> Any:
+    """The model of a folder with an adapter, by `peft`."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        base, attn_implementation="eager", experts_implementation="eager"
+    )
+    return pytest.importorskip("peft").PeftModel.from_pretrained(model.eval(), folder, **how)
 
 
-def by_torch(model: nn.Module, run: Run, adapters: Adapters) -> list[float]:
-    """Train adapters in place with torch.optim.AdamW; returns the losses."""
-    model.requires_grad_(False)
-    for each in adapters.values():
-        each.requires_grad_()
-    params = list(adapters.values())
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: each for name, each in model.named_parameters() if ".lora_" in name}
+
+
+def by_peft(model: nn.Module, run: Run) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """Train the adapters of a model with torch.optim.AdamW; returns losses with norms, and the last
+    gradients.
+    """
+    params = parameters_of(model)
+    for name, each in params.items():
+        if "experts.base_layer.lora_B" in name and run.model.moe and not run.model.moe.expert_bias:
+            # gate and up of experts, which `peft` has in one matrix: two blocks of it
+            rows, columns = (count // 2 for count in each.shape)
+            own = torch.block_diag(torch.ones(rows, columns), torch.ones(rows, columns))
+            each.register_hook(own.mul)
     optimizer = torch.optim.AdamW(
-        params,
+        params.values(),
         lr=OPTIM.lr,
         betas=(OPTIM.beta1, OPTIM.beta2),
         eps=OPTIM.eps,
         weight_decay=OPTIM.weight_decay,
     )
-    losses = []
+    seen = []
     for step in range(STEPS):
         batches = batches_of(run, step, 0)
         total = sum(int((batch.labels_BS >= 0).sum()) for batch in batches)
         optimizer.zero_grad()
-        whole = merged(model, adapters)
         loss = torch.zeros(())
         for batch in batches:
-            logits = logits_of(model, whole, batch.tokens_BS).flatten(0, 1)
+            logits = model(input_ids=batch.tokens_BS, use_cache=False).logits.flatten(0, 1)
             loss = loss + F.cross_entropy(logits, batch.labels_BS.flatten(), reduction="sum")
         loss = loss / total
         loss.backward()
-        nn.utils.clip_grad_norm_(params, OPTIM.clip_norm)
+        norm = nn.utils.clip_grad_norm_(params.values(), OPTIM.clip_norm)
         optimizer.step()
-        losses.append(loss.item())
-    return losses
+        seen.append((loss.item(), norm.item()))
+    return seen, {name: each.grad for name, each in params.items()}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
-def test_steps_and_files_are_those_of_transformers(tmp_path: Path, family: str):
-    """The same adapters after 20 steps, alone and merged; those in the files begin at b = 0."""
+FAMILIES = {
+    "llama": (),
+    "gemma3_text": (),
+    "qwen3_moe": ("self_attn", "mlp", "gate"),
+    "deepseek_v3": (),
+    "gpt_oss": ("self_attn", "mlp", "router"),
+}
+
+
+@OF_PEFT
+@pytest.mark.parametrize("family", chosen({name: name for name in FAMILIES}, ["llama"]))
+def test_steps_and_files_are_those_of_peft(tmp_path: Path, family: str):
+    """Losses, norms, gradients, adapters and logits after 20 steps; B begins as zeros."""
     base = tmp_path / "base"
-    model, _ = save_random(family, base)
-    run = run_from(base, ParallelConfig())
-    found = run_distributed(tuned, 1, run, tmp_path)[0]
+    save_random(family, base)
+    run = run_from(base, ParallelConfig(), replace(LORA, targets=FAMILIES[family]))
+    found, logits = run_distributed(tuned, 1, run, tmp_path)[0]
     folders = [tmp_path / f"adapter-{step}" for step in (0, STEPS)]
     for step, folder in zip((0, STEPS), folders, strict=True):
         export_adapter(tmp_path / "checkpoints" / checkpoint_name(step), folder, "to-peft")
-    adapters, ours = (load_file(folder / WEIGHTS) for folder in folders)
-    assert not any(value.any() for name, value in adapters.items() if "lora_B" in name)
+    begun = load_file(folders[0] / WEIGHTS)
+    assert not any(value.any() for name, value in begun.items() if "lora_B" in name)
     bound = max(
         (value.abs().max() * value.shape[1] ** 0.5).item()
-        for name, value in adapters.items()
+        for name, value in begun.items()
         if "lora_A" in name
     )
     assert 0.9 < bound <= 1.0
-    wanted = by_torch(model, run, adapters)
-    assert found == pytest.approx(wanted, rel=1e-5)
-    assert ours.keys() == adapters.keys()
-    for name, value in adapters.items():
-        torch.testing.assert_close(ours[name], value.detach(), rtol=2e-3, atol=2e-5, msg=name)
-    _expect_merged(tmp_path, model, run, ours)
-
-
-def _expect_merged(tmp_path: Path, model: nn.Module, run: Run, ours: Adapters) -> None:
+    model = with_adapter(base, folders[0], is_trainable=True)
+    wanted, gradients = by_peft(model, run)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    trained = with_adapter(base, folders[1])
+    expect_close(parameters_of(trained), parameters_of(model), rtol=2e-3, atol=2e-5)
+    ours = parameters_of(with_adapter(base, tmp_path / "gradients"))
+    expect_close(ours, gradients, rtol=2e-3, atol=2e-5)
+    with torch.no_grad():
+        theirs = trained(tokens_of(run)).logits
+    torch.testing.assert_close(logits, theirs, rtol=1e-4, atol=1e-4)
     out = tmp_path / "merged"
     export_checkpoint(tmp_path / "checkpoints" / checkpoint_name(STEPS), out, "to-hf")
-    exported = type(model).from_pretrained(out, attn_implementation="eager").eval()
-    tokens_BS = batches_of(run, 0, 0)[0].tokens_BS
-    with torch.no_grad():
-        wanted = logits_of(model, merged(model, ours), tokens_BS)
-        torch.testing.assert_close(exported(tokens_BS).logits, wanted, rtol=1e-4, atol=1e-4)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager")
+    torch.testing.assert_close(their_logits(merged, tokens_of(run)), theirs, rtol=1e-4, atol=1e-4)
+
+
+def expect_close(found: dict[str, Tensor], wanted: dict[str, Tensor], **how: float) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name].detach(), value.detach(), **how, msg=name)
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+PARAMETERS = {  # family -> adapted parameters in `peft`, and our targets
+    "llama": ([], ("self_attn",)),
+    "qwen3_moe": (
+        ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"],
+        ("self_attn", "gate_up_proj", "mlp.experts.down_proj", "gate"),
+    ),
+    "qwen3_moe-down": (["mlp.experts.down_proj"], ("self_attn", "mlp.experts.down_proj")),
+    "gpt_oss": (
+        ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.router.weight"],
+        ("self_attn", "mlp", "mlp.router"),
+    ),
+}
+
+
+def logits_with(rank: int, run: Run) -> Tensor:
+    return logits_of(engine_from(run, rank, SavedAdapter(run.model, run.lora)), run)
+
+
+@OF_PEFT
+@pytest.mark.parametrize("name", chosen({name: name for name in PARAMETERS}, ["qwen3_moe"]))
+def test_adapter_that_peft_saved_is_read(tmp_path: Path, name: str):
+    peft = pytest.importorskip("peft")  # takes seconds
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    model, _ = save_random(name.partition("-")[0], base)
+    parameters, targets = PARAMETERS[name]
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=6,
+        use_rslora=True,
+        target_modules=ATTENTION,
+        target_parameters=parameters,
+        init_lora_weights=False,  # B is not zero
+    )
+    adapted = peft.get_peft_model(model, config).eval()
+    adapted.save_pretrained(folder)
+    run = run_from(base, ParallelConfig(), replace(LORA, targets=targets, init_from=str(folder)))
+    found = run_distributed(logits_with, 1, run)[0]
+    wanted = their_logits(adapted, tokens_of(run))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def read(rank: int, run: Run) -> dict[str, Tensor]:
@@ -185,9 +265,9 @@ def test_adapter_is_read_at_any_layout(tmp_path: Path):
     wanted = run_distributed(trained_whole, 2, run, tmp_path)[0]
     export_adapter(tmp_path / "checkpoints" / checkpoint_name(2), adapter, "to-peft")
     config = json.loads((adapter / CONFIG).read_text())
-    assert (config["r"], config["lora_alpha"]) == (4, 6)
-    assert "gate_proj" in config["target_modules"] and config["use_rslora"]
-    begun = dataclasses.replace(LORA, init_from=str(adapter))
+    assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (4, 12, False)
+    assert "gate_proj" in config["target_modules"]
+    begun = replace(LORA, init_from=str(adapter))
     for parallel in (ParallelConfig(pp=2), ParallelConfig(tp=2, ep=1, etp=2)):
         other = run_from(base, parallel, begun)
         found = run_distributed(read, other.world_size, other)[0]
@@ -214,9 +294,9 @@ def test_adapter_of_another_base_is_refused(
     export_adapter(tmp_path / "checkpoints" / checkpoint_name(2), adapter, "to-peft")
     path = adapter / CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_dropout": 0.05}))
-    told = SavedAdapter(run.model, dataclasses.replace(LORA, init_from=str(adapter))).left_out()
-    assert told == "lora_dropout=0.05 is left out: adapters have no dropout here"
+    told = SavedAdapter(run.model, replace(LORA, init_from=str(adapter))).left_out()
+    assert told == "its lora_dropout=0.05 is left out: lora.dropout=0"
     path.write_text(json.dumps(json.loads(path.read_text()) | (change or {})))
-    model = run.model if change else dataclasses.replace(run.model, ffn_hidden_size=8)
+    model = run.model if change else replace(run.model, ffn_hidden_size=8)
     with pytest.raises(ConfigError, match=said):
-        SavedAdapter(model, dataclasses.replace(LORA, init_from=str(adapter)))
+        SavedAdapter(model, replace(LORA, init_from=str(adapter)))

@@ -78,8 +78,8 @@ def compare(run: Run) -> None:
     for rank, (kept, *_) in enumerate(found):
         bytes_kept = sum(kept.values()) - cpu_masks(run, rank)
         assert bytes_kept == pytest.approx(memory.total, rel=0.05)
-    # under a mask a CPU's attention needs other memory while it runs
-    if not cpu_masks(run, 0):
+    # under a mask a CPU's attention needs other memory while it runs, as does dropout by torch
+    if not cpu_masks(run, 0) and not run.lora.dropout:
         forward, left, backward = (min(sizes) for sizes in list(zip(*found, strict=True))[1:4])
         assert left == pytest.approx(memory.total, rel=0.05)
         assert forward == pytest.approx(memory.total + memory.forward, rel=0.05)
@@ -155,20 +155,23 @@ def test_frozen_parameters_keep_less(name: str):
     compare(some)
 
 
-ADAPTED: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
-    "dense": (DENSE, {}),
-    "tp 2": (GROUPED, {"tp": 2}),
-    "latent tp 2": (LATENT, {"tp": 2}),
-    "experts": (moe(), {"ep": 2, "dp": 2}),
+LORA = LoraConfig(rank=8)
+ADAPTED: dict[str, tuple[ModelConfig, LoraConfig, dict[str, Any]]] = {
+    "dense": (DENSE, LORA, {}),
+    "tp 2": (GROUPED, LORA, {"tp": 2}),
+    "dropout": (GROUPED, LoraConfig(rank=8, dropout=0.1), {"tp": 2}),
+    "latent tp 2": (LATENT, LORA, {"tp": 2}),
+    "experts": (moe(), LORA, {"ep": 2, "dp": 2}),
+    "routers": (moe(), LoraConfig(rank=8, targets=("mlp", "gate")), {"ep": 2, "dp": 2}),
 }
 
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("name", chosen(ADAPTED, ["tp 2", "experts"]))
 def test_adapters_keep_their_inputs(name: str):
-    model, choices = ADAPTED[name]
+    model, lora, choices = ADAPTED[name]
     run = run_of(model, chunk_tokens=64, **choices)
-    compare(dataclasses.replace(run, lora=LoraConfig(rank=8)))
+    compare(dataclasses.replace(run, lora=lora))
 
 
 RECOMPUTED: dict[str, tuple[Recompute, ...]] = {

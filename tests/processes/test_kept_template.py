@@ -13,8 +13,7 @@ from app.engine.start.kept_tokenizer import keep_tokenizer
 
 TALK = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}]
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
 )
 
 

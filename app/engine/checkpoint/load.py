@@ -114,6 +114,8 @@ def load_checkpoint(
         _restore_random(own, engine.device)
     # 4. Adam's step count, and the low-precision parameters from the loaded main parameters.
     engine.optimizer.restored(manifest["updates"])
+    for state in engine.states:
+        state.restored(manifest["updates"])
     progress = Progress(manifest["step"], manifest["updates"], manifest["tokens"])
     cursor = json.loads(own.metadata()[CURSOR])
     if Cursor.is_of_streams(cursor):

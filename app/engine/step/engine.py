@@ -19,6 +19,7 @@ from app.engine.capture.recorder import Recorder
 from app.engine.capture.transformer_engine import GraphsByTransformerEngine, graphed_callables
 from app.engine.ranks.dtypes import DTYPES
 from app.engine.ranks.groups import Groups
+from app.engine.step.dropping import DroppingExecutor
 from app.engine.step.executor import (
     Executor,
     ForwardBackward,
@@ -30,6 +31,7 @@ from app.engine.step.executor import (
 from app.engine.step.frozen import PartlyTrained
 from app.engine.step.source_losses import SourceLosses
 from app.engine.watchdog.watchdog import Watchdog
+from app.model.adapter_dropout import AdapterDropout
 from app.model.block import StepState
 from app.model.chunk import Chunk
 from app.moe.dispatch.paged_buffer import PagingDispatcher
@@ -170,7 +172,10 @@ def select_forward_backward(
         graphs=graphs,
         loss=chunk_loss if by_source is None else by_source.loss,
     )
-    return Executor(
+    kind: Callable[..., Executor] = Executor
+    if (dropout := engine.state(AdapterDropout)) is not None:
+        kind = partial(DroppingExecutor, dropout)
+    return kind(
         lists[rank],
         stages,
         engine.optimizer,

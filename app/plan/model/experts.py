@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from app.config import ModelConfig, MoEConfig
@@ -41,6 +42,15 @@ class RouterWeights(Part):
             weight=Weight((num_experts, hidden), linear=False),
             bias=_bias((num_experts,)) if bias else None,
         )
+
+    def weights(self, path: str = "") -> Iterator[tuple[str, Weight]]:
+        """See `Part`; an adapter is a module in that of the router, whose own parameters precede
+        it.
+        """
+        own = {"weight": self.weight, "bias": self.bias}
+        yield from ((path + name, each) for name, each in own.items() if each is not None)
+        for adapter in self.weight.adapters:
+            yield from adapter.weights(f"{path}weight")
 
 
 @dataclass(frozen=True, slots=True)

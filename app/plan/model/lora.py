@@ -1,7 +1,9 @@
 """Adapters of rank r beside the matrices of linear layers and experts (LoRA, arXiv 2106.09685).
 
 A fused matrix has one pair per linear layer in it, as `peft` has for a model of `transformers`:
-queries, keys and values; gate and up.
+queries, keys and values; gate and up. Gate and up of experts have one pair together if
+`lora.targets` name `gate_up_proj`, and in experts with biases (GPT-OSS), which `transformers` has
+no linear layers for.
 """
 
 from __future__ import annotations
@@ -31,11 +33,42 @@ LINEARS: dict[str, tuple[str, ...]] = {
        for ours, their in FEED_FORWARDS.items()},
     **{f"{ours}.w_down": (f"{their}.down_proj",) for ours, their in FEED_FORWARDS.items()},
 }  # fmt: skip
+EXPERTS_UP, GATE_UP = "body.experts.w_up", "mlp.experts.gate_up_proj"
+ROUTER, ROUTER_NAMES = "body.router.weight", ("mlp.gate", "mlp.router")
 
 
 def chosen(linear: str, targets: tuple[str, ...]) -> bool:
-    """Return whether targets name a linear layer: by consecutive parts of its path. None: all."""
+    """Return whether targets name a linear layer: by consecutive parts of its path. None: all.
+
+    A router must be named itself, as one or the other of its names.
+    """
+    if linear in ROUTER_NAMES:
+        paths = {name[start:] for name in ROUTER_NAMES for start in (0, len("mlp."))}
+        return not paths.isdisjoint(targets)
     return not targets or any(f".{target}." in f".{linear}." for target in targets)
+
+
+def linears_in(name: str, part: Part, targets: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the linear layers in a weight of a layer, given the part of the model that has it."""
+    if name == ROUTER:
+        return ROUTER_NAMES[:1]
+    if name == EXPERTS_UP:
+        named = any(target and f".{GATE_UP}".endswith(f".{target}") for target in targets)
+        if named or getattr(part, "b_up", None) is not None:
+            return (GATE_UP,)
+    return LINEARS.get(name, ())
+
+
+def linears_within(part: Part, targets: tuple[str, ...], path: str = "") -> set[str]:
+    """Return the linear layers in all weights of a layer's part."""
+    found = set[str]()
+    for field in fields(part):
+        inner, name = getattr(part, field.name), path + field.name
+        if isinstance(inner, Weight):
+            found.update(linears_in(name, part, targets))
+        elif isinstance(inner, Part):
+            found |= linears_within(inner, targets, f"{name}.")
+    return found
 
 
 def adapted(part: P, lora: LoraConfig, path: str = "") -> P:
@@ -43,8 +76,8 @@ def adapted(part: P, lora: LoraConfig, path: str = "") -> P:
     changed: dict[str, Weight | Part] = {}
     for field in fields(part):
         inner, name = getattr(part, field.name), path + field.name
-        if isinstance(inner, Weight) and name in LINEARS:
-            pairs = tuple(_adapters(inner, lora, LINEARS[name]))
+        if isinstance(inner, Weight) and (linears := linears_in(name, part, lora.targets)):
+            pairs = tuple(_adapters(inner, lora, linears))
             changed[field.name] = replace(inner, adapters=pairs)
         elif isinstance(inner, Part):
             changed[field.name] = adapted(inner, lora, f"{name}.")
@@ -76,8 +109,14 @@ def _pair(
     if weight.expert:  # [expert, in, out], or [expert, in, 2, out] of gate and up
         experts, inputs, *outputs = weight.shape
         of_input = weight.etp == 1
+        outputs = outputs if name == GATE_UP.rpartition(".")[2] else outputs[-1:]
         a = Weight((experts, inputs, rank), ep=0, etp=1 if of_input else None)
-        b = Weight((experts, rank, outputs[-1]), ep=0, etp=None if of_input else 2)
+        b = Weight(
+            (experts, rank, *outputs),
+            ep=0,
+            etp=None if of_input else 1 + len(outputs),
+            gate_up=2 if len(outputs) == 2 else None,
+        )
     else:  # [out, in], or [2, out, in] of gate and up
         *outputs, inputs = weight.shape
         of_input = weight.tp == len(outputs)

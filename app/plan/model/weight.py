@@ -93,8 +93,9 @@ class Adapter:
 
     def weights(self, path: str) -> Iterator[tuple[str, Weight]]:
         """Yield both matrices with their names, given that of the weight."""
-        yield f"{path}.{self.name}.a", self.a
-        yield f"{path}.{self.name}.b", self.b
+        module = path.removesuffix(".weight")  # other names are those of modules
+        yield f"{module}.{self.name}.a", self.a
+        yield f"{module}.{self.name}.b", self.b
 
     def all_outputs(self, own: int) -> int:
         """Return the outputs of the weight, given the number of its own."""

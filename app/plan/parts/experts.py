@@ -15,7 +15,7 @@ from app.plan.model.weight import Weight
 from app.plan.parts.dispatch_record import PlannedDispatcher, Tokens
 from app.plan.parts.dispatcher import run_dispatcher
 from app.plan.parts.fp8 import SCALE, Fp8Work
-from app.plan.parts.linear import column_parallel, norm, swiglu
+from app.plan.parts.linear import adapters, column_parallel, norm, swiglu
 from app.plan.parts.trace import Trace, Work
 from app.plan.phases import PhaseName
 
@@ -75,6 +75,10 @@ def route(t: Trace, moe: MoEConfig, h: int, weights: RouterWeights) -> None:
         kernels=2,
         flops=flops,
     )
+    if weights.weight.adapters:
+        narrow = s.local * experts * s.size
+        adapters(t, h, narrow, weights.weight, saved=False, gathers=False)  # the router saves h
+        t.op(Work.other, narrow, scores, passes=True, kernels=3)
     if weights.bias is not None:
         t.op(Work.other, scores, scores, passes=True)
     losses = bool(moe.aux_loss_coeff) + bool(moe.z_loss_coeff)

@@ -96,10 +96,14 @@ def adapters(t: Trace, x: int, out: int, weight: Weight, *, saved: bool, gathers
     own = tokens * width * size
     whole = own * (s.layout.tp if gathers else 1)
     joined = first if len(weight.adapters) > 1 else 0
+    scratch, kernels = (joined, joined), 1 + bool(joined) + gathers
+    if s.run.lora.dropout:  # what is kept of the input, or of its gradients, beside the outputs
+        joined, count = 0, len(weight.adapters)
+        scratch, kernels = (out + x, out + x * min(count + 1, 3)), 2 * count + 2 + gathers
     sends = s.tp_sends(own, forward=1, backward=1) if gathers else None
     t.op(Work.gemm, x, whole, x if saved else 0, weight=first, stored=True,
-         scratch=(joined, joined), flops=2 * tokens * width * inputs, sends=sends,
-         kernels=1 + bool(joined) + gathers)  # fmt: skip
+         scratch=scratch, flops=2 * tokens * width * inputs, sends=sends,
+         kernels=kernels)  # fmt: skip
     flops = 2 * (whole // (width * size)) * (second // size)
     t.op(Work.gemm, whole, out, whole + joined, weight=second, stored=True, scratch=(out, out),
          flops=flops, passes=True, kernels=2 * len(weight.adapters))  # fmt: skip
