@@ -1,4 +1,4 @@
-"""Adapters on a GPU: graphs change no bit of a run, and a run in fp32 has the losses of the CPU."""
+"""Adapters on a GPU: graphs change no bit of a run."""
 
 from __future__ import annotations
 
@@ -22,10 +22,3 @@ def test_a_run_with_graphs_repeats_one_without(tmp_path: Path, model: str):
     eager = losses(tmp_path / "eager", *fixed)
     for name, graph in GRAPHS.items():
         assert losses(tmp_path / name, *fixed, *graph) == eager, name
-
-
-@pytest.mark.parametrize("model", ["moe_tiny", "dense_tiny"])
-def test_losses_in_fp32_are_those_of_the_cpu(tmp_path: Path, model: str):
-    fixed = (*FIXED, f"model={model}")
-    theirs = losses(tmp_path / "cpu", *fixed, "train.device=cpu")
-    assert losses(tmp_path / "gpu", *fixed) == [pytest.approx(each, rel=1e-3) for each in theirs]

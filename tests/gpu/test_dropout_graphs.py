@@ -10,6 +10,7 @@ import torch
 
 from app.choices import Dtype, GraphImpl, GraphScope, Recompute
 from app.config import CudaGraphConfig, LoraConfig, PrecisionConfig, RecomputeConfig, Run
+from app.engine.files.checkpoints import CHECKPOINTS, newest_checkpoint
 from tests.gpu.in_process import trained_alone
 from tests.runs import TINY, make_run
 
@@ -50,7 +51,7 @@ def test_graphs_and_recomputation_drop_the_same(eager: list[list[float]], name: 
 
 
 def test_a_resumed_run_drops_the_same(eager: list[list[float]], tmp_path: Path):
-    first = trained_alone(run_with(), steps=4, save_to=tmp_path)
-    (path,) = tmp_path.iterdir()
+    first = trained_alone(run_with(), steps=4, save_to=tmp_path / CHECKPOINTS)
+    path = newest_checkpoint(tmp_path)
     assert first + trained_alone(run_with(), steps=STEPS, resume=path) == eager
     assert trained_alone(run_with(dataclasses.replace(LORA, dropout=0.0)), steps=4) != eager[:4]
