@@ -18,6 +18,7 @@ from app.choices import (
     OptimizerKind,
     Packing,
     Source,
+    Truncate,
     WandbMode,
     WsdDecay,
 )
@@ -138,6 +139,8 @@ class DataConfig:
     text_field: str = "text"  # column that holds the text
     # of source=chat: chatml, or a file in jinja; null: that of the tokenizer's folder
     chat_template: str | None = None
+    # of conversations longer than train.seq_len, with packing=best_fit: right and left cut there
+    truncate: Truncate = Truncate.right
     # skip leaves out files that cannot be read, skip_rows lines and rows of files
     on_bad_file: BadFile = BadFile.stop
     # "bytes", a `tokenizers` JSON file, its folder, a run, or a name on the Hugging Face hub
@@ -234,12 +237,23 @@ class DataConfig:
             raise ConfigError("data.text_field", self.text_field, rule, nearest="text")
 
     def _check_template(self) -> None:
-        """Refuse a chat template that nothing reads."""
+        """Refuse keys of conversations that nothing reads."""
         kinds = [self.source, *(each.source for each in (*self.sources, *self.validation))]
         if self.chat_template is not None and Source.chat not in kinds:
             rule = "is read by data=chat"
             near = ("null", Instead("data=chat"))
             raise ConfigError("data.chat_template", self.chat_template, rule, nearest=near)
+        if self.truncate is Truncate.right:
+            return
+        near = Truncate.right.value
+        if Source.chat not in kinds:
+            rule, more = "is read by data=chat", Instead("data=chat")
+        elif self.packing is not Packing.best_fit:
+            rule = "data.packing=stream cuts conversations where a sequence is full"
+            more = Instead("data.packing=best_fit")
+        else:
+            return
+        raise ConfigError("data.truncate", self.truncate, rule, nearest=(near, more))
 
     def _check_lists(self) -> None:
         """Type both lists of sources, and refuse keys of a single source beside several."""
@@ -273,7 +287,7 @@ class DataConfig:
             given["source"] = Source.hub
         own: dict[str, Any] = {"path": (), "name": None, "sources": (), "validation": ()}
         if given.get("source", self.source) is not Source.chat:
-            own["chat_template"] = None
+            own |= {"chat_template": None, "truncate": Truncate.right}
         if key == "data.validation":
             own["streaming"] = False  # the same documents in every validation
         try:

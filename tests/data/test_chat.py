@@ -17,7 +17,7 @@ from pyarrow import parquet
 from app.choices import Packing, Source
 from app.config import DataConfig
 from app.data.feed import IGNORED, make_marked_batch
-from app.data.load import load_data, load_whole, prepare
+from app.data.load import load_whole, prepare
 from app.data.marks import ends, ids_of_marked, marked, trained
 from app.data.packing import PADDING
 from app.data.prepared import map_tokens
@@ -319,22 +319,6 @@ def test_batches_predict_trained_tokens_alone(
     last = sum(int(ends(row[row != PADDING][-1:], 1).sum()) for row in padded)
     assert starts == len(rows_BS1) + held - last
     assert batch.tokens_BS.min() >= 0
-
-
-def test_long_conversations_keep_their_beginning(folder: Path, tmp_path: Path):
-    rows = [{"messages": LONG * 3 if n == 4 else SHORT} for n in range(12)]
-    config = config_of(folder, rows, tmp_path, chat_template="chatml")
-    documents = documents_of(config)
-    length = len(documents[0]) + 3
-    train, _ = load_data(config, length, 0, load_tokenizer(config.tokenizer))
-    lost = len(documents[4]) - length - 1
-    assert train.cut is not None
-    assert f"1 of 11 conversations are longer than train.seq_len={length}" in train.cut
-    assert f"{lost} tokens" in train.cut
-    sequences = train.sequences
-    rows_BS1 = [sequences.sample(n) for n in range(sequences.per_epoch)]
-    kept = [row.tolist() for row in rows_BS1 if PADDING not in row]
-    assert kept == [documents[4][: length + 1].tolist()]
 
 
 def test_several_processes_prepare_equal_tokens(folder: Path, tmp_path: Path):

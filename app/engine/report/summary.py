@@ -74,7 +74,8 @@ def print_opening(
     if pace := pace_line(engine.plan, engine.device):
         rows.append(("planned", pace))
     rows += slow_paths(run, engine.device, engine.static)
-    said = (_sources(data.train), _padding(data.train), data.train.cut)
+    held = (each.split.cut for each in data.validation)
+    said = (_sources(data.train), _padding(data.train), data.train.cut, *held)
     rows += [("data", line) for line in said if line]
     if run.model.moe and run.model.moe.force_balance:
         rows.append(
