@@ -1,15 +1,11 @@
 """Conversations of files, as the texts that a chat template makes of them, with marks around what
 is trained: what the assistant says, up to the end of its turn.
-
-A row is {"messages": [{"role", "content"}, …]}, {"prompt", "completion"} (texts, or lists of
-messages), or {"conversations": [{"from", "value"}, …]}; with "tools", a list or a text of JSON.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +19,7 @@ from app.data.chat_template import BEGIN, END, ChatTemplate
 from app.data.faults import Fault, Reading, file_format, in_one_line, without_mark
 from app.data.json_lines import opened, parsed
 from app.data.marks import marked
+from app.data.messages import form_of, messages_of
 from app.data.tokenizer import BYTES, JsonTokenizer, Tokenizer
 from app.data.tokenizer_files import tokenizer_file
 from app.errors import ConfigError
@@ -37,31 +34,6 @@ CHATML_SOURCE = (
 )
 AROUND = 30  # characters that a message shows on both sides of a place
 ROWS = 256  # of parquet, read at once
-# What may stand before a message of each role; None: the beginning.
-BEFORE: Mapping[str, tuple[str | None, ...]] = {
-    "system": (None,),
-    "developer": (None, "system"),
-    "user": (None, "system", "developer", "assistant"),
-    "assistant": ("user", "tool"),
-    "tool": ("assistant", "tool"),
-}
-SHAREGPT = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-}
-
-
-class Form(Enum):
-    """Form of the rows of a file, by the key that tells it."""
-
-    messages = "messages"
-    completion = "completion"
-    conversations = "conversations"
 
 
 def chat_template(config: DataConfig) -> ChatTemplate:
@@ -93,9 +65,8 @@ def conversations(path: str, config: DataConfig, reading: Reading) -> Iterator[b
         try:
             if isinstance(row, Fault):
                 raise row
-            form = form or _form(row)
-            messages, tools = _messages(row, form)
-            _check(messages)
+            form = form or form_of(row)
+            messages, tools = messages_of(row, form)
             text = _text(template, messages, tools).encode()
         except Fault as fault:
             reading.bad_row(path, Fault(f"{place} {fault.rule}", fault.advice))
@@ -139,80 +110,6 @@ def _parquet_rows(path: str) -> Iterator[Any]:
         raise Fault(f"is not a whole parquet file: {in_one_line(str(error))}") from error
 
 
-def _form(row: Any) -> Form:
-    found = [form for form in Form if isinstance(row, Mapping) and row.get(form.value) is not None]
-    if len(found) != 1:
-        names = [f"{each!r}" for each in row] if isinstance(row, Mapping) else ["no object"]
-        rule = "is no conversation: it needs one of 'messages', 'prompt' with 'completion', and "
-        raise Fault(f"{rule}'conversations', and has {', '.join(names)}")
-    return found[0]
-
-
-def _messages(row: Any, form: Form) -> tuple[list[dict[str, Any]], list[Any] | None]:
-    """Return the messages and tools of a row. Raises Fault."""
-    if not isinstance(row, Mapping) or row.get(form.value) is None:
-        raise Fault(f"has no {form.value!r}, as the first one")
-    tools = row.get("tools") or None
-    if isinstance(tools, str):
-        tools = parsed(tools)
-    if tools is not None and not isinstance(tools, list):
-        raise Fault("holds tools that are no list")
-    if form is Form.completion:
-        prompt, completion = _listed(row, "prompt", "user"), _listed(row, "completion", "assistant")
-        return prompt + completion, tools
-    found = row[form.value]
-    if not _objects(found):
-        raise Fault(f"holds no list of objects in {form.value!r}")
-    if form is Form.messages:
-        return [dict(each) for each in found], tools
-    return [_of_sharegpt(number, each) for number, each in enumerate(found, start=1)], tools
-
-
-def _objects(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, Mapping) for each in value)
-
-
-def _listed(row: Mapping[str, Any], key: str, role: str) -> list[dict[str, Any]]:
-    value = row.get(key)
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    if not _objects(value):
-        raise Fault(f"holds neither a text nor a list of messages in {key!r}")
-    return [dict(each) for each in value]  # type: ignore[union-attr]  # a list, as checked
-
-
-def _of_sharegpt(number: int, said: Mapping[str, Any]) -> dict[str, Any]:
-    name = said.get("from")
-    if name not in SHAREGPT:
-        rule = f"message {number} is from {name!r}, which is none of {', '.join(SHAREGPT)}"
-        raise Fault(rule)
-    return {"role": SHAREGPT[name], "content": said.get("value")}
-
-
-def _check(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise Fault for messages out of order, without text, or without an assistant's."""
-    before: str | None = None
-    for number, message in enumerate(messages, start=1):
-        role, content = str(message.get("role")), message.get("content")
-        if role not in BEFORE:
-            rule = f"message {number} has the role {role!r}, which is none of {', '.join(BEFORE)}"
-            raise Fault(rule)
-        if before not in BEFORE[role]:
-            after = f"follows one of {before}" if before else "is the first"
-            raise Fault(f"message {number}, of {role}, {after}: roles are out of order")
-        before = role
-        if content in (None, "") and role == "assistant" and message.get("tool_calls"):
-            continue
-        if not isinstance(content, str):
-            raise Fault(f"message {number}, of {role}, holds no text")
-        if not content.strip():
-            raise Fault(f"message {number}, of {role}, is empty")
-        if BEGIN in content or END in content:
-            raise Fault(f"message {number} holds U+FDD0 or U+FDD1, which are no characters")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise Fault("has no turn of the assistant, so nothing is learnt from it")
-
-
 def _text(
     template: ChatTemplate, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None
 ) -> str:
@@ -224,6 +121,12 @@ def _text(
     turn = found.rpartition(BEGIN)[2].partition(END)[0].rstrip()
     if BEGIN not in found or not turn:
         raise Fault("has no trained token: the template marks nothing in it")
+    for number, message in enumerate(messages, start=1):
+        for call in message.get("tool_calls") or ():
+            name = (call.get("function") or call).get("name")
+            if str(name) not in found:
+                rule = f"calls the tool {name!r} in message {number}, which the template leaves out"
+                raise Fault(rule, "choose a template with tool_calls")
     last = [each for each in messages if each["role"] == "assistant"][-1]
     said = (last.get("content") or "").strip()
     if said and turn.endswith(said):
@@ -243,7 +146,7 @@ def _by_prefixes(
     parts, done = list[str](), 0
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
-            before = template.text(messages[:number], answers=True, tools=tools)
+            before = _before(template, messages[:number], tools)
             after = template.text(messages[: number + 1], answers=False, tools=tools)
             _check_prefix(whole, before, number)
             _check_prefix(whole, after, number + 1)
@@ -251,6 +154,20 @@ def _by_prefixes(
             parts += [whole[done : len(before)], BEGIN, whole[len(before) : end], END]
             done = max(end, len(before))
     return "".join([*parts, whole[done:]])
+
+
+def _before(
+    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None
+) -> str:
+    """Return the text up to where an answer to these messages begins. Raises Fault."""
+    try:
+        return template.text(messages, answers=True, tools=tools)
+    except ConfigError as error:
+        if messages:
+            raise
+        rule = "begins with the assistant, and the template cannot tell where its answer begins: "
+        advice = "leave out the turn, or write {% generation %} … {% endgeneration %} in the "
+        raise Fault(rule + error.rule, f"{advice}template") from error
 
 
 def _check_prefix(whole: str, text: str, count: int) -> None:

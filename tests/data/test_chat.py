@@ -195,14 +195,77 @@ def test_bytes_are_trained_by_their_characters(tmp_path: Path):
     assert said == "paris 🦊 naïve, fine<|im_end|>fine thanks<|im_end|>"
 
 
+def said_by(rows: Sequence[object], template: str, folder: Path, path: Path) -> list[str]:
+    """The texts of rows, with « » around what is trained."""
+    found = []
+    for tokens in documents_of(config_of(folder, rows, path, template=template, tokenizer="bytes")):
+        stretches = np.split(tokens, np.flatnonzero(np.diff(trained(tokens).astype(int))) + 1)
+        texts = [bytes(ids_of_marked(each).tolist()).decode() for each in stretches]
+        marks = [f"«{text}»" if trained(each).all() else text
+                 for each, text in zip(stretches, texts, strict=True)]  # fmt: skip
+        found.append("".join(marks))
+    return found
+
+
+PLAIN = "{% for m in messages %}{{ m.role[0] }}:" + (
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+ASK, HELLO = {"from": "human", "value": "hi"}, {"from": "chatgpt", "value": "hello"}
+CALLS = '[{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": "{}"}]'
+READ: Mapping[str, tuple[Mapping[str, Any], str]] = {
+    "parts": ({"messages": [
+        {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "hello"}]},
+    ]}, "u:hi;a:«hello;»"),
+    "names": ({"conversations": [
+        ASK, {"from": "function_call", "value": CALLS}, {"from": "observation", "value": "2"}, HELLO
+    ]}, 'u:hi;a:«f{"x": 1}g{};»t:2;a:«hello;»'),
+    "leading answer": ({"conversations": [HELLO, ASK, HELLO]}, "a:«hello;»u:hi;a:«hello;»"),
+    "system": ({"conversations": [ASK, HELLO], "system": "s"}, "s:s;u:hi;a:«hello;»"),
+    "roles": ({"conversations": SHORT}, "u:hello;a:«hello fox;»"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", READ)
+def test_rows_of_other_programs_are_read(case: str, folder: Path, tmp_path: Path):
+    row, wanted = READ[case]
+    assert said_by([row], PLAIN, folder, tmp_path) == [wanted]
+
+
+def test_leading_answers_need_a_template_that_tells(folder: Path, tmp_path: Path):
+    first = "{% if messages[0].role == 'user' %}{% endif %}"
+    rule = "line 1 begins with the assistant, and the template cannot tell where its answer begins"
+    with pytest.raises(ConfigError, match=rule) as found:
+        said_by([{"messages": SHORT[1:]}], first + PLAIN, folder, tmp_path)
+    assert "{% generation %}" in str(found.value) and "\n" not in str(found.value)
+
+
 BAD: Mapping[str, tuple[Any, str]] = {
     "order": ([*SHORT, SHORT[1]], "message 3, of assistant, follows one of assistant"),
-    "first": (SHORT[1:], "message 1, of assistant, is the first"),
+    "first": ([{"role": "tool", "content": "x"}], "message 1, of tool, is the first"),
     "no answer": (SHORT[:1], "has no turn of the assistant"),
     "none": ([], "has no turn of the assistant"),
     "role": ([{"role": "robot", "content": "x"}], "message 1 has the role 'robot'"),
     "empty": ([SHORT[0], {"role": "assistant", "content": " "}], "of assistant, is empty"),
-    "no text": ([{"role": "user", "content": [1]}], "message 1, of user, holds no text"),
+    "no text": ([{"role": "user", "content": 1}], "message 1, of user, holds no text in 'content'"),
+    "no part": ([{"role": "user", "content": [1]}], "message 1, of user, has a part of type None"),
+    "image": (
+        [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],
+        "has a part of type 'image': only parts of type 'text' are read",
+    ),
+    "part": ([{"role": "user", "content": [{"type": "text"}]}], "part of type 'text' without a"),
+    "no content": ([SHORT[0], {"role": "assistant"}], "message 2, of assistant, has no 'content'"),
+    "no value": ([{"from": "human"}], "message 1, of user, has no 'value'"),
+    "from": ([{"from": "bard", "value": "x"}], "message 1 is from 'bard', which is none of human"),
+    "call": (
+        [SHORT[0], {"from": "function_call", "value": "x"}],
+        "message 2, from function_call, is no JSON of objects with 'name'",
+    ),
+    "lost call": (
+        [SHORT[0], {"from": "function_call", "value": '{"name": "f", "arguments": {}}'}],
+        "calls the tool 'f' in message 2, which the template leaves out",
+    ),
     "marks": ([{"role": "user", "content": "\ufdd0"}], "message 1 holds U.FDD0"),
     "list": ({"role": "user"}, "holds no list of objects in 'messages'"),
 }

@@ -106,7 +106,7 @@ def test_both_splits_are_cut_and_told(tmp_path: Path):
 
 
 def test_truncation_that_nothing_reads_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="data.truncate=left: is read by data=chat"):
+    with pytest.raises(ConfigError, match=r"data.truncate=left: is read by data=chat"):
         DataConfig(truncate=Truncate.left)
     with pytest.raises(ConfigError, match=r"data.packing=stream cuts conversations"):
         config_of(tmp_path, [1], truncate=Truncate.drop, packing=Packing.stream)
