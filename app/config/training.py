@@ -132,9 +132,9 @@ class DataConfig:
     source: Source = Source.stdlib  # kind of corpus
     # a file or glob, or a list of them, for text, jsonl, parquet and megatron; a tuple once checked
     path: Any = ()
-    name: str | None = None  # dataset name or local folder for source=hub
-    config_name: str | None = None  # the dataset's configuration for source=hub
-    split: str = "train"  # the dataset's split for source=hub
+    name: str | None = None  # dataset name or local folder for source=hub, or chat without a path
+    config_name: str | None = None  # the dataset's configuration
+    split: str = "train"  # the dataset's split
     streaming: bool = False  # read while training instead of preparing an arrow cache first (hub)
     text_field: str = "text"  # column that holds the text
     # of source=chat: chatml, or a file in jinja; null: that of the tokenizer's folder
@@ -175,14 +175,8 @@ class DataConfig:
             rule = "is read with data.document_mask=true, which keeps documents apart"
             near = ("null", Instead("data.document_mask=true"))
             raise ConfigError("data.max_documents", self.max_documents, rule, nearest=near)
-        files = self.source in (
-            Source.text,
-            Source.jsonl,
-            Source.parquet,
-            Source.chat,
-            Source.megatron,
-        )
-        if files and not self.path:
+        files = self.source not in (Source.stdlib, Source.hub) and not self.of_hub
+        if files and not self.path and not self.sources:
             raise ConfigError(
                 "data.path", "", f"data={self.source.value} needs files or globs", advice=EXAMPLE
             )
@@ -191,19 +185,23 @@ class DataConfig:
                 "data.path",
                 list(paths),
                 f"is not read by data={self.source.value}, which is chosen or the default",
-                nearest=Instead(f"data={_kind_of(paths[-1]).value}"),
+                nearest=Instead(
+                    "data.name=null" if self.of_hub else f"data={_kind_of(paths[-1]).value}"
+                ),
             )
         self._check_unread()
         self._check_template()
-        if self.source is Source.hub and not self.name:
+        if self.source is Source.hub and not self.name and not self.sources:
             raise ConfigError(
                 "data.name", self.name, "data=hub needs a dataset name or a local folder"
             )
-        if self.streaming and self.source is not Source.hub:
+        if self.streaming and not self.of_hub:
             rule = f"data={self.source.value} is prepared, not streamed"
-            raise ConfigError("data.streaming", True, rule, nearest=False, advice="data=hub can be")
-        if self.on_bad_file is not BadFile.stop and self.source is Source.hub:
-            rule = "data=hub reads files through the datasets library, which ends at a bad one"
+            advice = "data.name can be" if self.source is Source.chat else "data=hub can be"
+            raise ConfigError("data.streaming", True, rule, nearest=False, advice=advice)
+        if self.on_bad_file is not BadFile.stop and self.of_hub:
+            rule = f"data={self.source.value} reads files through the datasets library, "
+            rule += "which ends at a bad one"
             raise ConfigError("data.on_bad_file", self.on_bad_file, rule, nearest="stop")
         finite("data", self, "validation_fraction")
         if not 0 < self.validation_fraction < 1:
@@ -245,7 +243,6 @@ class DataConfig:
             raise ConfigError("data.chat_template", self.chat_template, rule, nearest=near)
         if self.truncate is Truncate.right:
             return
-        near = Truncate.right.value
         if Source.chat not in kinds:
             rule, more = "is read by data=chat", Instead("data=chat")
         elif self.packing is not Packing.best_fit:
@@ -253,7 +250,9 @@ class DataConfig:
             more = Instead("data.packing=best_fit")
         else:
             return
-        raise ConfigError("data.truncate", self.truncate, rule, nearest=(near, more))
+        raise ConfigError(
+            "data.truncate", self.truncate, rule, nearest=(Truncate.right.value, more)
+        )
 
     def _check_lists(self) -> None:
         """Type both lists of sources, and refuse keys of a single source beside several."""
@@ -266,6 +265,11 @@ class DataConfig:
                 rule = "is read without data.sources, whose entries have their own"
                 near = Instead("data.sources=[]")
                 raise ConfigError(f"data.{key}", value, rule, nearest=near)
+
+    @property
+    def of_hub(self) -> bool:
+        """Whether the documents are a dataset that data.name names."""
+        return self.source is Source.hub or (self.source is Source.chat and self.name is not None)
 
     @property
     def parts(self) -> tuple[tuple[SourceConfig, DataConfig], ...]:
@@ -284,7 +288,7 @@ class DataConfig:
             of_rows = kind in (Source.jsonl, Source.parquet)
             given["source"] = Source.chat if self.source is Source.chat and of_rows else kind
         elif "source" not in given and given.get("name"):
-            given["source"] = Source.hub
+            given["source"] = Source.chat if self.source is Source.chat else Source.hub
         own: dict[str, Any] = {"path": (), "name": None, "sources": (), "validation": ()}
         if given.get("source", self.source) is not Source.chat:
             own |= {"chat_template": None, "truncate": Truncate.right}

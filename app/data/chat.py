@@ -16,10 +16,10 @@ from pyarrow import parquet
 
 from app.config import DataConfig
 from app.data.chat_template import BEGIN, END, ChatTemplate
-from app.data.faults import Fault, Reading, file_format, in_one_line, without_mark
-from app.data.json_lines import opened, parsed
+from app.data.faults import Fault, Reading, file_format, in_one_line
+from app.data.json_lines import json_rows, parsed
 from app.data.marks import marked
-from app.data.messages import form_of, messages_of
+from app.data.messages import Form, form_of, messages_of
 from app.data.tokenizer import BYTES, JsonTokenizer, Tokenizer
 from app.data.tokenizer_files import tokenizer_file
 from app.errors import ConfigError
@@ -54,51 +54,55 @@ def chat_template(config: DataConfig) -> ChatTemplate:
     return found
 
 
+@dataclass(slots=True)
+class Conversations:
+    """Writes rows of a source as texts, all in the form of the first one."""
+
+    template: ChatTemplate
+    form: Form | None = None
+
+    def text(self, row: Any) -> str:
+        """Return the text of a row, with BEGIN and END around what is trained. Raises Fault."""
+        if isinstance(row, str):
+            row = parsed(row)
+        self.form = self.form or form_of(row)
+        messages, tools = messages_of(row, self.form)
+        try:
+            found = _text(self.template, messages, tools)
+        except ConfigError as error:  # of the template
+            name = Path(str(error.value)).name
+            raise Fault(f"is not written: {name} {error.rule}") from error
+        try:
+            found.encode()
+        except UnicodeEncodeError:
+            raise Fault("holds half of a character") from None
+        return found
+
+
 def conversations(path: str, config: DataConfig, reading: Reading) -> Iterator[bytes]:
     """Yield the text of every conversation of a file, with BEGIN and END around what is trained.
 
     Raises Fault, with the row, and OSError.
     """
-    template = chat_template(config)
-    form = None
+    writer = Conversations(chat_template(config))
     for place, row in _rows(path, reading):
         try:
-            if isinstance(row, Fault):
-                raise row
-            form = form or form_of(row)
-            messages, tools = messages_of(row, form)
-            text = _text(template, messages, tools).encode()
+            text = writer.text(row)
         except Fault as fault:
             reading.bad_row(path, Fault(f"{place} {fault.rule}", fault.advice))
-        except ConfigError as error:  # of the template
-            reading.bad_row(path, Fault(f"{place}: {Path(str(error.value)).name} {error.rule}"))
-        except UnicodeEncodeError:
-            reading.bad_row(path, Fault(f"{place} holds half of a character"))
         else:
-            yield text
+            yield text.encode()
 
 
 def _rows(path: str, reading: Reading) -> Iterator[tuple[str, Any]]:
-    """Yield every row with its place, or the fault of a line that is none."""
+    """Yield every row with its place; rows of JSON as texts."""
     with open(path, "rb") as file:
         kind = file_format(file.read(8))
-    if kind == "parquet":
-        for number, row in enumerate(_parquet_rows(path), start=1):
-            yield f"row {number}", row
+    if kind != "parquet":
+        yield from json_rows(path, reading)
         return
-    with opened(path, reading) as lines:
-        for number, line in enumerate(lines, start=1):
-            if number == 1:
-                line = without_mark(line)
-            if not line.strip():
-                continue
-            try:
-                row = parsed(line.decode())
-            except UnicodeDecodeError as error:
-                row = Fault(f"is not UTF-8: {error.reason}")
-            except Fault as fault:
-                row = fault
-            yield f"line {number}", row
+    for number, row in enumerate(_parquet_rows(path), start=1):
+        yield f"row {number}", row
 
 
 def _parquet_rows(path: str) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from app.data.packing import Documents, EndsInside, PackedSequences
 from app.data.paths import source_option
 from app.data.prepared import check_ends, map_tokens, prepare_tokens
 from app.data.sources import Sources, find_sources
-from app.data.stream import StreamedSequences
+from app.data.stream import StreamedSequences, encoder
 from app.data.tokenizer import Tokenizer
 from app.data.truncate import truncated
 from app.errors import ConfigError, Instead
@@ -190,9 +190,9 @@ def _streamed(
 
     stream = streamed(config)
     texts = first_texts(stream, config)
-    held_out = Documents.from_lists(
-        [[*ids, tokenizer.eod] for text in texts if text and len(ids := tokenizer.encode(text))]
-    )
+    encode = encoder(tokenizer, config.source is Source.chat)
+    encoded = (encode(text) for text in texts if text)
+    held_out = Documents.from_lists([ids for ids in encoded if len(ids)])
     held = config.validation_documents
     return _stream(stream, config, seq_len, seed, tokenizer, held_out=held), held_out
 
@@ -208,7 +208,8 @@ def _stream(
     return StreamedSequences(
         documents,
         held_out,
-        tokenizer,
+        encoder(tokenizer, config.source is Source.chat),
+        tokenizer.eod,
         seq_len=seq_len,
         seed=seed,
         max_documents=config.most_documents(seq_len),

@@ -306,7 +306,8 @@ MISTAKEN = {
                     "would not teach"),
     "no prefix": ("{% for m in messages %}{{ m.content }}{% if loop.last %}</s>{% endif %}"
                   "{% endfor %}", "messages up to 1.*'what is .* instead of '.*</s>'"),
-    "refuses": ("{{ raise_exception('no, thanks') }}", "line 1: template.jinja .*no, thanks"),
+    "refuses": ("{{ raise_exception('no, thanks') }}",
+                "line 1 is not written: template.jinja .*no, thanks"),
     "marks nothing": ("{% if false %}{% generation %}{% endgeneration %}{% endif %}",
                       "the template marks nothing in it"),
 }  # fmt: skip
