@@ -137,7 +137,7 @@ class DataConfig:
     split: str = "train"  # the dataset's split
     streaming: bool = False  # read while training instead of preparing an arrow cache first (hub)
     text_field: str = "text"  # column that holds the text
-    # of source=chat: chatml, or a file in jinja; null: that of the tokenizer's folder
+    # of source=chat: chatml, or a file in jinja; null: that of the tokenizer's folder, or of bytes
     chat_template: str | None = None
     # of conversations longer than train.seq_len, with packing=best_fit: right and left cut there
     truncate: Truncate = Truncate.right

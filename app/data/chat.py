@@ -32,12 +32,19 @@ CHATML_SOURCE = (
     "{% endgeneration %}{% else %}{{ message.content }}<|im_end|>{% endif %}{{ '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# Of data.tokenizer=bytes: turns between two control characters, of one byte each.
+OF_BYTES = "bytes"
+OF_BYTES_SOURCE = CHATML_SOURCE.replace("<|im_start|>", r"\x02").replace(
+    "{{ message.content }}<|im_end|>", r"{{ message.content + '\x03' }}"
+)
 AROUND = 30  # characters that a message shows on both sides of a place
 ROWS = 256  # of parquet, read at once
 
 
 def chat_template(config: DataConfig) -> ChatTemplate:
-    """Return the template of data.chat_template, else the tokenizer's. Raises ConfigError."""
+    """Return the template of data.chat_template, else the tokenizer's; bytes have one that is
+    built in. Raises ConfigError.
+    """
     chosen = config.chat_template
     folder = None if config.tokenizer == BYTES else tokenizer_file(config.tokenizer).parent
     try:
@@ -45,7 +52,9 @@ def chat_template(config: DataConfig) -> ChatTemplate:
             return ChatTemplate.of_text(CHATML_SOURCE, Path(CHATML), folder)
         if chosen is not None:
             return ChatTemplate.of_file(Path(chosen).expanduser(), folder)
-        found = ChatTemplate.find(folder) if folder else None
+        if folder is None:
+            return ChatTemplate.of_text(OF_BYTES_SOURCE, Path(OF_BYTES), None)
+        found = ChatTemplate.find(folder)
     except ConfigError as error:
         raise ConfigError(KEY, error.value, error.rule, guess=error.guess) from error
     if found is None:

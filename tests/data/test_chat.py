@@ -16,13 +16,14 @@ from pyarrow import parquet
 
 from app.choices import Packing, Source
 from app.config import DataConfig
+from app.data.chat import chat_template
 from app.data.feed import IGNORED, make_marked_batch
 from app.data.load import load_whole, prepare
 from app.data.marks import ends, ids_of_marked, marked, trained
 from app.data.packing import PADDING
 from app.data.prepared import map_tokens
 from app.data.sources import find_sources
-from app.data.tokenizer import load_tokenizer
+from app.data.tokenizer import BYTES_TURN, load_tokenizer
 from app.errors import ConfigError
 from tests.hf_folders import transformers
 
@@ -239,6 +240,19 @@ def test_leading_answers_need_a_template_that_tells(folder: Path, tmp_path: Path
     with pytest.raises(ConfigError, match=rule) as found:
         said_by([{"messages": SHORT[1:]}], first + PLAIN, folder, tmp_path)
     assert "{% generation %}" in str(found.value) and "\n" not in str(found.value)
+
+
+def test_bytes_have_a_template_of_their_own(folder: Path, tmp_path: Path):
+    config = config_of(folder, [{"messages": LONG}], tmp_path, tokenizer="bytes")
+    (tokens,) = documents_of(config)
+    text = bytes(ids_of_marked(tokens).tolist()).decode()
+    turns = [f"\x02{turn['role']}\n{turn['content']}\x03\n" for turn in LONG]
+    assert text == "".join(turns)
+    said = bytes(ids_of_marked(tokens[trained(tokens)]).tolist()).decode()
+    assert said == "paris 🦊 naïve, fine\x03fine thanks\x03"
+    template = chat_template(config)
+    assert template.text(LONG[:1]) == turns[0] + "\x02assistant\n"
+    assert template.after_answer() == BYTES_TURN == "\x03"
 
 
 BAD: Mapping[str, tuple[Any, str]] = {

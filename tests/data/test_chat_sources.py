@@ -166,7 +166,7 @@ def test_streams_train_what_files_do(wanted: list[list[int]], tmp_path: Path):
     assert held.sequences.tokens(10**6).tolist() and held.marked
 
 
-def test_blends_of_conversations_and_text_keep_both_losses(tmp_path: Path):
+def test_blends_with_text_keep_both_losses_and_resume(tmp_path: Path):
     folder = put(tmp_path / "d", "jsonl")
     write_jsonl(tmp_path / "text.jsonl", [f"{n:02d} plain text" * 3 for n in range(30)])
     config = DataConfig(
@@ -180,14 +180,25 @@ def test_blends_of_conversations_and_text_keep_both_losses(tmp_path: Path):
     train, held = load_all(config, 128, 0, BYTES, {})
     assert train.marked and [each.label for each in held] == ["talk", "text"]
     assert [each.split.marked for each in held] == [True, False]
+    for steps in (1, 4):
+        feed = feed_of(train, Cursor())
+        for _ in range(steps):
+            feed.next_step()
+        saved = Cursor.from_state(json.loads(json.dumps(feed.cursor.state())))
+        (one,), (other,) = feed.next_step(), feed_of(train, saved).next_step()
+        assert one.tokens_BS.equal(other.tokens_BS) and one.labels_BS.equal(other.labels_BS)
     said, plain = losses_of(train)
     assert said and all(text.endswith("<|im_end|>") for text in said)
     assert plain and all("plain text" in text and "<|" not in text for text in plain)
 
 
+def feed_of(train: DataSplit, cursor: Cursor) -> TrainFeed:
+    return TrainFeed(train, 0, 1, micro_batch=1, num_microbatches=1, cursor=cursor)
+
+
 def losses_of(train: DataSplit) -> tuple[list[str], list[str]]:
     """What has a loss in each document of a blend's sequences, of either source."""
-    feed = TrainFeed(train, 0, 1, micro_batch=1, num_microbatches=1, cursor=Cursor())
+    feed = feed_of(train, Cursor())
     found: tuple[list[str], list[str]] = ([], [])
     for _ in range(12):
         (batch,) = feed.next_step()
