@@ -175,7 +175,8 @@ class DataConfig:
             rule = "is read with data.document_mask=true, which keeps documents apart"
             near = ("null", Instead("data.document_mask=true"))
             raise ConfigError("data.max_documents", self.max_documents, rule, nearest=near)
-        files = self.source not in (Source.stdlib, Source.hub) and not self.of_hub
+        of_files = (Source.text, Source.jsonl, Source.parquet, Source.chat, Source.megatron)
+        files = self.source in of_files and not self.of_hub
         if files and not self.path and not self.sources:
             raise ConfigError(
                 "data.path", "", f"data={self.source.value} needs files or globs", advice=EXAMPLE
