@@ -1,7 +1,7 @@
 """Datasets of the Hugging Face hub and of local folders, and what is said of their faults.
 
-The only module of the data layer that imports `datasets`, which takes a second: import it where it
-is used. Files of JSON are not left to the library, which gives a type to
+Imports `datasets`, which takes a second, as no other module of the data layer does at its top:
+import it where it is used. Files of JSON are not left to the library, which gives a type to
 each key of each file, and rewrites texts that look like times.
 """
 
@@ -11,14 +11,11 @@ import errno
 import io
 import os
 import re
-import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import datasets
 import pyarrow as pa
@@ -35,11 +32,11 @@ from app.config import DataConfig
 from app.data.documents import bounded, documents, rows_at_once, text_fault, texts_of
 from app.data.faults import Fault, Reading, in_one_line
 from app.data.json_lines import BUFFER, json_rows, json_texts
+from app.data.offline import go_offline_without_network
 from app.data.paths import most_like, no_column, source_option
 from app.errors import ConfigError
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})  # what a disk says
-REACH_S = 4.0  # seconds for a connection to the hub
 TABLE = 2**22  # characters of texts that the library gets at once
 ROW, TEXT = "row", "text"  # columns of conversations: as JSON, and as a template writes them
 SHOWN = 60  # characters of a row that a message shows
@@ -355,19 +352,3 @@ def silence() -> None:
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     disable_hub_bars()
-
-
-def go_offline_without_network() -> None:
-    """Without the hub, let the libraries take what their caches hold, and fail at once. They would
-    retry for half a minute.
-
-    Behind a proxy nothing is asked: only the library knows the way.
-    """
-    if constants.HF_HUB_OFFLINE or getproxies():
-        return
-    hub = urlsplit(constants.ENDPOINT)
-    port = hub.port or (80 if hub.scheme == "http" else 443)
-    try:
-        socket.create_connection((hub.hostname or "", port), timeout=REACH_S).close()
-    except OSError:
-        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
