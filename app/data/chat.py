@@ -19,7 +19,7 @@ from app.data.chat_template import BEGIN, END, ChatTemplate
 from app.data.faults import Fault, Reading, file_format, in_one_line
 from app.data.json_lines import json_rows, parsed
 from app.data.marks import marked
-from app.data.messages import Form, form_of, messages_of
+from app.data.messages import WEIGHT, Form, form_of, messages_of
 from app.data.tokenizer import BYTES, JsonTokenizer, Tokenizer
 from app.data.tokenizer_files import tokenizer_file
 from app.errors import ConfigError
@@ -134,19 +134,42 @@ def _text(
     turn = found.rpartition(BEGIN)[2].partition(END)[0].rstrip()
     if BEGIN not in found or not turn:
         raise Fault("has no trained token: the template marks nothing in it")
-    for number, message in enumerate(messages, start=1):
-        for call in message.get("tool_calls") or ():
-            name = (call.get("function") or call).get("name")
-            if str(name) not in found:
-                rule = f"calls the tool {name!r} in message {number}, which the template leaves out"
-                raise Fault(rule, "choose a template with tool_calls")
+    _check_calls(template, messages)
     last = [each for each in messages if each["role"] == "assistant"][-1]
     said = (last.get("content") or "").strip()
     if said and turn.endswith(said):
         rule = "would not teach where a turn ends: what is trained of its last turn ends with "
         advice = "write the end of the turn in the template, inside its generation marks if any"
         raise Fault(f"{rule}{said[-AROUND:]!r}", advice)
-    return found
+    weights = [each.get(WEIGHT, 1) for each in messages if each["role"] == "assistant"]
+    return found if all(weights) else _without(found, weights)
+
+
+def _check_calls(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise Fault for a call of a tool that the template does not write."""
+    answers = [each for each in messages if each["role"] == "assistant"]
+    calls = [call for each in answers for call in each.get("tool_calls") or ()]
+    if not calls:
+        return
+    text = template.text(messages, answers=False)  # without the tools, which have these names
+    for name in ((call.get("function") or call)["name"] for call in calls):
+        if name not in text:
+            rule = f"calls the tool {name!r}, which the template leaves out"
+            raise Fault(rule, "choose a template with tool_calls")
+
+
+def _without(found: str, weights: Sequence[int]) -> str:
+    """Return a text without the marks of answers that have no weight. Raises Fault."""
+    head, *answers = found.split(BEGIN)
+    if len(answers) != len(weights):
+        rule = f"gives weights to {len(weights)} answers, and the template marks {len(answers)}"
+        raise Fault(rule)
+    if not any(weights):
+        raise Fault("has no trained token: no answer has a weight")
+    pairs = zip(answers, weights, strict=True)
+    return head + "".join(
+        BEGIN + text if weight else text.replace(END, "") for text, weight in pairs
+    )
 
 
 def _by_prefixes(

@@ -2,7 +2,8 @@
 
 A row is {"messages": […]}, {"conversations": […]}, or {"prompt", "completion"} (texts, or lists of
 messages); with "tools", a list or a text of JSON, and "system", a text. A message is {"role",
-"content"} or ShareGPT's {"from", "value"}; a content is a text or a list of parts of text.
+"content"} or ShareGPT's {"from", "value"}; a content is a text or a list of parts of text. An
+answer with "weight" 0 or "train" false is not trained.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from app.data.chat_template import BEGIN, END
 from app.data.faults import Fault
 from app.data.json_lines import parsed
 
+WEIGHT = "weight"  # 0 of an answer that is not trained
+TRAINED = (WEIGHT, "train")  # keys of OpenAI and of axolotl
 CALL = "function_call"  # of ShareGPT: the assistant calls a tool
 # What may stand before a message of each role; None: the beginning.
 BEFORE: Mapping[str, tuple[str | None, ...]] = {
@@ -84,6 +87,11 @@ def _objects(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, Mapping) for each in value)
 
 
+def _named(call: Mapping[str, Any]) -> bool:
+    function = call.get("function") or call
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
+
+
 def _listed(row: Mapping[str, Any], key: str, role: str) -> list[Mapping[str, Any]]:
     value = row.get(key)
     if isinstance(value, str):
@@ -96,28 +104,42 @@ def _listed(row: Mapping[str, Any], key: str, role: str) -> list[Mapping[str, An
 def _message(number: int, said: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message with its role and its content as a text."""
     kept = {key: value for key, value in said.items() if value is not None}  # parquet fills in null
-    key = "content"
+    weights, key = {key: kept.pop(key) for key in TRAINED if key in kept}, "content"
     if "role" not in kept and "from" in kept:
         name = kept.pop("from")
-        if name not in SHAREGPT:
+        if not isinstance(name, str) or name not in SHAREGPT:
             known = ", ".join(SHAREGPT)
             raise Fault(f"message {number} is from {name!r}, which is none of {known}")
         if name == CALL:
-            return {"role": SHAREGPT[name], "content": "", "tool_calls": [*_calls(number, kept)]}
-        kept["role"], key = SHAREGPT[name], "value"
+            kept = {"content": "", "tool_calls": [*_calls(number, kept)]}
+        kept["role"], key = SHAREGPT[name], "content" if name == CALL else "value"
     role = kept.get("role")
-    if role not in BEFORE:
+    if not isinstance(role, str) or role not in BEFORE:
         rule = f"message {number} has the role {role!r}, which is none of {', '.join(BEFORE)}"
         raise Fault(rule)
     content = kept.pop(key, None)
     if isinstance(content, list):
         content = "".join(_parts(f"message {number}, of {role},", content))
     calls = role == "assistant" and kept.get("tool_calls")
+    if calls and not (_objects(calls) and all(map(_named, calls))):
+        raise Fault(f"message {number}, of {role}, has tool_calls that are no list of functions")
     if content is None and not calls:
         raise Fault(f"message {number}, of {role}, has no {key!r}")
     if content is not None and not isinstance(content, str):
         raise Fault(f"message {number}, of {role}, holds no text in {key!r}")
-    return {**kept, "content": content}
+    weight = _weight(f"message {number}, of {role},", role, weights)
+    return {**kept, **weight, "content": content}
+
+
+def _weight(message: str, role: str, weights: Mapping[str, Any]) -> dict[str, int]:
+    """Return what marks an answer that is not trained; nothing for other messages."""
+    for key, weight in weights.items():
+        if weight not in (0, 1):
+            raise Fault(f"{message} has {key}={weight!r}, which is neither 0 nor 1")
+        if weight and role != "assistant":
+            rule = f"{message} has {key}={weight!r}: only what the assistant says is trained"
+            raise Fault(rule)
+    return {WEIGHT: 0} if role == "assistant" and not all(weights.values()) else {}
 
 
 def _parts(message: str, parts: Sequence[Any]) -> Iterator[str]:

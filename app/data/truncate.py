@@ -51,9 +51,9 @@ def truncated(documents: Documents, seq_len: int, how: Truncate, of: str = "") -
         raise ConfigError("train.seq_len", seq_len, rule, advice=f"raise it, or set {KEY}")
     kept = kept.select(stays_D)
     lost, trained_lost = int(documents.lengths_D.sum() - kept.lengths_D.sum()), had_D - left_D
-    share = trained_lost.sum() / max(1, _trained(documents, np.ones_like(long_D)).sum())
+    share = trained_lost.sum() / max(1, had_D.sum())
     said = f"{counts} are longer than train.seq_len={seq_len}: {KEY}={how.value} leaves out "
-    said += f"{lost:,} tokens, {int(trained_lost.sum()):,} of them trained ({share:.1%} of those)"
+    said += f"{lost:,} tokens, {int(trained_lost.sum()):,} of them trained ({share:.1%} of theirs)"
     dropped = int((~stays_D).sum())
     if how is not Truncate.drop and dropped:
         said += f"; {count_of(dropped, 'conversation')} without a trained token left dropped"

@@ -224,6 +224,10 @@ READ: Mapping[str, tuple[Mapping[str, Any], str]] = {
     ]}, 'u:hi;a:«f{"x": 1}g{};»t:2;a:«hello;»'),
     "leading answer": ({"conversations": [HELLO, ASK, HELLO]}, "a:«hello;»u:hi;a:«hello;»"),
     "system": ({"conversations": [ASK, HELLO], "system": "s"}, "s:s;u:hi;a:«hello;»"),
+    "weights": ({"messages": [*SHORT[:1], {**SHORT[1], "weight": 0}, *SHORT]},
+                "u:hello;a:hello fox;u:hello;a:«hello fox;»"),
+    "train": ({"conversations": [{**ASK, "train": False}, {**HELLO, "train": True}, ASK,
+                                 {**HELLO, "train": False}]}, "u:hi;a:«hello;»u:hi;a:hello;"),
     "roles": ({"conversations": SHORT}, "u:hello;a:«hello fox;»"),
 }  # fmt: skip
 
@@ -270,6 +274,11 @@ BAD: Mapping[str, tuple[Any, str]] = {
     ),
     "part": ([{"role": "user", "content": [{"type": "text"}]}], "part of type 'text' without a"),
     "no content": ([SHORT[0], {"role": "assistant"}], "message 2, of assistant, has no 'content'"),
+    "weight": ([SHORT[0], {**SHORT[1], "weight": 0.5}], "has weight=0.5, which is neither 0 nor 1"),
+    "odd role": ([{"role": [], "content": "x"}], r"message 1 has the role \[\], which is none"),
+    "calls": ([SHORT[0], {"role": "assistant", "tool_calls": ["f()"]}], "tool_calls that are no"),
+    "no weight": ([SHORT[0], {**SHORT[1], "train": False}], "no answer has a weight"),
+    "user's weight": ([{**SHORT[0], "train": True}], "of user, has train=True: only what the ass"),
     "no value": ([{"from": "human"}], "message 1, of user, has no 'value'"),
     "from": ([{"from": "bard", "value": "x"}], "message 1 is from 'bard', which is none of human"),
     "call": (
@@ -278,7 +287,7 @@ BAD: Mapping[str, tuple[Any, str]] = {
     ),
     "lost call": (
         [SHORT[0], {"from": "function_call", "value": '{"name": "f", "arguments": {}}'}],
-        "calls the tool 'f' in message 2, which the template leaves out",
+        "calls the tool 'f', which the template leaves out",
     ),
     "marks": ([{"role": "user", "content": "\ufdd0"}], "message 1 holds U.FDD0"),
     "list": ({"role": "user"}, "holds no list of objects in 'messages'"),

@@ -56,10 +56,10 @@ def test_cut_conversations_and_their_lost_tokens(how: Truncate):
     assert ids(found.documents) == [
         list(range(100 * n + first, 100 * n + first + length)) for n, first, length in kept
     ]
-    share = f"{lost / 8:.1%}"
+    share = f"{lost / 6:.1%}"
     said = (
         f"3 of 5 conversations are longer than train.seq_len=4: data.truncate={how.value} leaves "
-        f"out {tokens} tokens, {lost} of them trained ({share} of those)"
+        f"out {tokens} tokens, {lost} of them trained ({share} of theirs)"
     )
     dropped = "; 1 conversation without a trained token left dropped"
     assert found.said == said + ("" if how is Truncate.drop else dropped)
