@@ -8,8 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from app.data.corpora import HeldOut
+from app.data.feed import DataSplit
+from app.data.packing import PackedSequences
+from app.engine.run.trainer import Trainer
+from app.errors import ConfigError
 from tests.distributed import run_distributed
 from tests.processes.test_blended_runs import trained, write_lines
+from tests.runs import make_run
 from tests.training import TINY, composed, untimed
 
 
@@ -33,6 +39,16 @@ DATA = {
     "alone": "data.path=talk.jsonl",
     "blend": "data.sources=[{path: talk.jsonl}, {path: text.jsonl, source: jsonl}]",
 }
+
+
+def test_validation_without_a_loss_is_refused():
+    trainer = object.__new__(Trainer)
+    split = DataSplit(PackedSequences.__new__(PackedSequences), None)
+    trainer.run = make_run()
+    trainer.held_out = [(HeldOut("talk", 1.0, split), [])]  # type: ignore[list-item]
+    trainer.validations = {0: lambda batches: (0.0, 0)}  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match=r"eval_sequences=.*validation of talk has no token with"):
+        trainer._validate(())
 
 
 @pytest.mark.full

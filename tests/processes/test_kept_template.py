@@ -8,18 +8,20 @@ from pathlib import Path
 import pytest
 
 from app.cli.options.compose import load_overrides
-from app.data.chat import chat_template
+from app.data.chat import CHATML_SOURCE, chat_template
 from app.data.chat_template import ChatTemplate
 from app.data.tokenizer import bytes_as_json
 from app.engine.export.export import export_checkpoint
+from app.engine.export.texts import ExportTexts
 from app.engine.start.kept_tokenizer import keep_tokenizer
+from app.hf.families import family_of
+from app.hf.tokenizer_files import TrainedTokenizer
 from tests.hf_folders import transformers
 from tests.processes.hf_export import DENSE, a_checkpoint
 
 TALK = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}]
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
 )
 
 
@@ -64,6 +66,18 @@ def test_exports_of_bytes_end_with_turns(tmp_path: Path):
     ids = theirs.apply_chat_template(TALK, return_dict=False)
     assert bytes(ids).decode() == "\x02user\na?\x03\n\x02assistant\nb.\x03\n"
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == [256, 3]
+
+
+def test_exports_end_with_a_token_that_ends_turns(tmp_path: Path):
+    names = ((0, "<e>", True), (5, "<|im_end|>", True), (6, "<", False))
+    added = [{"id": number, "content": name, "special": special} for number, name, special in names]
+    tokenizer = TrainedTokenizer(json.dumps({"added_tokens": added}).encode(), "<e>", 0)
+    manifest = {"config": {"data": {"tokenizer": "theirs"}}}
+    texts = ExportTexts(tmp_path, manifest, DENSE.model, family_of(DENSE.model, "resume", ""),
+                        dtype="float32", key="resume", say=print)  # fmt: skip
+    assert texts._ends(tokenizer) == (0,)
+    (tmp_path / "chat_template.jinja").write_text(CHATML_SOURCE)
+    assert texts._ends(tokenizer) == (0, 5)
 
 
 def test_other_runs_keep_no_template(tmp_path: Path):
