@@ -182,14 +182,11 @@ class DataConfig:
                 "data.path", "", f"data={self.source.value} needs files or globs", advice=EXAMPLE
             )
         if self.path and not files:
-            raise ConfigError(
-                "data.path",
-                list(paths),
-                f"is not read by data={self.source.value}, which is chosen or the default",
-                nearest=Instead(
-                    "data.name=null" if self.of_hub else f"data={_kind_of(paths[-1]).value}"
-                ),
-            )
+            rule = f"is not read by data={self.source.value}, which is chosen or the default"
+            near = Instead(f"data={_kind_of(paths[-1]).value}")
+            if self.source is Source.chat:
+                rule, near = "is not read beside data.name", Instead("data.name=null")
+            raise ConfigError("data.path", list(paths), rule, nearest=near)
         self._check_unread()
         self._check_template()
         if self.source is Source.hub and not self.name and not self.sources:
