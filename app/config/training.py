@@ -183,10 +183,10 @@ class DataConfig:
             )
         if self.path and not files:
             rule = f"is not read by data={self.source.value}, which is chosen or the default"
-            near = Instead(f"data={_kind_of(paths[-1]).value}")
+            instead = f"data={_kind_of(paths[-1]).value}"
             if self.source is Source.chat:
-                rule, near = "is not read beside data.name", Instead("data.name=null")
-            raise ConfigError("data.path", list(paths), rule, nearest=near)
+                rule, instead = "is not read beside data.name", "data.name=null"
+            raise ConfigError("data.path", list(paths), rule, nearest=Instead(instead))
         self._check_unread()
         self._check_template()
         if self.source is Source.hub and not self.name and not self.sources:
