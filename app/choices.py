@@ -262,6 +262,15 @@ class Packing(Enum):
     best_fit = "best_fit"
 
 
+class Truncate(Enum):
+    """What happens to a conversation longer than a sequence."""
+
+    right = "right"  # cut at the right: its beginning stays
+    left = "left"  # cut at the left: its end stays
+    drop = "drop"  # left out
+    error = "error"  # the start ends
+
+
 class AfterEnd(Enum):
     """What a source of several does when all of its documents were read."""
 

@@ -190,6 +190,7 @@ LEFT_OUT = {
     "data.streaming": HOST,
     "data.text_field": HOST,
     "data.chat_template": HOST,
+    "data.truncate": "of conversations; tests/data/test_truncate.py",
     "data.tokenizer": HOST,
     "data.validation": HOST,
     "data.validation_fraction": HOST,

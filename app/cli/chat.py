@@ -158,7 +158,10 @@ class Chosen:
             raise ConfigError("parallel.world_size", run.world_size, rule, 1, advice=advice)
         tokenizer = check_tokenizer(run, source.manifest)
         texts = source.texts
-        own = texts if run.data.tokenizer == BYTES else tokenizer_file(run.data.tokenizer).parent
+        if run.data.tokenizer != BYTES:
+            own = tokenizer_file(run.data.tokenizer).parent
+        else:
+            own = texts if source.manifest is None else source.path.parent.parent
         if not (texts / SETTINGS).is_file():
             texts = own  # of a run that began without a model
         trained = own / TEMPLATE  # of a run on conversations
@@ -168,6 +171,8 @@ class Chosen:
         turn = None if template is None else template.end_of_turn(tokenizer.special)
         if turn is not None:
             ends |= {tokenizer.special[turn]}
+        elif template is not None and (after := template.after_answer()):
+            stop.append(after)
         if (note := changed_end(source.manifest, run.data.tokenizer, kept=False)) is not None:
             warn(note, "chat")
         return cls(source, run, tokenizer, template, stop=stop, ends=ends)

@@ -185,6 +185,8 @@ def inspect(asked: InspectRequest) -> Iterator[str]:
         warn(line)
     length = run.train.seq_len
     dataset, _ = load_all(run.data, length, run.train.seed, tokenizer=tokenizer, folders=folders)
+    if dataset.cut:
+        warn(dataset.cut)
     sequences = dataset.sequences
     reader = sequences.reader(run.dp, run.train.micro_batch, 0, None)
     shares, shown, source = Shares(), list[SequencePart](), ""

@@ -34,6 +34,7 @@ from app.cli.start.use_model import loaded_model
 from app.config import Run
 from app.data.faults import Fault
 from app.data.load import prepare
+from app.data.marks import ids_of_marked, trained
 from app.data.prepared import check_ends, left_out, map_tokens
 from app.data.sources import find_sources
 from app.data.tokenizer import Tokenizer
@@ -70,7 +71,8 @@ Usage:  python -m app.cli.evaluate RUN_OR_CHECKPOINT data.path=PATH [option …]
   data.path=PATH     perplexity of documents; a list or globs, as in training. Read with the run's
                      data.source and data.text_field; if the run was trained on the standard
                      library or the hub, by suffix: .jsonl, .json, .parquet, otherwise as text
-  data.source=KIND   text, jsonl, parquet or megatron, instead of the run's
+  data.source=KIND   text, jsonl, parquet, megatron or chat, instead of the run's; of
+                     conversations, what the assistant says is scored
   stride=N           documents longer than the context (train.seq_len) are cut into windows that
                      start N tokens apart; every token counts once; default: half the context
   choices=PATH       multiple choice: one JSON object per line, with "prompt", "choices" (possible
@@ -129,8 +131,10 @@ class Task:
 
     def counted(self) -> int:
         """Return the number of scored tokens: all but each document's first token and its
-        end-of-document token. Raises ConfigError.
+        end-of-document token; of conversations, what the assistant says. Raises ConfigError.
         """
+        if self.run.data.source is Source.chat:
+            return sum(window.counted for window in self.documents())
         lengths_D = map_tokens(self.prepared()).lengths_D
         return sum(max(0, int(length) - 2) for length in lengths_D)
 
@@ -138,10 +142,12 @@ class Task:
         """Yield the windows of all documents, without their end-of-document tokens. Raises
         ConfigError.
         """
-        found = map_tokens(self.prepared())
+        found, chat = map_tokens(self.prepared()), self.run.data.source is Source.chat
         for number, length in enumerate(found.lengths_D):
-            tokens = found.read(number, 0, int(length) - 1).tolist()
-            yield from windows(tokens, self.run.train.seq_len, self.stride)
+            tokens = found.read(number, 0, int(length) if chat else int(length) - 1)
+            said = trained(tokens).tolist() if chat else None
+            ids = ids_of_marked(tokens).tolist()
+            yield from windows(ids, self.run.train.seq_len, self.stride, said)
 
 
 def read_as(words: Words, own: Source) -> list[str]:
@@ -151,9 +157,11 @@ def read_as(words: Words, own: Source) -> list[str]:
     keys = [word.partition("=")[0] for word in words.overrides]
     if "data.path" not in keys:
         return []
-    alone = ["data.streaming=false", "data.sources=[]", "data.validation=[]"]
+    alone = ["data.streaming=false", "data.sources=[]", "data.validation=[]", "data.name=null"]
+    of_chat = ["data.chat_template=null", "data.truncate=right"]
     if "data.source" in keys:
-        return alone
+        chat = [word for word in words.overrides if word.startswith("data.source=")][-1]
+        return alone if chat == f"data.source={Source.chat.value}" else [*alone, *of_chat]
     of_files = own not in (Source.stdlib, Source.hub)
     named = {_kind(path) for path in _paths(words.overrides)}
     kinds = named - {None}
@@ -166,7 +174,7 @@ def read_as(words: Words, own: Source) -> list[str]:
         advice = f"type data.source={found.value} or data.source=text"
         raise ConfigError("data.path", _typed(words), rule, advice=advice)
     kind = own if of_files else found
-    return [f"data.source={kind.value}", *alone]
+    return [f"data.source={kind.value}", *alone, *(() if kind is Source.chat else of_chat)]
 
 
 def _paths(overrides: Sequence[str]) -> list[str]:

@@ -30,6 +30,7 @@ from app.cli.options.unknown import no_such_flag
 from app.cli.plan_views.tables import print_comparison, print_plan
 from app.cli.processes.output import exit_by
 from app.cli.start.overlaid import overlaid
+from app.cli.start.usual_rate import usual_rate
 from app.config import Run
 from app.errors import ConfigError, nearest, warn
 from app.plan.formatting import literal_text
@@ -168,7 +169,7 @@ def main(arguments: Sequence[str]) -> int:
     with readable_errors("plan", speak=True, asked=lambda: _asked(arguments)):
         asked = parse(arguments)
         plan = Plan(load_typed(asked.typed))
-        for line in overlaid(asked.typed):
+        for line in (*overlaid(asked.typed), *usual_rate(plan.run, asked.typed)):
             warn(line, "plan")
         advice = (suggest(plan), faster(plan)) if asked.with_memory else ((), ())
         if asked.out:

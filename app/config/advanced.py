@@ -63,6 +63,7 @@ ADVANCED = (
     "data.validation_documents",
     "data.max_documents",
     "data.packing",
+    "data.truncate",
     "data.cache_dir",
     "data.accept_changed",
     "checkpoint.frozen",

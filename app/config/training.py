@@ -18,6 +18,7 @@ from app.choices import (
     OptimizerKind,
     Packing,
     Source,
+    Truncate,
     WandbMode,
     WsdDecay,
 )
@@ -131,13 +132,15 @@ class DataConfig:
     source: Source = Source.stdlib  # kind of corpus
     # a file or glob, or a list of them, for text, jsonl, parquet and megatron; a tuple once checked
     path: Any = ()
-    name: str | None = None  # dataset name or local folder for source=hub
-    config_name: str | None = None  # the dataset's configuration for source=hub
-    split: str = "train"  # the dataset's split for source=hub
+    name: str | None = None  # dataset name or local folder for source=hub, or chat without a path
+    config_name: str | None = None  # the dataset's configuration
+    split: str = "train"  # the dataset's split
     streaming: bool = False  # read while training instead of preparing an arrow cache first (hub)
     text_field: str = "text"  # column that holds the text
-    # of source=chat: chatml, or a file in jinja; null: that of the tokenizer's folder
+    # of source=chat: chatml, or a file in jinja; null: that of the tokenizer's folder, or of bytes
     chat_template: str | None = None
+    # of conversations longer than train.seq_len, with packing=best_fit: right and left cut there
+    truncate: Truncate = Truncate.right
     # skip leaves out files that cannot be read, skip_rows lines and rows of files
     on_bad_file: BadFile = BadFile.stop
     # "bytes", a `tokenizers` JSON file, its folder, a run, or a name on the Hugging Face hub
@@ -172,35 +175,31 @@ class DataConfig:
             rule = "is read with data.document_mask=true, which keeps documents apart"
             near = ("null", Instead("data.document_mask=true"))
             raise ConfigError("data.max_documents", self.max_documents, rule, nearest=near)
-        files = self.source in (
-            Source.text,
-            Source.jsonl,
-            Source.parquet,
-            Source.chat,
-            Source.megatron,
-        )
-        if files and not self.path:
+        of_files = (Source.text, Source.jsonl, Source.parquet, Source.chat, Source.megatron)
+        files = self.source in of_files and not self.of_hub
+        if files and not self.path and not self.sources:
             raise ConfigError(
                 "data.path", "", f"data={self.source.value} needs files or globs", advice=EXAMPLE
             )
         if self.path and not files:
-            raise ConfigError(
-                "data.path",
-                list(paths),
-                f"is not read by data={self.source.value}, which is chosen or the default",
-                nearest=Instead(f"data={_kind_of(paths[-1]).value}"),
-            )
+            rule = f"is not read by data={self.source.value}, which is chosen or the default"
+            instead = f"data={_kind_of(paths[-1]).value}"
+            if self.source is Source.chat:
+                rule, instead = "is not read beside data.name", "data.name=null"
+            raise ConfigError("data.path", list(paths), rule, nearest=Instead(instead))
         self._check_unread()
         self._check_template()
-        if self.source is Source.hub and not self.name:
+        if self.source is Source.hub and not self.name and not self.sources:
             raise ConfigError(
                 "data.name", self.name, "data=hub needs a dataset name or a local folder"
             )
-        if self.streaming and self.source is not Source.hub:
+        if self.streaming and not self.of_hub:
             rule = f"data={self.source.value} is prepared, not streamed"
-            raise ConfigError("data.streaming", True, rule, nearest=False, advice="data=hub can be")
-        if self.on_bad_file is not BadFile.stop and self.source is Source.hub:
-            rule = "data=hub reads files through the datasets library, which ends at a bad one"
+            advice = "data.name can be" if self.source is Source.chat else "data=hub can be"
+            raise ConfigError("data.streaming", True, rule, nearest=False, advice=advice)
+        if self.on_bad_file is not BadFile.stop and self.of_hub:
+            rule = f"data={self.source.value} reads files through the datasets library, "
+            rule += "which ends at a bad one"
             raise ConfigError("data.on_bad_file", self.on_bad_file, rule, nearest="stop")
         finite("data", self, "validation_fraction")
         if not 0 < self.validation_fraction < 1:
@@ -234,12 +233,24 @@ class DataConfig:
             raise ConfigError("data.text_field", self.text_field, rule, nearest="text")
 
     def _check_template(self) -> None:
-        """Refuse a chat template that nothing reads."""
+        """Refuse keys of conversations that nothing reads."""
         kinds = [self.source, *(each.source for each in (*self.sources, *self.validation))]
         if self.chat_template is not None and Source.chat not in kinds:
             rule = "is read by data=chat"
             near = ("null", Instead("data=chat"))
             raise ConfigError("data.chat_template", self.chat_template, rule, nearest=near)
+        if self.truncate is Truncate.right:
+            return
+        if Source.chat not in kinds:
+            rule, more = "is read by data=chat", Instead("data=chat")
+        elif self.packing is not Packing.best_fit:
+            rule = "data.packing=stream cuts conversations where a sequence is full"
+            more = Instead("data.packing=best_fit")
+        else:
+            return
+        raise ConfigError(
+            "data.truncate", self.truncate, rule, nearest=(Truncate.right.value, more)
+        )
 
     def _check_lists(self) -> None:
         """Type both lists of sources, and refuse keys of a single source beside several."""
@@ -252,6 +263,11 @@ class DataConfig:
                 rule = "is read without data.sources, whose entries have their own"
                 near = Instead("data.sources=[]")
                 raise ConfigError(f"data.{key}", value, rule, nearest=near)
+
+    @property
+    def of_hub(self) -> bool:
+        """Whether the documents are a dataset that data.name names."""
+        return self.source is Source.hub or (self.source is Source.chat and self.name is not None)
 
     @property
     def parts(self) -> tuple[tuple[SourceConfig, DataConfig], ...]:
@@ -270,10 +286,10 @@ class DataConfig:
             of_rows = kind in (Source.jsonl, Source.parquet)
             given["source"] = Source.chat if self.source is Source.chat and of_rows else kind
         elif "source" not in given and given.get("name"):
-            given["source"] = Source.hub
+            given["source"] = Source.chat if self.source is Source.chat else Source.hub
         own: dict[str, Any] = {"path": (), "name": None, "sources": (), "validation": ()}
         if given.get("source", self.source) is not Source.chat:
-            own["chat_template"] = None
+            own |= {"chat_template": None, "truncate": Truncate.right}
         if key == "data.validation":
             own["streaming"] = False  # the same documents in every validation
         try:

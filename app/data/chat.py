@@ -1,15 +1,11 @@
 """Conversations of files, as the texts that a chat template makes of them, with marks around what
 is trained: what the assistant says, up to the end of its turn.
-
-A row is {"messages": [{"role", "content"}, …]}, {"prompt", "completion"} (texts, or lists of
-messages), or {"conversations": [{"from", "value"}, …]}; with "tools", a list or a text of JSON.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,9 +16,10 @@ from pyarrow import parquet
 
 from app.config import DataConfig
 from app.data.chat_template import BEGIN, END, ChatTemplate
-from app.data.faults import Fault, Reading, file_format, in_one_line, without_mark
-from app.data.json_lines import opened, parsed
+from app.data.faults import Fault, Reading, file_format, in_one_line
+from app.data.json_lines import json_rows, parsed
 from app.data.marks import marked
+from app.data.messages import WEIGHT, Form, form_of, messages_of
 from app.data.tokenizer import BYTES, JsonTokenizer, Tokenizer
 from app.data.tokenizer_files import tokenizer_file
 from app.errors import ConfigError
@@ -35,37 +32,19 @@ CHATML_SOURCE = (
     "{% endgeneration %}{% else %}{{ message.content }}<|im_end|>{% endif %}{{ '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# Of data.tokenizer=bytes: turns between two control characters, of one byte each.
+OF_BYTES = "bytes"
+OF_BYTES_SOURCE = CHATML_SOURCE.replace("<|im_start|>", r"\x02").replace(
+    "{{ message.content }}<|im_end|>", r"{{ message.content + '\x03' }}"
+)
 AROUND = 30  # characters that a message shows on both sides of a place
 ROWS = 256  # of parquet, read at once
-# What may stand before a message of each role; None: the beginning.
-BEFORE: Mapping[str, tuple[str | None, ...]] = {
-    "system": (None,),
-    "developer": (None, "system"),
-    "user": (None, "system", "developer", "assistant"),
-    "assistant": ("user", "tool"),
-    "tool": ("assistant", "tool"),
-}
-SHAREGPT = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-}
-
-
-class Form(Enum):
-    """Form of the rows of a file, by the key that tells it."""
-
-    messages = "messages"
-    completion = "completion"
-    conversations = "conversations"
 
 
 def chat_template(config: DataConfig) -> ChatTemplate:
-    """Return the template of data.chat_template, else the tokenizer's. Raises ConfigError."""
+    """Return the template of data.chat_template, else the tokenizer's; bytes have one that is
+    built in. Raises ConfigError.
+    """
     chosen = config.chat_template
     folder = None if config.tokenizer == BYTES else tokenizer_file(config.tokenizer).parent
     try:
@@ -73,7 +52,9 @@ def chat_template(config: DataConfig) -> ChatTemplate:
             return ChatTemplate.of_text(CHATML_SOURCE, Path(CHATML), folder)
         if chosen is not None:
             return ChatTemplate.of_file(Path(chosen).expanduser(), folder)
-        found = ChatTemplate.find(folder) if folder else None
+        if folder is None:
+            return ChatTemplate.of_text(OF_BYTES_SOURCE, Path(OF_BYTES), None)
+        found = ChatTemplate.find(folder)
     except ConfigError as error:
         raise ConfigError(KEY, error.value, error.rule, guess=error.guess) from error
     if found is None:
@@ -82,52 +63,55 @@ def chat_template(config: DataConfig) -> ChatTemplate:
     return found
 
 
+@dataclass(slots=True)
+class Conversations:
+    """Writes rows of a source as texts, all in the form of the first one."""
+
+    template: ChatTemplate
+    form: Form | None = None
+
+    def text(self, row: Any) -> str:
+        """Return the text of a row, with BEGIN and END around what is trained. Raises Fault."""
+        if isinstance(row, str):
+            row = parsed(row)
+        self.form = self.form or form_of(row)
+        messages, tools = messages_of(row, self.form)
+        try:
+            found = _text(self.template, messages, tools)
+        except ConfigError as error:  # of the template
+            name = Path(str(error.value)).name
+            raise Fault(f"is not written: {name} {error.rule}") from error
+        try:
+            found.encode()
+        except UnicodeEncodeError:
+            raise Fault("holds half of a character") from None
+        return found
+
+
 def conversations(path: str, config: DataConfig, reading: Reading) -> Iterator[bytes]:
     """Yield the text of every conversation of a file, with BEGIN and END around what is trained.
 
     Raises Fault, with the row, and OSError.
     """
-    template = chat_template(config)
-    form = None
+    writer = Conversations(chat_template(config))
     for place, row in _rows(path, reading):
         try:
-            if isinstance(row, Fault):
-                raise row
-            form = form or _form(row)
-            messages, tools = _messages(row, form)
-            _check(messages)
-            text = _text(template, messages, tools).encode()
+            text = writer.text(row)
         except Fault as fault:
             reading.bad_row(path, Fault(f"{place} {fault.rule}", fault.advice))
-        except ConfigError as error:  # of the template
-            reading.bad_row(path, Fault(f"{place}: {Path(str(error.value)).name} {error.rule}"))
-        except UnicodeEncodeError:
-            reading.bad_row(path, Fault(f"{place} holds half of a character"))
         else:
-            yield text
+            yield text.encode()
 
 
 def _rows(path: str, reading: Reading) -> Iterator[tuple[str, Any]]:
-    """Yield every row with its place, or the fault of a line that is none."""
+    """Yield every row with its place; rows of JSON as texts."""
     with open(path, "rb") as file:
         kind = file_format(file.read(8))
-    if kind == "parquet":
-        for number, row in enumerate(_parquet_rows(path), start=1):
-            yield f"row {number}", row
+    if kind != "parquet":
+        yield from json_rows(path, reading)
         return
-    with opened(path, reading) as lines:
-        for number, line in enumerate(lines, start=1):
-            if number == 1:
-                line = without_mark(line)
-            if not line.strip():
-                continue
-            try:
-                row = parsed(line.decode())
-            except UnicodeDecodeError as error:
-                row = Fault(f"is not UTF-8: {error.reason}")
-            except Fault as fault:
-                row = fault
-            yield f"line {number}", row
+    for number, row in enumerate(_parquet_rows(path), start=1):
+        yield f"row {number}", row
 
 
 def _parquet_rows(path: str) -> Iterator[Any]:
@@ -137,80 +121,6 @@ def _parquet_rows(path: str) -> Iterator[Any]:
                 yield from batch.to_pylist()
     except pa.ArrowException as error:
         raise Fault(f"is not a whole parquet file: {in_one_line(str(error))}") from error
-
-
-def _form(row: Any) -> Form:
-    found = [form for form in Form if isinstance(row, Mapping) and row.get(form.value) is not None]
-    if len(found) != 1:
-        names = [f"{each!r}" for each in row] if isinstance(row, Mapping) else ["no object"]
-        rule = "is no conversation: it needs one of 'messages', 'prompt' with 'completion', and "
-        raise Fault(f"{rule}'conversations', and has {', '.join(names)}")
-    return found[0]
-
-
-def _messages(row: Any, form: Form) -> tuple[list[dict[str, Any]], list[Any] | None]:
-    """Return the messages and tools of a row. Raises Fault."""
-    if not isinstance(row, Mapping) or row.get(form.value) is None:
-        raise Fault(f"has no {form.value!r}, as the first one")
-    tools = row.get("tools") or None
-    if isinstance(tools, str):
-        tools = parsed(tools)
-    if tools is not None and not isinstance(tools, list):
-        raise Fault("holds tools that are no list")
-    if form is Form.completion:
-        prompt, completion = _listed(row, "prompt", "user"), _listed(row, "completion", "assistant")
-        return prompt + completion, tools
-    found = row[form.value]
-    if not _objects(found):
-        raise Fault(f"holds no list of objects in {form.value!r}")
-    if form is Form.messages:
-        return [dict(each) for each in found], tools
-    return [_of_sharegpt(number, each) for number, each in enumerate(found, start=1)], tools
-
-
-def _objects(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, Mapping) for each in value)
-
-
-def _listed(row: Mapping[str, Any], key: str, role: str) -> list[dict[str, Any]]:
-    value = row.get(key)
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    if not _objects(value):
-        raise Fault(f"holds neither a text nor a list of messages in {key!r}")
-    return [dict(each) for each in value]  # type: ignore[union-attr]  # a list, as checked
-
-
-def _of_sharegpt(number: int, said: Mapping[str, Any]) -> dict[str, Any]:
-    name = said.get("from")
-    if name not in SHAREGPT:
-        rule = f"message {number} is from {name!r}, which is none of {', '.join(SHAREGPT)}"
-        raise Fault(rule)
-    return {"role": SHAREGPT[name], "content": said.get("value")}
-
-
-def _check(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise Fault for messages out of order, without text, or without an assistant's."""
-    before: str | None = None
-    for number, message in enumerate(messages, start=1):
-        role, content = str(message.get("role")), message.get("content")
-        if role not in BEFORE:
-            rule = f"message {number} has the role {role!r}, which is none of {', '.join(BEFORE)}"
-            raise Fault(rule)
-        if before not in BEFORE[role]:
-            after = f"follows one of {before}" if before else "is the first"
-            raise Fault(f"message {number}, of {role}, {after}: roles are out of order")
-        before = role
-        if content in (None, "") and role == "assistant" and message.get("tool_calls"):
-            continue
-        if not isinstance(content, str):
-            raise Fault(f"message {number}, of {role}, holds no text")
-        if not content.strip():
-            raise Fault(f"message {number}, of {role}, is empty")
-        if BEGIN in content or END in content:
-            raise Fault(f"message {number} holds U+FDD0 or U+FDD1, which are no characters")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise Fault("has no turn of the assistant, so nothing is learnt from it")
 
 
 def _text(
@@ -224,13 +134,42 @@ def _text(
     turn = found.rpartition(BEGIN)[2].partition(END)[0].rstrip()
     if BEGIN not in found or not turn:
         raise Fault("has no trained token: the template marks nothing in it")
+    _check_calls(template, messages)
     last = [each for each in messages if each["role"] == "assistant"][-1]
     said = (last.get("content") or "").strip()
     if said and turn.endswith(said):
         rule = "would not teach where a turn ends: what is trained of its last turn ends with "
         advice = "write the end of the turn in the template, inside its generation marks if any"
         raise Fault(f"{rule}{said[-AROUND:]!r}", advice)
-    return found
+    weights = [each.get(WEIGHT, 1) for each in messages if each["role"] == "assistant"]
+    return found if all(weights) else _without(found, weights)
+
+
+def _check_calls(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise Fault for a call of a tool that the template does not write."""
+    answers = [each for each in messages if each["role"] == "assistant"]
+    calls = [call for each in answers for call in each.get("tool_calls") or ()]
+    if not calls:
+        return
+    text = template.text(messages, answers=False)  # without the tools, which have these names
+    for name in ((call.get("function") or call)["name"] for call in calls):
+        if name not in text:
+            rule = f"calls the tool {name!r}, which the template leaves out"
+            raise Fault(rule, "choose a template with tool_calls")
+
+
+def _without(found: str, weights: Sequence[int]) -> str:
+    """Return a text without the marks of answers that have no weight. Raises Fault."""
+    head, *answers = found.split(BEGIN)
+    if len(answers) != len(weights):
+        rule = f"gives weights to {len(weights)} answers, and the template marks {len(answers)}"
+        raise Fault(rule)
+    if not any(weights):
+        raise Fault("has no trained token: no answer has a weight")
+    pairs = zip(answers, weights, strict=True)
+    return head + "".join(
+        BEGIN + text if weight else text.replace(END, "") for text, weight in pairs
+    )
 
 
 def _by_prefixes(
@@ -243,7 +182,7 @@ def _by_prefixes(
     parts, done = list[str](), 0
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
-            before = template.text(messages[:number], answers=True, tools=tools)
+            before = _before(template, messages[:number], tools)
             after = template.text(messages[: number + 1], answers=False, tools=tools)
             _check_prefix(whole, before, number)
             _check_prefix(whole, after, number + 1)
@@ -251,6 +190,20 @@ def _by_prefixes(
             parts += [whole[done : len(before)], BEGIN, whole[len(before) : end], END]
             done = max(end, len(before))
     return "".join([*parts, whole[done:]])
+
+
+def _before(
+    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None
+) -> str:
+    """Return the text up to where an answer to these messages begins. Raises Fault."""
+    try:
+        return template.text(messages, answers=True, tools=tools)
+    except ConfigError as error:
+        if messages:
+            raise
+        rule = "begins with the assistant, and the template cannot tell where its answer begins: "
+        advice = "leave out the turn, or write {% generation %} … {% endgeneration %} in the "
+        raise Fault(rule + error.rule, f"{advice}template") from error
 
 
 def _check_prefix(whole: str, text: str, count: int) -> None:

@@ -142,15 +142,18 @@ class ChatTemplate:
 
     def end_of_turn(self, special: Collection[str]) -> str | None:
         """Return the one of the `special` tokens that follows an answer; None if none does."""
+        after = self.after_answer()
+        return max((token for token in special if after.startswith(token)), key=len, default=None)
+
+    def after_answer(self) -> str:
+        """Return the text behind the last answer, without white space around it."""
         question = {"role": "user", "content": "?"}
         answer = {"role": "assistant", "content": SAMPLE}
         try:
             _, found, after = self.text([question, answer], answers=False).rpartition(SAMPLE)
         except ConfigError:  # it takes no such conversation: it has to refuse a real one
-            return None
-        after = after.lstrip()
-        ends = (token for token in special if found and after.startswith(token))
-        return max(ends, key=len, default=None)
+            return ""
+        return after.strip() if found else ""
 
 
 def _environment() -> jinja2.Environment:

@@ -144,8 +144,5 @@ def _together(config: DataConfig, splits: Sequence[DataSplit], tokenizer: Tokeni
         assert not isinstance(split.sequences, BlendedSequences), "a source is no blend"
         repeats = entry.after_end is AfterEnd.repeat
         parts.append(BlendPart(entry.label, entry.weight, repeats, split.sequences))
-    lines = [
-        f"{part.label}: {split.cut}" for part, split in zip(parts, splits, strict=True) if split.cut
-    ]
-    cut = "; ".join(lines) or None
+    cut = "; ".join(split.cut for split in splits if split.cut) or None
     return split_of(config, BlendedSequences(tuple(parts)), tokenizer, cut)

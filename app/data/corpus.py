@@ -322,7 +322,7 @@ class DocumentReader:
         ConfigError.
         """
         found: Iterable[Iterator[bytes]]
-        if self.config.source is Source.hub:
+        if self.config.of_hub:
             from app.data.hub import hub_documents  # imports `datasets`
 
             found = [hub_documents(self.config, self.paths, str(self.cache), reading=self.reading)]
@@ -338,7 +338,7 @@ class DocumentReader:
 
     def share(self) -> float | None:
         """Share of the bytes that was read; None: not known."""
-        if self.config.source is Source.hub:
+        if self.config.of_hub:
             return None
         try:
             read = self._read + self.reading.tell()

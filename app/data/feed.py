@@ -29,7 +29,7 @@ class DataSplit:
     boundary: int | None  # id that ends a document when documents are kept apart, otherwise None
     max_documents: int | None = None  # of a sequence, then
     marked: bool = False  # has tokens of conversations (`app.data.marks`)
-    cut: str | None = None  # which of their tokens are left out; None: none
+    cut: str | None = None  # what of long conversations is left out; None: nothing
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Datasets of the Hugging Face hub and of local folders, and what is said of their faults.
 
-The only module of the data layer that imports `datasets`, which takes a second: import it where it
-is used. Files of JSON are not left to the library, which gives a type to
+Imports `datasets`, which takes a second, as no other module of the data layer does at its top:
+import it where it is used. Files of JSON are not left to the library, which gives a type to
 each key of each file, and rewrites texts that look like times.
 """
 
@@ -11,14 +11,11 @@ import errno
 import io
 import os
 import re
-import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import datasets
 import pyarrow as pa
@@ -34,13 +31,15 @@ from app.choices import Source
 from app.config import DataConfig
 from app.data.documents import bounded, documents, rows_at_once, text_fault, texts_of
 from app.data.faults import Fault, Reading, in_one_line
-from app.data.json_lines import BUFFER, json_texts
+from app.data.json_lines import BUFFER, json_rows, json_texts
+from app.data.offline import go_offline_without_network
 from app.data.paths import most_like, no_column, source_option
 from app.errors import ConfigError
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})  # what a disk says
-REACH_S = 4.0  # seconds for a connection to the hub
 TABLE = 2**22  # characters of texts that the library gets at once
+ROW, TEXT = "row", "text"  # columns of conversations: as JSON, and as a template writes them
+SHOWN = 60  # characters of a row that a message shows
 
 Loaded = TypeVar("Loaded")
 
@@ -89,9 +88,14 @@ def hub_documents(
         raise
     rows = rows_at_once(raw.data.nbytes, len(raw.data))
     tables = raw.with_format("arrow").iter(batch_size=rows)
-    texts = (text for table in tables for text in _texts_of_table(table, config.text_field))
+    name = str(config.name)
+    if config.source is Source.chat:
+        texts = _conversations(tables, config, reading)
+    else:
+        found = (text for table in tables for text in _texts_of_table(table, config.text_field))
+        texts = _checked(found, name, reading)
     try:
-        yield from bounded(_checked(texts, str(config.name), reading), str(config.name), reading)
+        yield from bounded(texts, name, reading)
     except Fault as fault:
         raise ConfigError(*source_option(config), fault.rule, advice=fault.advice) from fault
 
@@ -103,6 +107,22 @@ def _checked(texts: Iterable[bytes | None], name: str, reading: Reading) -> Iter
         yield text or b""
 
 
+def _conversations(
+    tables: Iterable[pa.Table], config: DataConfig, reading: Reading
+) -> Iterator[bytes]:
+    from app.data.chat import Conversations, chat_template  # imports jinja2
+
+    writer = Conversations(chat_template(config))
+    for number, row in enumerate((row for table in tables for row in table.to_pylist()), start=1):
+        try:
+            text = writer.text(row.get(ROW, row))
+        except Fault as fault:
+            rule = f"row {number} {fault.rule}"
+            reading.bad_row(str(config.name), Fault(rule, fault.advice))
+        else:
+            yield text.encode()
+
+
 def _texts_of_table(table: pa.Table, field: str) -> Iterator[bytes | None]:
     for chunk in table.column(0).chunks:
         yield from texts_of(chunk, field)
@@ -110,10 +130,27 @@ def _texts_of_table(table: pa.Table, field: str) -> Iterator[bytes | None]:
 
 def streamed(config: DataConfig) -> datasets.IterableDataset:
     """The documents of a `data.streaming` source, read as they are asked for; its only column
-    holds the text.
+    holds the text, of conversations with marks.
     """
     silence()
-    return _only_text(_dataset(config, config.cache_dir), config)
+    found = _only_text(_dataset(config, config.cache_dir), config)
+    if config.source is not Source.chat:
+        return found
+    columns = _of_conversations(config, _columns(found, config))
+    from app.data.chat import Conversations, chat_template  # imports jinja2
+
+    writer = Conversations(chat_template(config))
+
+    def written(row: dict[str, Any]) -> dict[str, str]:
+        given = row.get(ROW, row)
+        try:
+            return {TEXT: writer.text(given)}
+        except Fault as fault:
+            begin = given if isinstance(given, str) else repr(given)
+            rule = f"a row {fault.rule}; it begins {begin[:SHOWN]!r}"
+            raise ConfigError(*source_option(config), rule, advice=fault.advice) from fault
+
+    return found.map(written, remove_columns=columns)
 
 
 def first_texts(stream: datasets.IterableDataset, config: DataConfig) -> list[str | None]:
@@ -135,7 +172,7 @@ def _dataset(config: DataConfig, cache: str | None) -> Any:
     """
     builder = _builder(config, cache)
     # With types of its own it has an entry of its own in the library's cache.
-    only = datasets.Features({config.text_field: datasets.Value("string")})
+    only = datasets.Features({_column(config): datasets.Value("string")})
     if isinstance(builder, Json):
         builder = _builder(config, cache, features=only)
         builder._generate_tables = partial(_exact_tables, config, builder.token)
@@ -175,7 +212,7 @@ def _exact_tables(
     **_others: object,
 ) -> Iterator[tuple[Key, pa.Table]]:
     """What the library asks of a builder, with the texts as they are written: a row per line."""
-    field = config.text_field
+    field, chat = _column(config), config.source is Source.chat
     reading = Reading()
     any_text = False
 
@@ -186,8 +223,10 @@ def _exact_tables(
     for shard, files in enumerate(files_iterables):
         batch = 0
         for file in files:
+            rows = (text for _, text in json_rows(file, reading, opened))
+            found = rows if chat else json_texts(file, field, reading, opened)
             try:
-                for texts in _some(json_texts(file, field, reading, opened)):
+                for texts in _some(found):
                     any_text = any_text or any(text is not None for text in texts)
                     column = pa.array(texts, pa.string())
                     yield Key(shard, batch), pa.table({field: column})
@@ -197,6 +236,11 @@ def _exact_tables(
                 raise ConfigError("data.name", named, fault.rule, advice=fault.advice) from fault
         if reading.keys and field not in reading.keys and not any_text:
             raise no_column(field, sorted(reading.keys))
+
+
+def _column(config: DataConfig) -> str:
+    """Return the only column that is read of files of JSON."""
+    return ROW if config.source is Source.chat else config.text_field
 
 
 def _some(texts: Iterable[str | bytes | None]) -> Iterator[list[str | None]]:
@@ -214,13 +258,32 @@ def _some(texts: Iterable[str | bytes | None]) -> Iterator[list[str | None]]:
 
 def _only_text(dataset: Any, config: DataConfig) -> Any:
     """A dataset of either kind with its text column only."""
-    columns = dataset.column_names or list(explained(config, lambda: next(iter(dataset), {})))
+    columns = _columns(dataset, config)
+    if config.source is Source.chat:
+        return dataset.select_columns(_of_conversations(config, columns))
     if config.text_field not in columns:
         raise no_column(config.text_field, columns)
     feature = (dataset.features or {}).get(config.text_field)
     if feature is not None and getattr(feature, "dtype", None) not in ("string", "large_string"):
         raise ConfigError("data.text_field", config.text_field, f"holds {feature}, not text")
     return dataset.select_columns([config.text_field])
+
+
+def _columns(dataset: Any, config: DataConfig) -> list[str]:
+    return dataset.column_names or list(explained(config, lambda: next(iter(dataset), {})))
+
+
+def _of_conversations(config: DataConfig, columns: Sequence[str]) -> list[str]:
+    """Return the columns that conversations are in. Raises ConfigError."""
+    from app.data.messages import COLUMNS, form_of
+
+    if ROW in columns:
+        return [ROW]
+    try:
+        form_of(dict.fromkeys(columns, ""))
+    except Fault as fault:
+        raise ConfigError(*source_option(config), fault.rule) from fault
+    return [name for name in columns if name in COLUMNS]
 
 
 def _fault_of(path: str, config: DataConfig) -> str | None:
@@ -230,9 +293,15 @@ def _fault_of(path: str, config: DataConfig) -> str | None:
     kinds = {".json": Source.jsonl, ".jsonl": Source.jsonl, ".parquet": Source.parquet}
     if (kind := kinds.get(Path(path).suffix)) is None:
         return None
-    alone = replace(config, source=kind, path=(path,), streaming=False)
     try:
-        for _ in documents(path, alone, Reading()):
+        if config.source is Source.chat:
+            from app.data.chat import conversations  # imports jinja2
+
+            found = conversations(path, config, Reading())
+        else:
+            alone = replace(config, source=kind, path=(path,), streaming=False)
+            found = documents(path, alone, Reading())
+        for _ in found:
             pass
     except Fault as fault:
         return fault.rule
@@ -252,7 +321,7 @@ def check_folder(name: str) -> None:
 
 def explained(config: DataConfig, load: Callable[[], Loaded]) -> Loaded:
     """`load()`; what the library raises becomes a ConfigError about the place that it reads."""
-    if config.source is Source.hub and not os.path.isdir(str(config.name)):
+    if config.of_hub and not os.path.isdir(str(config.name)):
         go_offline_without_network()
     try:
         return load()
@@ -283,19 +352,3 @@ def silence() -> None:
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     disable_hub_bars()
-
-
-def go_offline_without_network() -> None:
-    """Without the hub, let the libraries take what their caches hold, and fail at once. They would
-    retry for half a minute.
-
-    Behind a proxy nothing is asked: only the library knows the way.
-    """
-    if constants.HF_HUB_OFFLINE or getproxies():
-        return
-    hub = urlsplit(constants.ENDPOINT)
-    port = hub.port or (80 if hub.scheme == "http" else 443)
-    try:
-        socket.create_connection((hub.hostname or "", port), timeout=REACH_S).close()
-    except OSError:
-        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True

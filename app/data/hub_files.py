@@ -15,6 +15,7 @@ from huggingface_hub import constants, errors
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from app.data.faults import in_one_line
+from app.data.offline import go_offline_without_network
 from app.errors import ConfigError, nearest_model
 
 NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")  # of a model on the hub
@@ -50,9 +51,6 @@ def wait_for_cached(name: str, file: str, key: str) -> Path:
 
 def explained(name: str, key: str, bring: Callable[[], Found]) -> Found:
     """Return the result of `bring`, which calls the library; turn its errors into ConfigError."""
-    # imported here because it takes a second, which local folders do not need
-    from app.data.hub import go_offline_without_network
-
     disable_progress_bars()
     go_offline_without_network()
     hub = constants.ENDPOINT

@@ -105,6 +105,33 @@ def json_texts(
             offset += size
 
 
+def json_rows(
+    path: str,
+    reading: Reading,
+    open_file: Callable[[str, Reading], AbstractContextManager[IO[bytes]]] = opened,
+) -> Iterator[tuple[str, str]]:
+    """Yield the place and the text of every object of JSON lines, which are not parsed, or of one
+    array, as `json_texts` reads them. Raises Fault and OSError.
+    """
+    with open_file(path, reading) as file:
+        for number, line in enumerate(iter(lambda: file.readline(MOST_LINE), b""), start=1):
+            if number == 1:
+                line = without_mark(line)
+                if line.lstrip().startswith(b"["):
+                    text = _array(line + file.read(MOST_ARRAY))
+                    for row, (at, end, _) in enumerate(_elements(text), start=1):
+                        yield f"row {row}", text[at:end]
+                    return
+            if not line.strip():
+                continue
+            try:
+                text = line.decode()
+            except UnicodeDecodeError as error:
+                reading.bad_row(path, Fault(f"line {number} is not UTF-8: {error.reason}"))
+            else:
+                yield f"line {number}", text
+
+
 def _line_text(line: bytes, field: str, keys: set[str]) -> str | bytes | None:
     """The text of a line. Raises Fault and UnicodeDecodeError."""
     if len(line) == MOST_LINE and not line.endswith(b"\n"):
@@ -171,26 +198,45 @@ def _check_characters(text: str, field: str) -> None:
 
 def _array_texts(content: bytes, field: str, reading: Reading) -> Iterator[str | None]:
     """The texts of the objects of one array. Any fault ends it: what is behind it is unknown."""
+    text = _array(content)
+    del content
+    for at, _, row in _elements(text):
+        try:
+            found = _checked(row, field, reading.keys)
+        except Fault as fault:
+            raise _at_line(text, at, fault) from None
+        yield found
+
+
+def _array(content: bytes) -> str:
+    """The text of one array. Raises Fault."""
     if len(content) >= MOST_ARRAY:
         rule = f"is one JSON array of more than {MOST_ARRAY >> 20} MiB"
         raise Fault(rule, advice="write an object per line")
     try:
-        text = content.decode()
+        return content.decode()
     except UnicodeDecodeError as error:
         raise no_utf8(error) from None
-    del content
+
+
+def _elements(text: str) -> Iterator[tuple[int, int, Any]]:
+    """Yield where each element of an array begins and ends, and the element. Raises Fault."""
     at = _next(text, text.index("[") + 1)
     first = True
     while not text.startswith("]", at):
         try:
-            row, end = _element(text, at, first)
-            yield _checked(row, field, reading.keys)
+            begin, end, row = _element(text, at, first)
         except Fault as fault:
-            number = text.count("\n", 0, at) + 1
-            raise Fault(f"line {number} {fault.rule}", fault.advice) from None
+            raise _at_line(text, at, fault) from None
+        yield begin, end, row
         at, first = _next(text, end), False
     if _next(text, at + 1) < len(text):
         raise Fault("holds more than one JSON array")
+
+
+def _at_line(text: str, at: int, fault: Fault) -> Fault:
+    number = text.count("\n", 0, at) + 1
+    return Fault(f"line {number} {fault.rule}", fault.advice)
 
 
 def _next(text: str, at: int) -> int:
@@ -198,18 +244,21 @@ def _next(text: str, at: int) -> int:
     return SPACE.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing too
 
 
-def _element(text: str, at: int, first: bool) -> tuple[Any, int]:
-    """An element of an array, behind its comma, and where it ends. Raises Fault."""
+def _element(text: str, at: int, first: bool) -> tuple[int, int, Any]:
+    """Where an element of an array begins, behind its comma, and ends, and the element. Raises
+    Fault.
+    """
     if not first:
         if not text.startswith(",", at):
             raise Fault("is not JSON: Expecting ',' or ']' behind an object")
         at = _next(text, at + 1)
     try:
-        return json.JSONDecoder(parse_int=float).raw_decode(text, at)
+        row, end = json.JSONDecoder(parse_int=float).raw_decode(text, at)
     except json.JSONDecodeError as error:
         raise Fault(f"is not JSON: {error.msg}, at line {error.lineno}") from None
     except RecursionError:
         raise Fault(DEEP) from None
+    return at, end, row
 
 
 def _large_line_text(line: bytes, field: str, keys: set[str]) -> str | bytes | None:

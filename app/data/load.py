@@ -11,11 +11,13 @@ from app.config import DataConfig
 from app.data.best_fit import BestFitSequences, apart
 from app.data.feed import DataSplit
 from app.data.packing import Documents, EndsInside, PackedSequences
+from app.data.paths import source_option
 from app.data.prepared import check_ends, map_tokens, prepare_tokens
 from app.data.sources import Sources, find_sources
-from app.data.stream import StreamedSequences
+from app.data.stream import StreamedSequences, encoder
 from app.data.tokenizer import Tokenizer
-from app.errors import Instead
+from app.data.truncate import truncated
+from app.errors import ConfigError, Instead
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -55,13 +57,16 @@ def load_data(
     either split is shorter than a sequence.
     """
     train: PackedSequences | StreamedSequences
-    cut = None
+    cut = held_cut = None
     if config.streaming:
         train, held_out = _streamed(config, seq_len, seed, tokenizer=tokenizer)
     else:
-        documents, held_out = _mapped(config, tokenizer, prepared).split(config.validation_fraction)
+        both = _mapped(config, tokenizer, prepared)
+        _check_two(config, both, of)
+        documents, held_out = both.split(config.validation_fraction)
+        documents, cut = _short(config, documents, seq_len, f"{of} for training")
+        held_out, held_cut = _short(config, held_out, seq_len, f"{of} for validation")
         train = _packed(config, documents, seq_len, seed, tokenizer, name=f"training split{of}")
-        cut = _cut(config, documents, seq_len)
     share, larger = _validation_share(config)
     validation = _packed(
         config,
@@ -73,7 +78,9 @@ def load_data(
         share=share,
         larger=larger,
     )
-    return split_of(config, train, tokenizer, cut), split_of(config, validation, tokenizer)
+    splits = ((train, cut), (validation, held_cut))
+    found, held = (split_of(config, each, tokenizer, cut) for each, cut in splits)
+    return found, held
 
 
 def load_whole(
@@ -90,9 +97,9 @@ def load_whole(
 
         stream = _stream(streamed(config), config, seq_len, seed, tokenizer, held_out=0)
         return split_of(config, stream, tokenizer)
-    documents = _mapped(config, tokenizer, prepared)
+    documents, cut = _short(config, _mapped(config, tokenizer, prepared), seq_len, of)
     packed = _packed(config, documents, seq_len, seed, tokenizer, name=f"data{of}")
-    return split_of(config, packed, tokenizer, _cut(config, documents, seq_len))
+    return split_of(config, packed, tokenizer, cut)
 
 
 def split_of(
@@ -125,9 +132,7 @@ def _packed(
     most = config.most_documents(seq_len)
     if config.packing is Packing.best_fit:
         assert boundary is not None and most is not None, "DataConfig has refused it"
-        whole = apart(documents, boundary)
-        if config.source is Source.chat:
-            whole = whole.first(seq_len + 1)
+        whole = documents if config.source is Source.chat else apart(documents, boundary)
         return BestFitSequences(
             whole.lengths_D, whole.read, seq_len, seed=seed, max_documents=most, **named
         )
@@ -142,19 +147,24 @@ def _packed(
     )
 
 
-def _cut(config: DataConfig, documents: Documents, seq_len: int) -> str | None:
-    """Say what of long conversations is left out; None: nothing."""
+def _short(
+    config: DataConfig, documents: Documents, seq_len: int, of: str = ""
+) -> tuple[Documents, str | None]:
+    """Return what is kept of long conversations, and a line about the rest; all other documents
+    are cut as sequences need it. Raises ConfigError.
+    """
     if config.source is not Source.chat or config.packing is not Packing.best_fit:
-        return None
-    longer = documents.lengths_D - documents.first(seq_len + 1).lengths_D
-    count, lost = int((longer > 0).sum()), int(longer.sum())
-    if not count:
-        return None
-    share = lost / documents.lengths_D.sum()
-    return (
-        f"{count:,} of {len(documents):,} conversations are longer than train.seq_len={seq_len}; "
-        f"the rest of each is left out, {lost:,} tokens ({share:.1%})"
-    )
+        return documents, None
+    found = truncated(documents, seq_len, config.truncate, of)
+    return found.documents, found.said
+
+
+def _check_two(config: DataConfig, documents: Documents, of: str) -> None:
+    """Raise ConfigError for one conversation that training and validation would divide."""
+    if config.source is Source.chat and len(documents) == 1:
+        rule = f"one conversation{of} in all, and validation needs one of its own"
+        advice = "give more, or others in data.validation"
+        raise ConfigError(*source_option(config), rule, advice=advice)
 
 
 def _inside(documents: Documents, boundary: int | None) -> EndsInside | None:
@@ -180,9 +190,9 @@ def _streamed(
 
     stream = streamed(config)
     texts = first_texts(stream, config)
-    held_out = Documents.from_lists(
-        [[*ids, tokenizer.eod] for text in texts if text and len(ids := tokenizer.encode(text))]
-    )
+    encode = encoder(tokenizer, config.source is Source.chat)
+    encoded = (encode(text) for text in texts if text)
+    held_out = Documents.from_lists([ids for ids in encoded if len(ids)])
     held = config.validation_documents
     return _stream(stream, config, seq_len, seed, tokenizer, held_out=held), held_out
 
@@ -198,7 +208,8 @@ def _stream(
     return StreamedSequences(
         documents,
         held_out,
-        tokenizer,
+        encoder(tokenizer, config.source is Source.chat),
+        tokenizer.eod,
         seq_len=seq_len,
         seed=seed,
         max_documents=config.most_documents(seq_len),

@@ -28,14 +28,12 @@ NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 def source_option(config: DataConfig) -> tuple[str, str]:
     """Key and value of the option that says where the documents are."""
-    match config.source:
-        case Source.stdlib:
-            return "data.source", config.source.value
-        case Source.hub:
-            where = f"config_name={config.config_name}, split={config.split}"
-            return "data.name", f"{config.name} ({where})"
-        case _:
-            return "data.path", " ".join(config.path)
+    if config.of_hub:
+        where = f"config_name={config.config_name}, split={config.split}"
+        return "data.name", f"{config.name} ({where})"
+    if config.source is Source.stdlib:
+        return "data.source", config.source.value
+    return "data.path", " ".join(config.path)
 
 
 def stdlib_files() -> list[str]:

@@ -40,6 +40,7 @@ from app.plan.formatting import count_of
 from app.telling import telling
 
 FORMAT = 1  # of a folder, and of how documents become tokens
+CHAT_FORMAT = 2  # of how rows become conversations
 CONTENTS = "contents.json"
 MOST_NAMED = 3  # files in a line about those that were left out
 QUIET_S = 2.0  # seconds that another process is waited for without a word
@@ -134,7 +135,8 @@ def _key(config: DataConfig, tokenizer: Tokenizer, sources: Sources) -> str:
     bad = (config.on_bad_file.value,) if config.on_bad_file is not BadFile.stop else ()
     # Their tokens stay where they are.
     paths = [file.path for file in sources.files] if config.source is Source.megatron else []
-    made_of = repr(((*read, *bad, *paths), sources.record(), sources.times())).encode()
+    chat = (CHAT_FORMAT,) if config.source is Source.chat else ()
+    made_of = repr(((*read, *bad, *paths, *chat), sources.record(), sources.times())).encode()
     return hashlib.sha256(made_of + pickle.dumps(tokenizer)).hexdigest()[:32]
 
 

@@ -142,13 +142,13 @@ def _read_exactly(config: DataConfig, files: Sequence[SourceFile]) -> bool:
 
 def source_files(config: DataConfig) -> tuple[list[str], str | None]:
     """Paths of the files in the order in which they are read, and the commit of a hub's dataset."""
+    if config.of_hub:
+        from app.data.hub import hub_files  # imports `datasets`
+
+        return hub_files(config)
     match config.source:
         case Source.stdlib:
             return stdlib_files(), None
-        case Source.hub:
-            from app.data.hub import hub_files  # imports `datasets`
-
-            return hub_files(config)
         case Source.megatron:
             pairs = [(path, index_of(path)) for path in local_files(config)]
             return [path for pair in pairs for path in pair if os.path.exists(path)], None

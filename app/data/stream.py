@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from app.data.marks import ends
 from app.data.packing import PADDING
 from app.data.tokenizer import Tokenizer
 from app.errors import ConfigError
@@ -29,6 +30,21 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
 
 SHUFFLE_BLOCK = 1000  # documents
+Encode = Callable[[str], np.ndarray]  # tokens of a document with its end, int64; none of no token
+
+
+def encoder(tokenizer: Tokenizer, marked: bool) -> Encode:
+    """Return what makes tokens of the documents of a stream; `marked`: of conversations."""
+    if marked:
+        from app.data.chat import marked_documents  # imports jinja2
+
+        return lambda text: marked_documents(tokenizer, [text.encode()])[0].astype(np.int64)
+
+    def encode(text: str) -> np.ndarray:
+        ids = np.asarray(tokenizer.encode(text), dtype=np.int64)
+        return np.append(ids, tokenizer.eod) if len(ids) else ids
+
+    return encode
 
 
 @dataclass(frozen=True)
@@ -37,7 +53,8 @@ class StreamedSequences:
 
     documents: IterableDataset  # one column: the text
     held_out: int  # leading documents that are kept for validation
-    tokenizer: Tokenizer
+    encode: Encode
+    eod: int  # id that ends a document
     seq_len: int
     seed: int
     max_documents: int | None = None  # of a sequence; None: any number
@@ -75,8 +92,9 @@ class StreamedSequences:
         place = StreamPosition() if state is None else StreamPosition(**state["place"])
         return Lane(
             _Shuffled(own, self.held_out, (self.seed, number), place=place),
-            self.tokenizer,
-            self.seq_len,
+            self.encode,
+            self.eod,
+            seq_len=self.seq_len,
             leftover=[] if state is None else state["leftover"],
             max_documents=self.max_documents,
             used=0 if state is None else state["used"],
@@ -165,14 +183,16 @@ class Lane:
     def __init__(
         self,
         texts: _Shuffled,
-        tokenizer: Tokenizer,
+        encode: Encode,
+        eod: int,
         seq_len: int,
         leftover: list[int],
         max_documents: int | None,
         used: int,
     ) -> None:
         self.texts = texts
-        self.tokenizer = tokenizer
+        self.encode = encode
+        self.eod = eod
         self.seq_len = seq_len
         self.used = used  # sequences so far
         self.max_documents = max_documents
@@ -184,15 +204,13 @@ class Lane:
         parts = [self._leftover_T]
         size = len(self._leftover_T)
         while size < self.seq_len + 1:
-            ids = self.tokenizer.encode(next(self.texts))
-            if len(ids):
-                parts += [np.asarray(ids, dtype=np.int64), np.array([self.tokenizer.eod])]
-            size += len(ids) + 1 if len(ids) else 0
+            parts.append(self.encode(next(self.texts)))
+            size += len(parts[-1])
         tokens_T = np.concatenate(parts) if len(parts) > 1 else self._leftover_T
         if self.max_documents is not None:
-            ends = np.flatnonzero(tokens_T[: self.seq_len - 1] == self.tokenizer.eod) + 1
-            if len(ends) >= self.max_documents:
-                stop = int(ends[self.max_documents - 1])
+            last = np.flatnonzero(ends(tokens_T[: self.seq_len - 1], self.eod)) + 1
+            if len(last) >= self.max_documents:
+                stop = int(last[self.max_documents - 1])
                 self._leftover_T = tokens_T[stop:]
                 row = np.full(self.seq_len + 1, PADDING, np.int64)
                 row[:stop] = tokens_T[:stop]

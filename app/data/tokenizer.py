@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 BYTES_AT_ONCE = 2**22  # of a long document
 BYTES = "bytes"  # data.tokenizer of `ByteTokenizer`
+BYTES_TURN = "\x03"  # ends a turn of conversations in bytes
 BYTES_END = "<|endoftext|>"  # of bytes, where tokens have to have names
 
 

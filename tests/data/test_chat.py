@@ -16,13 +16,14 @@ from pyarrow import parquet
 
 from app.choices import Packing, Source
 from app.config import DataConfig
+from app.data.chat import chat_template
 from app.data.feed import IGNORED, make_marked_batch
-from app.data.load import load_data, load_whole, prepare
+from app.data.load import load_whole, prepare
 from app.data.marks import ends, ids_of_marked, marked, trained
 from app.data.packing import PADDING
 from app.data.prepared import map_tokens
 from app.data.sources import find_sources
-from app.data.tokenizer import load_tokenizer
+from app.data.tokenizer import BYTES_TURN, load_tokenizer
 from app.errors import ConfigError
 from tests.hf_folders import transformers
 
@@ -195,14 +196,99 @@ def test_bytes_are_trained_by_their_characters(tmp_path: Path):
     assert said == "paris 🦊 naïve, fine<|im_end|>fine thanks<|im_end|>"
 
 
+def said_by(rows: Sequence[object], template: str, folder: Path, path: Path) -> list[str]:
+    """The texts of rows, with « » around what is trained."""
+    found = []
+    for tokens in documents_of(config_of(folder, rows, path, template=template, tokenizer="bytes")):
+        stretches = np.split(tokens, np.flatnonzero(np.diff(trained(tokens).astype(int))) + 1)
+        texts = [bytes(ids_of_marked(each).tolist()).decode() for each in stretches]
+        marks = [f"«{text}»" if trained(each).all() else text
+                 for each, text in zip(stretches, texts, strict=True)]  # fmt: skip
+        found.append("".join(marks))
+    return found
+
+
+PLAIN = "{% for m in messages %}{{ m.role[0] }}:" + (
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+ASK, HELLO = {"from": "human", "value": "hi"}, {"from": "chatgpt", "value": "hello"}
+CALLS = '[{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": "{}"}]'
+READ: Mapping[str, tuple[Mapping[str, Any], str]] = {
+    "parts": ({"messages": [
+        {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "hello"}]},
+    ]}, "u:hi;a:«hello;»"),
+    "names": ({"conversations": [
+        ASK, {"from": "function_call", "value": CALLS}, {"from": "observation", "value": "2"}, HELLO
+    ]}, 'u:hi;a:«f{"x": 1}g{};»t:2;a:«hello;»'),
+    "leading answer": ({"conversations": [HELLO, ASK, HELLO]}, "a:«hello;»u:hi;a:«hello;»"),
+    "system": ({"conversations": [ASK, HELLO], "system": "s"}, "s:s;u:hi;a:«hello;»"),
+    "weights": ({"messages": [*SHORT[:1], {**SHORT[1], "weight": 0}, *SHORT]},
+                "u:hello;a:hello fox;u:hello;a:«hello fox;»"),
+    "train": ({"conversations": [{**ASK, "train": False}, {**HELLO, "train": True}, ASK,
+                                 {**HELLO, "train": False}]}, "u:hi;a:«hello;»u:hi;a:hello;"),
+    "roles": ({"conversations": SHORT}, "u:hello;a:«hello fox;»"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", READ)
+def test_rows_of_other_programs_are_read(case: str, folder: Path, tmp_path: Path):
+    row, wanted = READ[case]
+    assert said_by([row], PLAIN, folder, tmp_path) == [wanted]
+
+
+def test_leading_answers_need_a_template_that_tells(folder: Path, tmp_path: Path):
+    first = "{% if messages[0].role == 'user' %}{% endif %}"
+    rule = "line 1 begins with the assistant, and the template cannot tell where its answer begins"
+    with pytest.raises(ConfigError, match=rule) as found:
+        said_by([{"messages": SHORT[1:]}], first + PLAIN, folder, tmp_path)
+    assert "{% generation %}" in str(found.value) and "\n" not in str(found.value)
+
+
+def test_bytes_have_a_template_of_their_own(folder: Path, tmp_path: Path):
+    config = config_of(folder, [{"messages": LONG}], tmp_path, tokenizer="bytes")
+    (tokens,) = documents_of(config)
+    text = bytes(ids_of_marked(tokens).tolist()).decode()
+    turns = [f"\x02{turn['role']}\n{turn['content']}\x03\n" for turn in LONG]
+    assert text == "".join(turns)
+    said = bytes(ids_of_marked(tokens[trained(tokens)]).tolist()).decode()
+    assert said == "paris 🦊 naïve, fine\x03fine thanks\x03"
+    template = chat_template(config)
+    assert template.text(LONG[:1]) == turns[0] + "\x02assistant\n"
+    assert template.after_answer() == BYTES_TURN == "\x03"
+
+
 BAD: Mapping[str, tuple[Any, str]] = {
     "order": ([*SHORT, SHORT[1]], "message 3, of assistant, follows one of assistant"),
-    "first": (SHORT[1:], "message 1, of assistant, is the first"),
+    "first": ([{"role": "tool", "content": "x"}], "message 1, of tool, is the first"),
     "no answer": (SHORT[:1], "has no turn of the assistant"),
     "none": ([], "has no turn of the assistant"),
     "role": ([{"role": "robot", "content": "x"}], "message 1 has the role 'robot'"),
     "empty": ([SHORT[0], {"role": "assistant", "content": " "}], "of assistant, is empty"),
-    "no text": ([{"role": "user", "content": [1]}], "message 1, of user, holds no text"),
+    "no text": ([{"role": "user", "content": 1}], "message 1, of user, holds no text in 'content'"),
+    "no part": ([{"role": "user", "content": [1]}], "message 1, of user, has a part of type None"),
+    "image": (
+        [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],
+        "has a part of type 'image': only parts of type 'text' are read",
+    ),
+    "part": ([{"role": "user", "content": [{"type": "text"}]}], "part of type 'text' without a"),
+    "no content": ([SHORT[0], {"role": "assistant"}], "message 2, of assistant, has no 'content'"),
+    "weight": ([SHORT[0], {**SHORT[1], "weight": 0.5}], "has weight=0.5, which is neither 0 nor 1"),
+    "odd role": ([{"role": [], "content": "x"}], r"message 1 has the role \[\], which is none"),
+    "calls": ([SHORT[0], {"role": "assistant", "tool_calls": ["f()"]}], "tool_calls that are no"),
+    "no weight": ([SHORT[0], {**SHORT[1], "train": False}], "no answer has a weight"),
+    "user's weight": ([{**SHORT[0], "train": True}], "of user, has train=True: only what the ass"),
+    "no value": ([{"from": "human"}], "message 1, of user, has no 'value'"),
+    "from": ([{"from": "bard", "value": "x"}], "message 1 is from 'bard', which is none of human"),
+    "call": (
+        [SHORT[0], {"from": "function_call", "value": "x"}],
+        "message 2, from function_call, is no JSON of objects with 'name'",
+    ),
+    "lost call": (
+        [SHORT[0], {"from": "function_call", "value": '{"name": "f", "arguments": {}}'}],
+        "calls the tool 'f', which the template leaves out",
+    ),
     "marks": ([{"role": "user", "content": "\ufdd0"}], "message 1 holds U.FDD0"),
     "list": ({"role": "user"}, "holds no list of objects in 'messages'"),
 }
@@ -243,7 +329,8 @@ MISTAKEN = {
                     "would not teach"),
     "no prefix": ("{% for m in messages %}{{ m.content }}{% if loop.last %}</s>{% endif %}"
                   "{% endfor %}", "messages up to 1.*'what is .* instead of '.*</s>'"),
-    "refuses": ("{{ raise_exception('no, thanks') }}", "line 1: template.jinja .*no, thanks"),
+    "refuses": ("{{ raise_exception('no, thanks') }}",
+                "line 1 is not written: template.jinja .*no, thanks"),
     "marks nothing": ("{% if false %}{% generation %}{% endgeneration %}{% endif %}",
                       "the template marks nothing in it"),
 }  # fmt: skip
@@ -319,22 +406,6 @@ def test_batches_predict_trained_tokens_alone(
     last = sum(int(ends(row[row != PADDING][-1:], 1).sum()) for row in padded)
     assert starts == len(rows_BS1) + held - last
     assert batch.tokens_BS.min() >= 0
-
-
-def test_long_conversations_keep_their_beginning(folder: Path, tmp_path: Path):
-    rows = [{"messages": LONG * 3 if n == 4 else SHORT} for n in range(12)]
-    config = config_of(folder, rows, tmp_path, chat_template="chatml")
-    documents = documents_of(config)
-    length = len(documents[0]) + 3
-    train, _ = load_data(config, length, 0, load_tokenizer(config.tokenizer))
-    lost = len(documents[4]) - length - 1
-    assert train.cut is not None
-    assert f"1 of 11 conversations are longer than train.seq_len={length}" in train.cut
-    assert f"{lost} tokens" in train.cut
-    sequences = train.sequences
-    rows_BS1 = [sequences.sample(n) for n in range(sequences.per_epoch)]
-    kept = [row.tolist() for row in rows_BS1 if PADDING not in row]
-    assert kept == [documents[4][: length + 1].tolist()]
 
 
 def test_several_processes_prepare_equal_tokens(folder: Path, tmp_path: Path):

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
-from app.cli.chat import ChatRequest, Terminal
+from app.cli.chat import ChatRequest, Chosen, Terminal
+from app.cli.options.compose import load_overrides
+from app.cli.processes.launcher import Launch
 from app.data.tokenizer import JsonTokenizer
 from app.engine.decoding.conversation import Answer
 from app.engine.decoding.texts import Continuation
+from app.engine.start.kept_tokenizer import keep_tokenizer
 from tests.distributed import run_distributed
 from tests.integration.chat import TURNS, chatted
 from tests.integration.generate import generated, saved
@@ -78,6 +81,16 @@ def test_run_of_bytes_continues_as_generate_does(tmp_path: Path):
     for prompt, new in (("abc", answer), (f"abc{answer}d", out[len(answer) + 1 : -1])):
         text = generated(tmp_path / "run", f"prompt={prompt}", *words)[1]
         assert text == f"{prompt}{new}\n"
+
+
+def test_conversations_of_bytes_end_with_their_turns(tmp_path: Path):
+    run_distributed(saved, 2, tmp_path / "run/checkpoints")
+    keep_tokenizer(load_overrides(["data=chat", "data.path=x.jsonl"]), tmp_path / "run")
+    request, launch = ChatRequest.parse([str(tmp_path / "run")]), Launch(0, 0, None)
+    found = Chosen.at(tmp_path / "run", request, launch)
+    assert found.stop == ["\x03"] and found.described.endswith("run/chat_template.jinja")
+    assert found.template is not None
+    assert found.template.text([{"role": "user", "content": "a"}]).endswith("\x02assistant\n")
 
 
 MISTAKES = {

@@ -7,10 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from app.choices import Source
 from app.cli.evaluate import OWN, Task, read_as
 from app.cli.options.request import Words
+from app.engine.decoding.scoring import ScoredWindow
 from app.engine.decoding.trained import weights_at
 from app.errors import ConfigError
 from tests.distributed import run_distributed
@@ -59,6 +61,45 @@ def test_perplexity_of_files(run_dir: Path):
     assert other.endswith("stride 31\n") and other.split(",")[0] != out.split(",")[0]
 
 
+TURNS = [("user", "a question of some length"), ("assistant", "yes"), ("user", "b"),
+         ("assistant", "no, never")]  # fmt: skip
+CHAT = ("data.source=chat", "data.chat_template=chatml", "stride=8")
+ANSWERS = b"yes<|im_end|>no, never<|im_end|>"
+
+
+def chat_file(run_dir: Path) -> str:
+    row = {"messages": [{"role": role, "content": text} for role, text in TURNS]}
+    (run_dir.parent / "chat.jsonl").write_text(json.dumps(row))
+    return f"{run_dir.parent}/chat.jsonl"
+
+
+def test_conversations_are_scored_by_their_answers(run_dir: Path):
+    data = [f"data.path={chat_file(run_dir)}", f"data.cache_dir={run_dir.parent}/cache"]
+    task = Task.of(Words.parse([str(run_dir), *data, *CHAT], OWN), weights_at(run_dir), None)
+    scored = [
+        bytes(
+            token for token, each in zip(window.tokens[window.first :], mask, strict=True) if each
+        )
+        for window in task.documents()
+        if (mask := (window.trained or ())[window.first :])
+    ]
+    assert b"".join(scored) == ANSWERS and min(map(len, scored)) > 0
+    assert task.counted() == len(ANSWERS)
+
+
+@pytest.mark.full
+def test_perplexity_of_answers(run_dir: Path):
+    code, out, err = evaluated(run_dir, f"data.path={chat_file(run_dir)}", *CHAT)
+    assert code == 0 and f"of {len(ANSWERS)} tokens; context 32, stride 8" in out, err
+
+
+def test_windows_sum_scored_tokens_alone():
+    nats = torch.arange(8.0)
+    assert ScoredWindow((0,) * 5, 2).sum(nats) == 2 + 3 + 4
+    trained = (True, True, True, False, True)
+    assert ScoredWindow((0,) * 5, 2, trained).sum(nats) == 2 + 4
+
+
 def test_progress_is_of_all_tokens_that_count(run_dir: Path):
     data = [f"data.path=[{run_dir.parent}/*.txt]", f"data.cache_dir={run_dir.parent}/cache"]
     words = Words.parse([str(run_dir), *data], OWN)
@@ -99,7 +140,11 @@ def test_the_source_of_the_run_counts():
         "data.streaming=false",
         "data.sources=[]",
         "data.validation=[]",
+        "data.name=null",
+        "data.chat_template=null",
+        "data.truncate=right",
     ]
+    assert not [word for word in source_of(Source.chat, "data.path=a") if "template" in word]
     with pytest.raises(ConfigError, match=r"held\.json: is jsonl by its name.*data\.source=text"):
         source_of(Source.text, "data.path=held.json")
     with pytest.raises(ConfigError, match="has files of several kinds"):

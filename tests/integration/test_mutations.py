@@ -249,6 +249,18 @@ BUGS = {
         "(LAST - tokens) & 1 <= 1",
         "data/test_chat.py",
     ),
+    "a cut conversation without an answer that stays": Bug(
+        "data/truncate.py",
+        "(left_D > 0)",
+        "(left_D >= 0)",
+        "data/test_truncate.py",
+    ),
+    "an answer without weight that is trained": Bug(
+        "data/chat.py",
+        "return found if all(weights)",
+        "return found if any(weights)",
+        "data/test_chat.py",
+    ),
     "labels of all sources in the loss of each": Bug(
         "engine/step/source_losses.py",
         "torch.where(own_KB, counts_B, 0)",

@@ -12,7 +12,6 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from app.choices import Source
 from app.cli.options.arguments import CONFIG_NAME, Typed, key_of
 from app.cli.options.continued import RunSettings
 from app.cli.options.keys import all_keys, defaults, is_section
@@ -237,7 +236,7 @@ def check_named(run: Run, overrides: Sequence[str]) -> None:
     tokenizer, resume = run.data.tokenizer, run.resume
     if "data.tokenizer" in keys and tokenizer != BYTES:
         tokenizer_file(tokenizer)
-    if "data.path" in keys and run.data.source not in (Source.stdlib, Source.hub):
+    if "data.path" in keys and run.data.path:
         local_files(run.data)
     if "data.name" in keys and not Path(run.data.name or "").is_dir():
         raise ConfigError("data.name", run.data.name, "is on the hub")

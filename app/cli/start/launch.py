@@ -55,6 +55,7 @@ from app.cli.processes.parent import bound
 from app.cli.run_report.facts import run_facts
 from app.cli.run_report.sweep_record import left_to_sweep
 from app.cli.start.overlaid import overlaid
+from app.cli.start.usual_rate import usual_rate
 from app.config import Run
 from app.data.special_tokens import KEY as TOKENIZER
 from app.data.tokenizer_files import bring_tokenizer
@@ -234,6 +235,9 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
     if not gpus:
         check_cpu(plan, None if launch.one_host else 1)
     if launch.world_size is not None or run.world_size == 1:
+        if launch.rank == 0 and HydraConfig.initialized():
+            for line in usual_rate(run, typed_of(sys.argv[1:])):
+                warn(line)
         return train(plan, launch.rank, launch.local_rank, attempt=attempt)
     check_room(run, gpus)
     preflight(run, attempt.earlier(run))

@@ -24,15 +24,28 @@ class ScoredWindow:
 
     tokens: tuple[int, ...]
     first: int  # at least 1: the first token has no context
+    trained: tuple[bool, ...] | None = None  # which tokens are scored from there on; None: all
 
     @property
     def counted(self) -> int:
         """Number of scored tokens."""
+        if self.trained is not None:
+            return sum(self.trained[self.first :])
         return len(self.tokens) - self.first
 
+    def sum(self, nats_P: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the scored tokens, of a value for each token."""
+        found = nats_P[self.first : len(self.tokens)]
+        if self.trained is not None:
+            return found[torch.tensor(self.trained[self.first :])].sum()
+        return found.sum()
 
-def windows(tokens: Sequence[int], context: int, stride: int) -> Iterator[ScoredWindow]:
-    """Yield windows of at most `context` tokens that score each token but the first once.
+
+def windows(
+    tokens: Sequence[int], context: int, stride: int, trained: Sequence[bool] | None = None
+) -> Iterator[ScoredWindow]:
+    """Yield windows of at most `context` tokens that score each token but the first once; of
+    conversations, the `trained` ones.
 
     Each window begins `stride` tokens after the one before; tokens scored already are its context.
     """
@@ -40,7 +53,10 @@ def windows(tokens: Sequence[int], context: int, stride: int) -> Iterator[Scored
     for begin in range(0, len(tokens), stride):
         end = min(begin + context, len(tokens))
         if counted < end:
-            yield ScoredWindow(tuple(tokens[begin:end]), counted - begin)
+            said = None if trained is None else tuple(trained[begin:end])
+            window = ScoredWindow(tuple(tokens[begin:end]), counted - begin, said)
+            if window.counted:
+                yield window
         counted = max(counted, end)
         if end == len(tokens):
             return
@@ -62,7 +78,7 @@ def window_losses(
         own = replicas.own([*found, *[padding] * (replicas.together - len(found))])
         nats_BP = decoder.losses([window.tokens for window in own], width).double().cpu()
         lost_B = torch.stack([
-            nats_P[window.first : len(window.tokens)].sum()
+            window.sum(nats_P)
             for window, nats_P in zip(own, nats_BP, strict=True)
         ])  # fmt: skip
         yield from zip(found, replicas.gathered(lost_B).tolist(), strict=False)

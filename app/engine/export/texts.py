@@ -6,7 +6,7 @@ All are read before weights are written, so that a missing or broken file stops 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -14,7 +14,14 @@ from typing import Any
 
 from app.config import ModelConfig, Run
 from app.data.special_tokens import GENERATION, SETTINGS, ids_with
-from app.data.tokenizer import BYTES, BYTES_END, ByteTokenizer, bytes_as_json, json_tokenizer
+from app.data.tokenizer import (
+    BYTES,
+    BYTES_END,
+    BYTES_TURN,
+    ByteTokenizer,
+    bytes_as_json,
+    json_tokenizer,
+)
 from app.data.tokenizer_files import TEMPLATE, TOKENIZER
 from app.engine.start.kept_tokenizer import changed_end, find_tokenizer, kept_end
 from app.errors import ConfigError, typed, writing
@@ -86,13 +93,29 @@ class ExportTexts:
                 return _without_chat_templates(found), theirs
             name = GENERATION
             settings = _object(texts.get(GENERATION, b"{}"))
+            ends = self._ends(tokenizer)
             if settings.get(END_IDS) is not None:
-                more = _with_end(settings, tokenizer.end_id)
+                more = _with_ends(settings, ends)
                 return (found if more == settings else {**found, GENERATION: as_json(more)}), theirs
         except ValueError as error:
             rule = f"{name} cannot be read: {error}"
             raise ConfigError(self.key, source, rule) from error
-        return found, _with_end(theirs, tokenizer.end_id)
+        return found, _with_ends(theirs, ends)
+
+    def _ends(self, tokenizer: TrainedTokenizer) -> tuple[int, ...]:
+        """Return the ids that end a text: of a document, and of a turn if one token ends that."""
+        kept = self.run_dir / TEMPLATE
+        if not kept.is_file():
+            return (tokenizer.end_id,)
+        from app.data.chat_template import ChatTemplate  # imports jinja2
+
+        template = ChatTemplate.of_file(kept, self.run_dir)
+        added = json.loads(tokenizer.contents).get("added_tokens", ())
+        special = {token["content"]: token["id"] for token in added if token["special"]}
+        if self.config["data"]["tokenizer"] == BYTES and template.after_answer() == BYTES_TURN:
+            special = {BYTES_TURN: ord(BYTES_TURN)}
+        turn = template.end_of_turn(special)
+        return (tokenizer.end_id,) if turn is None else (tokenizer.end_id, special[turn])
 
     @property
     def _untrained(self) -> bool:
@@ -133,13 +156,14 @@ class ExportTexts:
         return {**kept, "torch_dtype": self.dtype}
 
     def _new_config(self, tokenizer: TrainedTokenizer | None) -> dict[str, Any]:
-        return {
+        found: dict[str, Any] = {
             "max_position_embeddings": self.config["train"]["seq_len"],
             **self.family.written(self.model),
             "bos_token_id": None,
-            "eos_token_id": None if tokenizer is None else tokenizer.end_id,
+            "eos_token_id": None,
             "torch_dtype": self.dtype,
         }
+        return found if tokenizer is None else _with_ends(found, self._ends(tokenizer))
 
     def _tokenizer(self, source: Path | None) -> TrainedTokenizer | None:
         """Return the tokenizer of training; None, after telling `say`, if it is gone."""
@@ -166,8 +190,11 @@ def _object(contents: bytes) -> dict[str, Any]:
     return found
 
 
-def _with_end(settings: dict[str, Any], end: int) -> dict[str, Any]:
-    return {**settings, END_IDS: ids_with(end, settings.get(END_IDS))}
+def _with_ends(settings: dict[str, Any], ends: Sequence[int]) -> dict[str, Any]:
+    ids = settings.get(END_IDS)
+    for end in ends:
+        ids = ids_with(end, ids)
+    return {**settings, END_IDS: ids}
 
 
 def read_texts(folder: Path, key: str) -> dict[str, bytes]:

@@ -20,6 +20,7 @@ from app.data.stream import StreamedSequences
 from app.engine.export.export import EXPORTED
 from app.engine.fast_paths import graphs_line, slow_paths
 from app.engine.files.checkpoints import fault_of_latest, newest_checkpoint
+from app.engine.files.run_folder import read_metrics
 from app.engine.fp8 import fp8_line
 from app.engine.ranks.dtypes import DTYPES
 from app.engine.report.pace import pace_line
@@ -74,7 +75,8 @@ def print_opening(
     if pace := pace_line(engine.plan, engine.device):
         rows.append(("planned", pace))
     rows += slow_paths(run, engine.device, engine.static)
-    said = (_sources(data.train), _padding(data.train), data.train.cut)
+    held = (each.split.cut for each in data.validation)
+    said = (_sources(data.train), _padding(data.train), data.train.cut, *held)
     rows += [("data", line) for line in said if line]
     if run.model.moe and run.model.moe.force_balance:
         rows.append(
@@ -203,8 +205,8 @@ def sum_up(
 
     if report:
         row("this model", report.val_loss)
-        for label, value in report.by_source.items():
-            print(f"    {label:<10}{value:7.3f}")
+        for line in _details(run, run_dir, report):
+            print(line)
     for name, value in baselines.items():
         row(name, value)
     for each in advice:
@@ -214,6 +216,23 @@ def sum_up(
     for path in (*paths, newest_checkpoint(run_dir)):
         if path is not None and path.exists():
             print(f"  {path}")
+
+
+def _details(run: Run, run_dir: Path, report: ValidationReport) -> Iterator[str]:
+    for label, value in report.by_source.items():
+        yield f"    {label:<10}{value:7.3f}"
+    if change := change_line(run, run_dir, report):
+        yield f"  {change}"
+
+
+def change_line(run: Run, run_dir: Path, report: ValidationReport) -> str | None:
+    """Return the validation losses before the first step and after the last of a run that started
+    from a published model; None for others, or if the folder has no first one.
+    """
+    if run.model.init_from is None or not report.step:
+        return None
+    rows = [row for row in read_metrics(run_dir) if row["step"] == 0 and "val_loss" in row]
+    return f"validation loss {rows[-1]['val_loss']:.4f} → {report.val_loss:.4f}" if rows else None
 
 
 def _in_other_units(loss: float, bytes_per_token: float) -> str:
@@ -277,9 +296,13 @@ def _validation_tokens(run: Run, split: DataSplit) -> np.ndarray:
 
 
 def bytes_per_token(run: Run, data: Data) -> float:
-    """Return the bytes of text per token of the validation data, as their losses count."""
+    """Return the bytes of text per token of the validation data, as their losses count; 0 if
+    none has a loss.
+    """
     found = 0.0
     for held in data.validation:
         tokens = _validation_tokens(run, held.split)[:DECODED]
+        if not len(tokens):
+            return 0.0
         found += held.weight * len(data.tokenizer.decode(tokens.tolist()).encode()) / len(tokens)
     return found / sum(held.weight for held in data.validation)

@@ -50,7 +50,7 @@ from app.engine.start.start import Data, Start
 from app.engine.step.engine import Engine
 from app.engine.step.records import RollbackReport, StepReport, ValidationReport
 from app.engine.step.step import TrainingStep, Validation
-from app.errors import Diverged, writing
+from app.errors import ConfigError, Diverged, writing
 from app.optim.lr import lr_at
 from app.telling import telling
 from app.version import VERSION, Version
@@ -368,6 +368,12 @@ class Trainer:
         losses, tokens, total = {}, 0, 0.0
         for held, feed in self.held_out:
             losses[held.label], count = self.validations[len(feed)](list(feed))
+            if not count:  # as of conversations that are cut as other documents
+                rule = f"validation{held.label and f' of {held.label}'} has no token with a loss"
+                size = self.run.train.eval_sequences
+                advice = "validate more sequences, or keep conversations whole: "
+                advice += "data.packing=best_fit"
+                raise ConfigError("train.eval_sequences", size, rule, advice=advice)
             tokens += count
             total += held.weight * losses[held.label]
         mean = total / sum(held.weight for held, _ in self.held_out)

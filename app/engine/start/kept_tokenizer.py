@@ -33,15 +33,17 @@ def keep_tokenizer(run: Run, run_dir: Path, end: str | None = None) -> None:
     The trained model is useless without them. `end` None takes the token that the tokenizer's files
     name. Raises ConfigError.
     """
-    if run.data.tokenizer == BYTES:
-        return
-    file = tokenizer_file(run.data.tokenizer)
-    ends = end or json_tokenizer(file).end
-    named, texts = {"eos_token": ends}, {TOKENIZER: file.read_bytes()}
-    if (template := _template(run.data)) is not None:
-        named = {**template.tokens, **named}
+    template, texts = _template(run.data), dict[str, bytes]()
+    if template is not None:
         texts[TEMPLATE] = template.source.encode()
-    texts[SETTINGS] = (json.dumps(named, ensure_ascii=False) + "\n").encode()
+    if run.data.tokenizer != BYTES:
+        file = tokenizer_file(run.data.tokenizer)
+        texts[TOKENIZER] = file.read_bytes()
+        named = {"eos_token": end or json_tokenizer(file).end}
+        named = {**(template.tokens if template else {}), **named}
+        texts[SETTINGS] = (json.dumps(named, ensure_ascii=False) + "\n").encode()
+    if not texts:
+        return
     with writing(run_dir):
         for name, kept in texts.items():
             path = run_dir / name

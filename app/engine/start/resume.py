@@ -33,9 +33,9 @@ FIXED = frozenset((
     "precision.params", "precision.grads", "optim.name",
     # Documents, their split, tokenizer and attention mask.
     "data.source", "data.path", "data.name", "data.config_name", "data.split", "data.streaming",
-    "data.text_field", "data.chat_template", "data.tokenizer", "data.validation_fraction",
-    "data.validation_documents", "data.document_mask", "data.max_documents",
-    "data.packing", "data.validation",
+    "data.text_field", "data.chat_template", "data.truncate", "data.tokenizer",
+    "data.validation_fraction", "data.validation_documents", "data.document_mask",
+    "data.max_documents", "data.packing", "data.validation",
     # Packing of tokens into sequences, and their order.
     "train.seq_len", "train.seed",
     # Parameters without optimizer state; adapters, which are all that has it.
