@@ -165,9 +165,11 @@ class Chosen:
         chosen = request.template or (trained if trained.is_file() else None)
         template = ChatTemplate.of_file(chosen, texts) if chosen else ChatTemplate.find(texts)
         stop, ends = ends_of(request.stop, source.texts, tokenizer)
-        turn = None if template is None else template.end_of_turn(tokenizer.special)
-        if turn is not None:
-            ends |= {tokenizer.special[turn]}
+        if template is not None:
+            if (turn := template.end_of_turn(tokenizer.special)) is not None:
+                ends |= {tokenizer.special[turn]}
+            elif after := template.after_answer():  # several tokens, which the model learnt to say
+                stop = [*stop, after]
         if (note := changed_end(source.manifest, run.data.tokenizer, kept=False)) is not None:
             warn(note, "chat")
         return cls(source, run, tokenizer, template, stop=stop, ends=ends)

@@ -140,17 +140,20 @@ class ChatTemplate:
             rule = f"refuses the conversation: {error}"
             raise ConfigError(KEY, self.path, rule) from error
 
-    def end_of_turn(self, special: Collection[str]) -> str | None:
-        """Return the one of the `special` tokens that follows an answer; None if none does."""
+    def after_answer(self) -> str:
+        """Return the text that follows an answer, without blanks behind it; "" if none does."""
         question = {"role": "user", "content": "?"}
         answer = {"role": "assistant", "content": SAMPLE}
         try:
             _, found, after = self.text([question, answer], answers=False).rpartition(SAMPLE)
         except ConfigError:  # it takes no such conversation: it has to refuse a real one
-            return None
-        after = after.lstrip()
-        ends = (token for token in special if found and after.startswith(token))
-        return max(ends, key=len, default=None)
+            return ""
+        return after.rstrip() if found else ""
+
+    def end_of_turn(self, special: Collection[str]) -> str | None:
+        """Return the one of the `special` tokens that follows an answer; None if none does."""
+        after = self.after_answer().lstrip()
+        return max((token for token in special if after.startswith(token)), key=len, default=None)
 
 
 def _environment() -> jinja2.Environment:

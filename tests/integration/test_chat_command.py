@@ -68,6 +68,13 @@ def test_base_model_continues_the_text_of_all_turns(model: Path):
     assert (code, out) == (0, " fox\n") and "chat: ended after 1 token\n" in err
 
 
+def test_text_that_the_template_puts_after_answers_ends_them(model: Path):
+    template = TURNS.replace("<turn>", " fox")
+    (model.parent / "text.jinja").write_text(template)
+    code, out, err = chatted(model, "the quick\n", "template=text.jinja", "temperature=0")
+    assert (code, out) == (0, " brown\n") and "ended after" not in err
+
+
 def test_run_of_bytes_continues_as_generate_does(tmp_path: Path):
     run_distributed(saved, 2, tmp_path / "run/checkpoints")
     words = ("temperature=0", "max_new_tokens=4")
