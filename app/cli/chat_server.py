@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from app.cli.chat_page import PAGE
+from app.cli.chat_page import PAGE, TEMPERATURE
 from app.engine.decoding.conversation import Speaker
 from app.engine.decoding.drawing import Sampling
 from app.errors import ConfigError, nearest, say
@@ -215,7 +215,9 @@ class Handler(BaseHTTPRequestHandler):
         if not self._is_own():
             return
         if self.path == "/":
-            self._send(HTTPStatus.OK, PAGE.encode(), "text/html; charset=utf-8")
+            usual = f"{self.server.defaults.sampling.temperature:g}"
+            page = PAGE.replace(TEMPERATURE, usual).encode()
+            self._send(HTTPStatus.OK, page, "text/html; charset=utf-8")
         elif self.path == MODELS:
             models = [
                 {"id": speaker.name, "object": "model", "created": 0, "owned_by": "graphfold"}
