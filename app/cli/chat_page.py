@@ -75,8 +75,8 @@ async function answer(talk, text, box) {
     const reply = await fetch("/v1/chat/completions", {method: "POST", signal: stopping.signal,
       headers: {"Content-Type": "application/json"}, body: JSON.stringify(asked)});
     if (!reply.ok) {
-      const {message, param} = (await reply.json()).error;
-      throw new Error(message + (param === "conversation" ? "; Reset begins anew" : ""));
+      const {message, code} = (await reply.json()).error;
+      throw new Error(message + (code === "context_length_exceeded" ? "; Reset begins anew" : ""));
     }
     for await (const {choices: [choice]} of eventsOf(reply)) {
       const low = at("talk").scrollHeight - at("talk").scrollTop - at("talk").clientHeight < 40;

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from app.cli.chat_server import Defaults, Server
+from app.engine.decoding.conversation import CONVERSATION
 from app.engine.decoding.drawing import Sampling
 from app.errors import ConfigError
 from tests.browser import CHROMIUM, WAIT_S, WITHOUT, Page, opened
@@ -28,13 +29,14 @@ class Slow:
     """A speaker that says what it is handed."""
 
     name: str
+    tokenizer = SimpleNamespace(special={})
     handed: Queue[str | None] = field(default_factory=Queue)  # None ends an answer
     asked: list[Any] = field(default_factory=list)  # messages and temperature of each
     ended: int = 0  # answers
 
     def prompt(self, said: list[dict[str, str]]) -> list[int]:
         if said[-1]["content"] == "too long":
-            raise ConfigError("conversation", "too long…", "has 9 tokens, and the context holds 8")
+            raise ConfigError(CONVERSATION, "too long…", "has 9 tokens, and the context holds 8")
         self.asked.append([said])
         return [1]
 
