@@ -149,7 +149,7 @@ class Terminal:
                     print(f"== {name} ==")
                 _say(answer)
         for nth, answer in asked:
-            said = _message("user", line), _message("assistant", answer.said.text)
+            said = _message("user", line), _message("assistant", answer.shown)
             self.histories[nth].extend(said)
 
 

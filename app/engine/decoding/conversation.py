@@ -123,6 +123,11 @@ class Answer:
     tokens: Iterator[int]
     said: Continuation
 
+    @property
+    def shown(self) -> str:
+        """Text of the pieces so far: of an answer that was left, without half of a character."""
+        return self.said.said
+
     def pieces(self) -> Iterator[str]:
         """Yield the new text after each token, which may be empty."""
         for token in self.tokens:
