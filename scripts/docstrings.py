@@ -17,7 +17,7 @@ from pathlib import Path
 
 from app.data.paths import stdlib_files
 
-LEFT_OUT = {"test", "tests", "idle_test", "lib2to3"}  # folders of tests, and of broken files for them
+LEFT_OUT = {"test", "tests", "idle_test", "lib2to3"}  # folders of tests
 LONGEST = 600  # characters of function and answer together: some 200 tokens
 
 
@@ -43,16 +43,17 @@ def conversations(files: Sequence[Path]) -> Iterator[dict[str, list[dict[str, st
                 yield {"messages": [{"role": role, "content": said[role]} for role in said]}
 
 
-def main(out: str, *named: str) -> None:
+def main(*words: str) -> None:
     """Write the file."""
+    if not words or words[0].startswith("-"):
+        sys.exit(__doc__)
+    out, *named = words
     library = (Path(name) for name in stdlib_files())
     own = (path for path in library if path.suffix == ".py" and not LEFT_OUT & {*path.parts})
     files = [Path(name) for name in named] or [*own]
-    with open(out, "w", encoding="utf-8") as file:
-        count = 0
-        for count, row in enumerate(conversations(files), start=1):
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    print(f"{out}: {count:,} conversations of {len(files):,} files")
+    rows = [json.dumps(row, ensure_ascii=False) + "\n" for row in conversations(files)]
+    Path(out).write_text("".join(rows), encoding="utf-8")
+    print(f"{out}: {len(rows):,} conversations of {len(files):,} files")
 
 
 if __name__ == "__main__":

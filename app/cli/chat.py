@@ -131,6 +131,7 @@ class ChatRequest:
 class Chosen:
     """A model that is to answer, checked before its weights are read."""
 
+    name: str  # as typed
     source: WeightSource
     run: Run
     tokenizer: Tokenizer
@@ -163,7 +164,9 @@ class Chosen:
                 stop = [*stop, after]
         if (note := changed_end(source.manifest, run.data.tokenizer, kept=False)) is not None:
             warn(note, "chat")
-        return cls(source, run, tokenizer, template, stop=stop, ends=ends)
+        return cls(
+            str(path), source, run, tokenizer=tokenizer, template=template, stop=stop, ends=ends
+        )
 
     @property
     def described(self) -> str:
@@ -211,11 +214,12 @@ def speakers_of(
                 recorders.callback(recorder.release)  # before the process groups that graphs hold
             decoder = Decoder(loaded, 1, each.run.train.seq_len, recorder)
             text = CachedText(decoder, each.tokenizer.vocab_size)
-            name = str(each.source.path)
             speakers.append(
-                Speaker(name, text, each.tokenizer, each.template, ends=each.ends, stop=each.stop)
+                Speaker(
+                    each.name, text, each.tokenizer, each.template, ends=each.ends, stop=each.stop
+                )
             )
-            say(f"{name}: {each.described}", sys.stderr)
+            say(f"{each.source.path}: {each.described}", sys.stderr)
         yield speakers
 
 

@@ -23,8 +23,8 @@ p { margin: .25rem 0; white-space: pre-wrap; overflow-wrap: anywhere }
 .note { font-size: .85rem; opacity: .7 }
 .error { color: light-dark(#b00020, #ff8a80) }
 form { padding: .75rem 1rem }
-textarea { width: 100%; font: inherit; padding: .5rem .75rem; border-radius: .5rem; resize: vertical;
-  display: block }
+textarea { width: 100%; font: inherit; padding: .5rem .75rem; border-radius: .5rem;
+  resize: vertical; display: block }
 .row { display: flex; flex-wrap: wrap; align-items: center; gap: .5rem; margin-top: .5rem }
 button, input { font: inherit; padding: .2rem .75rem } input { width: 5rem }
 label { margin-left: auto }

@@ -6,16 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from app.choices import Packing, Source
 from app.config import DataConfig
 from app.data.best_fit import BestFitSequences, apart
 from app.data.feed import DataSplit
+from app.data.marks import trained
 from app.data.packing import Documents, EndsInside, PackedSequences
 from app.data.prepared import check_ends, map_tokens, prepare_tokens
 from app.data.sources import Sources, find_sources
 from app.data.stream import StreamedSequences
 from app.data.tokenizer import Tokenizer
-from app.errors import Instead
+from app.errors import ConfigError, Instead
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -127,7 +130,7 @@ def _packed(
         assert boundary is not None and most is not None, "DataConfig has refused it"
         whole = apart(documents, boundary)
         if config.source is Source.chat:
-            whole = whole.first(seq_len + 1)
+            whole = _answered(whole, seq_len, named["name"])
         return BestFitSequences(
             whole.lengths_D, whole.read, seq_len, seed=seed, max_documents=most, **named
         )
@@ -140,6 +143,20 @@ def _packed(
         inside=_inside(documents, boundary),
         **named,
     )
+
+
+def _answered(documents: Documents, seq_len: int, name: str) -> Documents:
+    """Return the beginnings of conversations that fit a sequence, without those that are cut before
+    any answer. Raises ConfigError if none is left.
+    """
+    found = documents.first(seq_len + 1)
+    cut = np.flatnonzero(documents.lengths_D > found.lengths_D)
+    silent = [each for each in cut if not trained(found.read(each, 1, seq_len + 1)).any()]
+    if len(silent) == len(found):
+        rule = f"every conversation of the {name} is cut before its first answer"
+        least = -(-int(documents.lengths_D.min()) // 64) * 64
+        raise ConfigError("train.seq_len", seq_len, rule, nearest=least)
+    return found.select(np.setdiff1d(np.arange(len(found)), silent)) if silent else found
 
 
 def _cut(config: DataConfig, documents: Documents, seq_len: int) -> str | None:

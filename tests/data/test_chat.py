@@ -337,6 +337,28 @@ def test_long_conversations_keep_their_beginning(folder: Path, tmp_path: Path):
     assert kept == [documents[4][: length + 1].tolist()]
 
 
+def test_conversations_cut_before_an_answer_are_left_out(folder: Path, tmp_path: Path):
+    ask = {"role": "user", "content": "how long is it " * 9}
+    long = [ask, {"role": "assistant", "content": "long"}]
+    rows = [{"messages": long if n % 2 else SHORT} for n in range(12)]
+    config = config_of(folder, rows, tmp_path, chat_template="chatml")
+    length = len(documents_of(config)[0]) + 3
+    train, _ = load_data(config, length, 0, load_tokenizer(config.tokenizer))
+    for index in range(train.sequences.per_epoch):
+        tokens = train.sequences.sample(index)
+        assert trained(tokens[1:]).any() and ends(tokens[tokens != PADDING], 1).any()
+    (tmp_path / "silent").mkdir()
+    rows = [{"messages": long}] * 4
+    silent = config_of(folder, rows, tmp_path / "silent", chat_template="chatml")
+    with pytest.raises(ConfigError) as error:
+        load_data(silent, length, 0, load_tokenizer(silent.tokenizer))
+    assert "every conversation of the training split is cut before its first answer" in str(
+        error.value
+    )
+    assert error.value.nearest is not None
+    load_data(silent, int(error.value.nearest), 0, load_tokenizer(silent.tokenizer))
+
+
 def test_several_processes_prepare_equal_tokens(folder: Path, tmp_path: Path):
     rows = [{"messages": LONG if n % 3 else SHORT} for n in range(40)]
     one = documents_of(config_of(folder, rows, tmp_path / "one", chat_template="chatml"))

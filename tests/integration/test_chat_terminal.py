@@ -62,7 +62,7 @@ class Shell:
                 size = struct.pack("HHHH", 24, columns, 0, 0)
                 fcntl.ioctl(0, termios.TIOCSWINSZ, size)
                 os.environ.update(TERM="xterm", INPUTRC="/dev/null")
-                sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")
+                sys.stdin, sys.stdout, sys.stderr = map(os.fdopen, (0, 1, 2), "rww")
                 Terminal(speakers, None, 1 << 30, sampling=Sampling(0.7), seed=1).talk()
                 sys.stdout.flush()
             finally:
