@@ -151,7 +151,7 @@ def _answered(documents: Documents, seq_len: int, name: str) -> Documents:
     """
     found = documents.first(seq_len + 1)
     cut = np.flatnonzero(documents.lengths_D > found.lengths_D)
-    silent = [each for each in cut if not trained(found.read(each, 1, seq_len + 1)).any()]
+    silent = [each for each in cut if not trained(found.read(int(each), 1, seq_len + 1)).any()]
     if len(silent) == len(found):
         rule = f"every conversation of the {name} is cut before its first answer"
         least = -(-int(documents.lengths_D.min()) // 64) * 64
