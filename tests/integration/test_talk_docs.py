@@ -13,6 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from app.cli.options.arguments import Typed
+from app.cli.options.compose import load_typed
+from app.cli.start.overlaid import overlaid
+from app.errors import ConfigError
+from app.hf.hub import config_folder
 from scripts.docstrings import LONGEST, conversations, functions
 from tests.integration.chat import chatted
 from tests.pages import blocks_of, lines_of
@@ -51,6 +56,25 @@ def test_functions_are_written_without_their_docstrings(tmp_path: Path):
     user, assistant = row["messages"]
     assert user["role"] == "user" and user["content"].startswith("def name")
     assert assistant == {"role": "assistant", "content": "Return the name."}
+
+
+def test_run_in_place_of_its_export_is_refused(tmp_path: Path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").touch()
+    for advice in (f"to-hf {run} FOLDER writes one", f"did you mean {run}/hugging_face?"):
+        with pytest.raises(ConfigError) as error:
+            config_folder(str(run), "model.init_from")
+        assert "is a run, and a model is" in str(error.value) and advice in str(error.value)
+        (run / "hugging_face").mkdir(exist_ok=True)
+        (run / "hugging_face/config.json").touch()
+
+
+def test_fine_tuning_takes_the_tokenizer_of_its_model():
+    words = ("+experiment=finetune", f"model.init_from={ROOT}/tests/golden/hugging_face")
+    typed = Typed((*words, "data=chat", "data.path=a"))
+    assert overlaid(typed) == []
+    assert load_typed(typed).data.tokenizer == f"{ROOT}/tests/golden/hugging_face"
 
 
 def smaller(script: str) -> str:
