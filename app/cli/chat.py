@@ -6,15 +6,12 @@ reported in one line.
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from app.cli.processes.ctrl_c import stop_quietly
 
@@ -24,6 +21,7 @@ if __name__ == "__main__":
 import torch
 
 from app.cli.chat_server import Defaults, Server
+from app.cli.chat_terminal import DURING, Terminal
 from app.cli.generate import ends_of, sampling_of, stop_of
 from app.cli.options.request import Words, check_characters
 from app.cli.options.saved import saved_run
@@ -44,8 +42,7 @@ from app.engine.ranks.groups import create_groups
 from app.engine.ranks.memory import memory_of
 from app.engine.start.kept_tokenizer import changed_end
 from app.engine.start.start import check_tokenizer, choose_device
-from app.errors import ConfigError, nearest, say, warn
-from app.plan.formatting import count_of
+from app.errors import ConfigError, say, warn
 from app.planner.decoding import (
     DecodingSizes,
     check_decoding_length,
@@ -67,15 +64,14 @@ OWN = (
     "serve",
     "graph",
 )
-COMMANDS = ("/reset", "/temperature", "/save", "/quit")
-HELP = """\
+HELP = f"""\
 == Graphfold: talk with a trained model ==
 Usage:  python -m app.cli.chat RUN_OR_FOLDER [option …] [override …]
 
   RUN_OR_FOLDER         a run folder (its newest checkpoint is used), a checkpoint saved at any
                         layout, or the folder of a Hugging Face model
   system=TEXT           instructions before the conversation
-  beside=RUN_OR_FOLDER  a second model, which answers after the first
+  beside=RUN_OR_FOLDER  a second model, which answers too: beside the first on a wide terminal
   serve=PORT            answer at http://127.0.0.1:PORT instead: a page, and the interface of
                         OpenAI's chat completions (/v1/chat/completions, /v1/models)
   template=FILE         chat template (Jinja) in place of the model's own
@@ -87,12 +83,7 @@ Usage:  python -m app.cli.chat RUN_OR_FOLDER [option …] [override …]
   graph=auto            capture decoding steps in a CUDA graph if possible; none: never
   override              any key of the configuration: train.device=cpu, train.seq_len=N (context)
 
-While it runs:
-  /reset                begin anew
-  /temperature X        change the temperature
-  /save FILE            append the conversation to FILE, as a line of JSON per model
-  /quit, Ctrl-D         leave
-  Ctrl-C                end the answer
+{DURING}
 
 A model without a chat template continues the text of all turns. One process.
 
@@ -140,6 +131,7 @@ class ChatRequest:
 class Chosen:
     """A model that is to answer, checked before its weights are read."""
 
+    name: str  # as typed
     source: WeightSource
     run: Run
     tokenizer: Tokenizer
@@ -168,14 +160,16 @@ class Chosen:
         chosen = request.template or (trained if trained.is_file() else None)
         template = ChatTemplate.of_file(chosen, texts) if chosen else ChatTemplate.find(texts)
         stop, ends = ends_of(request.stop, source.texts, tokenizer)
-        turn = None if template is None else template.end_of_turn(tokenizer.special)
-        if turn is not None:
-            ends |= {tokenizer.special[turn]}
-        elif template is not None and (after := template.after_answer()):
-            stop.append(after)
+        if template is not None:
+            if (turn := template.end_of_turn(tokenizer.special)) is not None:
+                ends |= {tokenizer.special[turn]}
+            elif after := template.after_answer():  # several tokens, which the model learnt to say
+                stop = [*stop, after]
         if (note := changed_end(source.manifest, run.data.tokenizer, kept=False)) is not None:
             warn(note, "chat")
-        return cls(source, run, tokenizer, template, stop=stop, ends=ends)
+        return cls(
+            str(path), source, run, tokenizer=tokenizer, template=template, stop=stop, ends=ends
+        )
 
     @property
     def described(self) -> str:
@@ -223,133 +217,13 @@ def speakers_of(
                 recorders.callback(recorder.release)  # before the process groups that graphs hold
             decoder = Decoder(loaded, 1, each.run.train.seq_len, recorder)
             text = CachedText(decoder, each.tokenizer.vocab_size)
-            name = str(each.source.path)
             speakers.append(
-                Speaker(name, text, each.tokenizer, each.template, ends=each.ends, stop=each.stop)
+                Speaker(
+                    each.name, text, each.tokenizer, each.template, ends=each.ends, stop=each.stop
+                )
             )
-            say(f"{name}: {each.described}", sys.stderr)
+            say(f"{each.source.path}: {each.described}", sys.stderr)
         yield speakers
-
-
-@dataclass(slots=True)
-class Stop:
-    """Whether the user has asked for the end of an answer."""
-
-    asked: bool = False
-
-
-@contextmanager
-def ended_by_ctrl_c() -> Iterator[Stop]:
-    """Take the first Ctrl-C within the block for the end of an answer; a second one interrupts."""
-    found = Stop()
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        found.asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    before = signal.signal(signal.SIGINT, stop)
-    try:
-        yield found
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@dataclass(slots=True)
-class Terminal:
-    """A conversation of one user with one or several models, each with a history of its own."""
-
-    speakers: Sequence[Speaker]
-    request: ChatRequest
-    sampling: Sampling
-    histories: list[list[dict[str, str]]] = field(default_factory=list)
-    generators: list[torch.Generator] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._reset()
-
-    def talk(self) -> None:
-        """Answer line by line until the user leaves."""
-        while (line := self._line()) is not None:
-            if line.startswith("/"):
-                if line.split()[0] == "/quit":
-                    return
-                try:
-                    self._command(*line.split(maxsplit=1))
-                except ConfigError as error:
-                    warn(str(error), "chat")
-            elif line.strip():
-                self._turn(line)
-
-    def _line(self) -> str | None:
-        """Read a line; None at the end of the input."""
-        typed = sys.stdin.isatty() and sys.stdout.isatty()
-        with suppress(ImportError):  # with it `input` edits lines and recalls earlier ones
-            import readline  # noqa: F401
-        while True:
-            try:
-                return input("> " if typed else "")
-            except EOFError:
-                return None
-            except KeyboardInterrupt:
-                say("\n/quit or Ctrl-D leaves", sys.stderr)
-
-    def _reset(self) -> None:
-        system = self.request.system
-        first = [] if system is None else [{"role": "system", "content": system}]
-        self.histories = [[*first] for _ in self.speakers]
-        self.generators = [
-            torch.Generator(speaker.text.decoder.model.device).manual_seed(self.request.seed)
-            for speaker in self.speakers
-        ]
-
-    def _command(self, name: str, value: str = "") -> None:
-        match name:
-            case "/reset":
-                self._reset()
-            case "/temperature":
-                try:
-                    temperature = float(value)
-                except ValueError:
-                    raise ConfigError("temperature", value, "must be a number") from None
-                self.sampling = replace(self.sampling, temperature=temperature)
-            case "/save":
-                self._save(Path(value))
-            case _:
-                rule = f"the commands are {', '.join(COMMANDS)}; a blank in front makes it a text"
-                raise ConfigError("command", name, rule, guess=nearest(name, COMMANDS))
-
-    def _save(self, path: Path) -> None:
-        try:
-            with path.open("a", encoding="utf-8") as file:
-                for speaker, messages in zip(self.speakers, self.histories, strict=True):
-                    row = {"model": speaker.name, "messages": messages}
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        except OSError as error:
-            raise ConfigError("save", path, f"cannot be written: {error.strerror}") from error
-
-    def _turn(self, line: str) -> None:
-        for nth, speaker in enumerate(self.speakers):
-            said = [*self.histories[nth], {"role": "user", "content": line}]
-            try:
-                prompt = speaker.prompt(said)
-            except ConfigError as error:
-                warn(f"{error}; /reset begins anew", "chat")
-                continue
-            if len(self.speakers) > 1:
-                print(f"== {speaker.name} ==")
-            answer = speaker.answer(
-                prompt, self.request.count, self.sampling, generator=self.generators[nth]
-            )
-            with ended_by_ctrl_c() as stop:
-                for piece in answer.pieces():
-                    print(piece, end="", flush=True)
-                    if stop.asked:
-                        break
-            print(flush=True)
-            if not (stop.asked or answer.said.ended):
-                count = count_of(len(answer.said.tokens), "token")
-                say(f"chat: ended after {count}", sys.stderr)
-            self.histories[nth] = [*said, {"role": "assistant", "content": answer.said.text}]
 
 
 def chat(arguments: Sequence[str], launch: Launch) -> int:
@@ -366,7 +240,9 @@ def chat(arguments: Sequence[str], launch: Launch) -> int:
                 request.system, request.count, request.sampling, generator=generator
             )
             Server(request.serve, speakers, defaults).answer_all()
-        Terminal(speakers, request, request.sampling).talk()
+        Terminal(
+            speakers, request.system, request.count, sampling=request.sampling, seed=request.seed
+        ).talk()
     return 0
 
 

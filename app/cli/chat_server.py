@@ -18,11 +18,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NoReturn
+from urllib.parse import unquote
 
 import torch
 
-from app.cli.chat_page import PAGE
-from app.engine.decoding.conversation import Speaker
+from app.cli.chat_page import PAGE, TEMPERATURE
+from app.cli.generate import apart
+from app.engine.decoding.conversation import CONVERSATION, Speaker
 from app.engine.decoding.drawing import Sampling
 from app.errors import ConfigError, nearest, say
 
@@ -43,7 +45,15 @@ FIELDS = (
     "stop",
     "n",
     "user",  # names the user to a provider
+    "response_format",
 )
+TEXT = {"type": "text"}  # the format of answers
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Of errors that OpenAI's clients tell apart, by what they are about: status, field, code.
+CODES = {
+    "model": (HTTPStatus.NOT_FOUND, "model", "model_not_found"),
+    CONVERSATION: (HTTPStatus.BAD_REQUEST, "messages", "context_length_exceeded"),
+}
 UNSET: tuple[Any, ...] = (None, 0, False, "", [], {})  # values of other fields that ask for nothing
 
 
@@ -67,6 +77,7 @@ class AnswerJob:
     sampling: Sampling
     generator: torch.Generator
     stop: tuple[str, ...]
+    ends: frozenset[int]  # tokens that end it
     streams: bool  # piece by piece
     tells_usage: bool  # at the end of a stream
     pieces: SimpleQueue[str | None] = field(default_factory=SimpleQueue)  # None: it is complete
@@ -80,7 +91,12 @@ class AnswerJob:
         """Generate the answer."""
         try:
             answer = self.speaker.answer(
-                self.prompt, self.count, self.sampling, generator=self.generator, stop=self.stop
+                self.prompt,
+                self.count,
+                self.sampling,
+                generator=self.generator,
+                stop=self.stop,
+                ends=self.ends,
             )
             for piece in answer.pieces():
                 self.pieces.put(piece)
@@ -120,12 +136,7 @@ class AnswerJob:
 
 def job_of(body: Mapping[str, Any], speakers: Sequence[Speaker], defaults: Defaults) -> AnswerJob:
     """Return what a request asks for. Raises ConfigError about one of its fields."""
-    for name, value in body.items():
-        if name not in FIELDS and value not in UNSET:
-            rule = f"is not supported; fields are {', '.join(FIELDS)}"
-            raise ConfigError(name, json.dumps(value), rule, guess=nearest(name, FIELDS))
-    if _number(body, "n", 1, whole=True) != 1:
-        raise ConfigError("n", body["n"], "must be 1", nearest=1)
+    _check_fields(body)
     names = {speaker.name: speaker for speaker in speakers}
     name = body.get("model") or speakers[0].name
     if name not in names:
@@ -143,10 +154,7 @@ def job_of(body: Mapping[str, Any], speakers: Sequence[Speaker], defaults: Defau
     if body.get("seed") is not None:
         seed = int(_number(body, "seed", 1, whole=True))
         generator = torch.Generator(generator.device).manual_seed(seed % (1 << 63))
-    stop = body.get("stop") or []
-    stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
-        raise ConfigError("stop", json.dumps(stop), "must be a text or a list of texts")
+    stop, ends = apart(_stops(body), speaker.tokenizer)
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
         raise ConfigError("stream_options", json.dumps(options), "must be a JSON object")
@@ -160,9 +168,31 @@ def job_of(body: Mapping[str, Any], speakers: Sequence[Speaker], defaults: Defau
         sampling=sampling,
         generator=generator,
         stop=tuple(stop),
+        ends=ends,
         streams=bool(body.get("stream")),
         tells_usage=bool(options.get("include_usage")),
     )
+
+
+def _check_fields(body: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a field that asks for what there is not."""
+    for name, value in body.items():
+        if name not in FIELDS and value not in UNSET:
+            rule = f"is not supported; fields are {', '.join(FIELDS)}"
+            raise ConfigError(name, json.dumps(value), rule, guess=nearest(name, FIELDS))
+    if _number(body, "n", 1, whole=True) != 1:
+        raise ConfigError("n", body["n"], "must be 1", nearest=1)
+    if body.get("response_format") not in (None, TEXT):
+        value = json.dumps(body["response_format"])
+        raise ConfigError("response_format", value, f"must be {json.dumps(TEXT)}")
+
+
+def _stops(body: Mapping[str, Any]) -> list[str]:
+    stop = body.get("stop") or []
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
+        raise ConfigError("stop", json.dumps(stop), "must be a text or a list of texts")
+    return stop
 
 
 def _number(body: Mapping[str, Any], name: str, default: float, whole: bool = False) -> float:
@@ -187,6 +217,9 @@ def _messages(body: Mapping[str, Any]) -> list[Any]:
 def _message(given: Any) -> dict[str, Any]:
     """Return a message whose content is one text."""
     match given:
+        case {"role": str(role)} if role not in ROLES:
+            rule = f"has a role that is none of {', '.join(ROLES)}"
+            raise ConfigError("messages", json.dumps(given), rule, guess=nearest(role, ROLES))
         case {"role": str(), "content": str()}:
             return dict(given)
         case {"role": str(), "content": [*parts]}:
@@ -215,13 +248,21 @@ class Handler(BaseHTTPRequestHandler):
         if not self._is_own():
             return
         if self.path == "/":
-            self._send(HTTPStatus.OK, PAGE.encode(), "text/html; charset=utf-8")
-        elif self.path == MODELS:
-            models = [
-                {"id": speaker.name, "object": "model", "created": 0, "owned_by": "graphfold"}
-                for speaker in self.server.speakers
-            ]
-            self._send_json(HTTPStatus.OK, {"object": "list", "data": models})
+            usual = f"{self.server.defaults.sampling.temperature:g}"
+            page = PAGE.replace(TEMPERATURE, usual).encode()
+            self._send(HTTPStatus.OK, page, "text/html; charset=utf-8")
+            return
+        models = {
+            speaker.name: {
+                "id": speaker.name, "object": "model", "created": 0, "owned_by": "graphfold"
+            }
+            for speaker in self.server.speakers
+        }  # fmt: skip
+        name = unquote(self.path[len(MODELS) + 1 :]) if self.path.startswith(f"{MODELS}/") else ""
+        if self.path == MODELS:
+            self._send_json(HTTPStatus.OK, {"object": "list", "data": [*models.values()]})
+        elif name in models:
+            self._send_json(HTTPStatus.OK, models[name])
         else:
             self._refuse(HTTPStatus.NOT_FOUND, f"{self.path}: there are {MODELS} and {COMPLETIONS}")
 
@@ -236,7 +277,8 @@ class Handler(BaseHTTPRequestHandler):
             body = self._body()
             job = job_of(body, self.server.speakers, self.server.defaults)
         except ConfigError as error:
-            self._refuse(HTTPStatus.BAD_REQUEST, str(error), param=error.key)
+            status, param, code = CODES.get(error.key, (HTTPStatus.BAD_REQUEST, error.key, None))
+            self._refuse(status, str(error), param=param, code=code)
             return
         self.server.jobs.put(job)
         try:
@@ -287,8 +329,15 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.FORBIDDEN, f"this server is {' or '.join(OWN_NAMES)}")
         return own
 
-    def _refuse(self, status: HTTPStatus, message: str, param: str | None = None) -> None:
-        error = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
+    def _refuse(
+        self,
+        status: HTTPStatus,
+        message: str,
+        param: str | None = None,
+        *,
+        code: str | None = None,
+    ) -> None:
+        error = {"message": message, "type": "invalid_request_error", "param": param, "code": code}
         self._send_json(status, {"error": error})
 
     def _send_json(self, status: HTTPStatus, value: object) -> None:

@@ -190,12 +190,18 @@ def ends_of(
     given: Sequence[str], texts: Path, tokenizer: Tokenizer
 ) -> tuple[list[str], frozenset[int]]:
     """Return the strings and the tokens that end a text: those of the model, whose files are in the
-    folder `texts`, and those `given` as stop=. Raises ConfigError for a special token inside a
-    longer string, which could never match: generated text contains no special tokens.
+    folder `texts`, and those `given` as stop=. Raises ConfigError as `apart`.
+    """
+    stop, ends = apart(given, tokenizer)
+    return stop, ends | {*generation_ends(texts, tokenizer)}
+
+
+def apart(given: Sequence[str], tokenizer: Tokenizer) -> tuple[list[str], frozenset[int]]:
+    """Tell the strings that are to end a text from the special tokens. Raises ConfigError for a
+    token inside a longer string, which could never match: generated text contains none.
     """
     special = tokenizer.special
-    ends = set(generation_ends(texts, tokenizer))
-    stop = []
+    stop, ends = list[str](), set[int]()
     for text in given:
         if text in special:
             ends.add(special[text])

@@ -140,20 +140,20 @@ class ChatTemplate:
             rule = f"refuses the conversation: {error}"
             raise ConfigError(KEY, self.path, rule) from error
 
-    def end_of_turn(self, special: Collection[str]) -> str | None:
-        """Return the one of the `special` tokens that follows an answer; None if none does."""
-        after = self.after_answer()
-        return max((token for token in special if after.startswith(token)), key=len, default=None)
-
     def after_answer(self) -> str:
-        """Return the text behind the last answer, without white space around it."""
+        """Return the text that follows an answer, without blanks behind it; "" if none does."""
         question = {"role": "user", "content": "?"}
         answer = {"role": "assistant", "content": SAMPLE}
         try:
             _, found, after = self.text([question, answer], answers=False).rpartition(SAMPLE)
         except ConfigError:  # it takes no such conversation: it has to refuse a real one
             return ""
-        return after.strip() if found else ""
+        return after.rstrip() if found else ""
+
+    def end_of_turn(self, special: Collection[str]) -> str | None:
+        """Return the one of the `special` tokens that follows an answer; None if none does."""
+        after = self.after_answer().lstrip()
+        return max((token for token in special if after.startswith(token)), key=len, default=None)
 
 
 def _environment() -> jinja2.Environment:

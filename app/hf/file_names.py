@@ -5,3 +5,4 @@ ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"  # index of several weight files
 PICKLE = "pytorch_model.bin"  # read where there are no safetensors
 PICKLE_INDEX = "pytorch_model.bin.index.json"
+EXPORTED = "hugging_face"  # in a run folder: the model that the run ended with

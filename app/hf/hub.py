@@ -12,7 +12,7 @@ from huggingface_hub import errors
 from app.data.hub_files import explained, folder_like, may_be_on_hub, wait_for_cached
 from app.data.special_tokens import SPECIAL_TOKENS_MAP
 from app.errors import ConfigError
-from app.hf.file_names import CONFIG_JSON, INDEX, ONE_FILE, PICKLE, PICKLE_INDEX
+from app.hf.file_names import CONFIG_JSON, EXPORTED, INDEX, ONE_FILE, PICKLE, PICKLE_INDEX
 
 CHAT_TEMPLATES = "additional_chat_templates"  # folder of named chat templates
 # files needed besides the weights: configurations and tokenizer, no code
@@ -28,6 +28,7 @@ TEXTS = (
     f"{CHAT_TEMPLATES}/*.jinja",
 )
 PRETRAINED = "pretrained"  # subfolder of a run: configurations and tokenizer of its initial model
+CONFIG_YAML = "config.yaml"  # of a run
 SNAPSHOTS = "snapshots"  # in the library's cache: contains a folder per commit
 
 
@@ -111,6 +112,15 @@ def _indexed(path: Path) -> list[str]:
     return sorted({file for file in files if isinstance(file, str)})
 
 
+def _run_instead(path: Path, name: str, key: str) -> ConfigError:
+    """Return the refusal of a run that started without a model: of its export, if there is one."""
+    rule = "is a run, and a model is a Hugging Face folder"
+    if (path / EXPORTED / CONFIG_JSON).is_file():
+        return ConfigError(key, name, rule, nearest=f"{name.rstrip('/')}/{EXPORTED}")
+    advice = f"python -m app.cli.convert to-hf {name} FOLDER writes one"
+    return ConfigError(key, name, rule, advice=advice)
+
+
 def _local(name: str, key: str) -> Path | None:
     """Return the local folder of this name; None if it may be a name on the hub."""
     path = Path(name).expanduser()
@@ -120,7 +130,11 @@ def _local(name: str, key: str) -> Path | None:
         raise ConfigError(key, name, f"cannot be read: {error.strerror}") from error
     if path.is_dir():
         # a run folder keeps the configurations of the model that it started from
-        return path / PRETRAINED if (path / PRETRAINED / CONFIG_JSON).is_file() else path
+        if (path / PRETRAINED / CONFIG_JSON).is_file():
+            return path / PRETRAINED
+        if not (path / CONFIG_JSON).is_file() and (path / CONFIG_YAML).is_file():
+            raise _run_instead(path, name, key)
+        return path
     if exists:
         guess = str(path.parent) if (path.parent / CONFIG_JSON).is_file() else None
         raise ConfigError(key, name, "is a file, and a model is a folder", guess=guess)

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from app.cli.chat import ChatRequest, Chosen, Terminal
+from app.cli.chat import ChatRequest, Chosen
+from app.cli.chat_terminal import DURING, Terminal
 from app.cli.options.compose import load_overrides
 from app.cli.processes.launcher import Launch
 from app.data.tokenizer import JsonTokenizer
 from app.engine.decoding.conversation import Answer
+from app.engine.decoding.drawing import Sampling
 from app.engine.decoding.texts import Continuation
 from app.engine.start.kept_tokenizer import keep_tokenizer
 from tests.distributed import run_distributed
@@ -35,6 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_turns_commands_and_two_models(model: Path):
     (model.parent / "plain.jinja").write_text("{{ messages[-1].content }}")
     typed = "the quick\n\nthe\n/temprature 1\n/temperature -1\n/temperature x\n/temperature 0\n"
+    typed += "/temperature\n/help\n/save\n"
     typed += "/save nowhere/f\n/save said.jsonl\n/reset\nbrown\n/save said.jsonl\n/quit\nthe\n"
     code, out, err = chatted(model, typed, "temperature=0", "system=the ", f"beside={model}")
     assert code == 0, err
@@ -48,14 +51,21 @@ def test_turns_commands_and_two_models(model: Path):
         "the ", "the quick", answers[0], "the", answers[1],
     ]  # fmt: skip
     assert err.count(f"{model}: chat template of {model}/tokenizer_config.json\n") == 2
-    mistakes = [line for line in err.splitlines() if line.startswith("chat: ")]
-    for line, rule in zip(mistakes, (
-        "command=/temprature: the commands are /reset, /temperature, /save, /quit;",
+    told = [line for line in err.splitlines() if line.startswith("chat: ")]
+    for line, rule in zip(told, (
+        "command=/temprature: the commands are /reset, /temperature, /save, /help, /quit;",
         "temperature=-1.0: must be at least 0",
         "temperature=x: must be a number",
+        "temperature 0",
+        "temperature 0",
+        "command=/save: needs a file; did you mean /save chat.jsonl?",
         "save=nowhere/f: cannot be written: No such file or directory",
+        "appended to said.jsonl: 5 messages",
+        "the conversation begins anew",
+        "appended to said.jsonl: 3 messages",
     ), strict=True):  # fmt: skip
         assert rule in line
+    assert f"\n{DURING}\n" in err
 
 
 def test_base_model_continues_the_text_of_all_turns(model: Path):
@@ -69,6 +79,13 @@ def test_base_model_continues_the_text_of_all_turns(model: Path):
     words = ("template=base/turns.jinja", "max_new_tokens=1", "temperature=0")
     code, out, err = chatted(base, "the quick\n", *words)
     assert (code, out) == (0, " fox\n") and "chat: ended after 1 token\n" in err
+
+
+def test_text_that_the_template_puts_after_answers_ends_them(model: Path):
+    template = TURNS.replace("<turn>", " fox")
+    (model.parent / "text.jinja").write_text(template)
+    code, out, err = chatted(model, "the quick\n", "template=text.jinja", "temperature=0")
+    assert (code, out) == (0, " brown\n") and "ended after" not in err
 
 
 def test_run_of_bytes_continues_as_generate_does(tmp_path: Path):
@@ -123,12 +140,12 @@ def test_ctrl_c_ends_an_answer(capsys: pytest.CaptureFixture[str]):
     found = JsonTokenizer(tokenizer, tokenizer.get_vocab_size(), 2)
     ids = found.encode("the quick brown fox")
     speaker: Any = SimpleNamespace(
+        name="words",
         text=SimpleNamespace(decoder=SimpleNamespace(model=SimpleNamespace(device="cpu"))),
         prompt=lambda said: [1],
         answer=lambda *_, **__: Answer(tokens(), Continuation(found)),
     )
-    request = ChatRequest.parse(["."])
-    terminal = Terminal([speaker], request, request.sampling)
+    terminal = Terminal([speaker], None, 9, sampling=Sampling(0.7), seed=1)
     before = signal.getsignal(signal.SIGINT)
     terminal._turn("hello")
     assert len(drawn) == 2 and capsys.readouterr() == ("the quick\n", "")

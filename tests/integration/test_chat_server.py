@@ -92,30 +92,50 @@ def test_models_page_and_unknown_places(port: int):
     assert [each["id"] for each in json.loads(text)["data"]] == ["model"]
     status, kind, text = got(port, "/")
     assert (status, kind) == (200, "text/html; charset=utf-8") and "/v1/chat/completions" in text
-    assert got(port, "/v1")[0] == 404 and asked(port, {}, "/v1/completions")[0] == 404
+    assert json.loads(got(port, "/v1/models/model")[2])["id"] == "model"
+    assert got(port, "/v1")[0] == 404 and got(port, "/v1/models/other")[0] == 404
+    assert asked(port, {}, "/v1/completions")[0] == 404
     assert got(port, "/", Host=f"localhost:{port}")[0] == 200
     status, _, text = got(port, "/v1/models", Host="example.com")
     assert status == 403 and "127.0.0.1 or localhost" in text
 
 
+LONG = [{"role": "user", "content": "the" * 99}]
+
+
 @pytest.mark.parametrize(
-    ("body", "rule"),
+    ("body", "rule", "about"),
     [
-        ([], "body=: must be a JSON object"),
-        ({"messages": []}, "messages=[]: must be a list of messages"),
-        ({"messages": QUICK, "model": "modl"}, "did you mean model?"),
-        ({"messages": [{"role": "user", "content": "the" * 99}]}, "and the context holds 64"),
+        ([], "body=: must be a JSON object", (400, "body", None)),
+        ({"messages": []}, "messages=[]: must be a list of messages", (400, "messages", None)),
+        (
+            {"messages": QUICK, "model": "modl"},
+            "did you mean model?",
+            (404, "model", "model_not_found"),
+        ),
+        (
+            {"messages": LONG},
+            "and the context holds 64",
+            (400, "messages", "context_length_exceeded"),
+        ),
     ],
+    ids=["list", "no messages", "other model", "long"],
 )
-def test_mistakes_of_a_request_are_said(port: int, body: object, rule: str):
+def test_mistakes_of_a_request_are_said(
+    port: int, body: object, rule: str, about: tuple[int, str, str | None]
+):
     status, text = asked(port, body)
     error = json.loads(text)["error"]
-    assert status == 400 and rule in error["message"]
+    assert (status, error["param"], error["code"]) == about and rule in error["message"]
     assert error["type"] == "invalid_request_error"
 
 
 def speaker_of(name: str) -> Any:
-    return SimpleNamespace(name=name, prompt=lambda said: [each["content"] for each in said])
+    return SimpleNamespace(
+        name=name,
+        prompt=lambda said: [each["content"] for each in said],
+        tokenizer=SimpleNamespace(special={"</s>": 2}),
+    )
 
 
 DEFAULTS = Defaults("short", 9, Sampling(0.5, 3, 0.8), generator=torch.Generator())
@@ -130,10 +150,11 @@ def test_requests_change_what_is_usual():
     )  # fmt: skip
     own = [{"role": "system", "content": "long"}, *PARTS]
     body = {"messages": own, "model": "two", "temperature": 1, "top_p": 0.5, "max_tokens": 4}
-    job = job_of({**body, "seed": -5, "stop": ["a", "b"], "user": "me"}, speakers, DEFAULTS)
+    body |= {"seed": -5, "stop": ["a", "</s>", "b"], "response_format": {"type": "text"}}
+    job = job_of({**body, "user": "me"}, speakers, DEFAULTS)
     assert job.prompt == ["long", "the quick"] and job.speaker is speakers[1]
     assert (job.count, job.sampling, job.stop) == (4, Sampling(1.0, 3, 0.5), ("a", "b"))
-    assert job.generator.initial_seed() == 2**63 - 5
+    assert job.generator.initial_seed() == 2**63 - 5 and job.ends == {2}
 
 
 @pytest.mark.parametrize(
@@ -147,6 +168,9 @@ def test_requests_change_what_is_usual():
         ({"stop": [1]}, "stop=[1]: must be a text or a list of texts"),
         ({"stream_options": 1}, "stream_options=1: must be a JSON object"),
         ({"tools": [{"type": "function"}]}, "tools=.*: is not supported; fields are messages, "),
+        ({"response_format": {"type": "json_object"}}, 'must be {"type": "text"}'),
+        ({"stop": "a</s>"}, "stop=a</s>: mixes the special token"),
+        ({"messages": [{"role": "usr", "content": "a"}]}, "did you mean user?"),
         ({"temperture": 1}, "did you mean temperature?"),
         ({"messages": [{"role": "user", "content": None}]}, "needs a role and a content of text"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content of text"),

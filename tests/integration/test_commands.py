@@ -40,7 +40,7 @@ PROGRAMS += ("calibrate",)
 ELSEWHERE = {"git", "cd", "source", "ls", "mkdir", "cat", "printf", "export", "pip", "pipx", "hf"}
 ELSEWHERE |= {"lm_eval", "nvidia-smi"}
 # what a run needs that is not here: a model of Hugging Face, files that a page makes
-NOT_HERE = ("model.init_from=", "--config-dir")
+NOT_HERE = ("model.init_from=", "data.tokenizer=", "--config-dir")
 PLACEHOLDER = re.compile(r"<[a-z -]+>|…|\.\.\.|\bNAME\b|\[(?!\w+[],]|\w+/)")
 HERE_DOCUMENT = re.compile(r"(<<'?(\w+)'?)\n.*?\n\2$", re.MULTILINE | re.DOTALL)
 
@@ -102,7 +102,8 @@ def words_of(line: str) -> list[str]:
 def program_of(words: Sequence[str]) -> tuple[str, list[str]]:
     """The program that gets the last arguments, whatever launches it, and these arguments."""
     for place, word in enumerate(words):
-        if word in ("train.py", "graphfold-train") or Path(word).parent.name == "scripts":
+        starts = Path(word).parent.name == "scripts" and not word.endswith(".py")
+        if word in ("train.py", "graphfold-train") or starts:
             rest = list(words[place + 1 :])
             if word.endswith("train_local.sh") and rest[:1] == ["-n"]:
                 rest = rest[2:]

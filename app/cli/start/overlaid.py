@@ -59,13 +59,16 @@ def _section(config: DictConfig, name: str) -> object:
 def _changed(
     alone: DictConfig, whole: DictConfig, section: str, typed: tuple[str, ...]
 ) -> Iterator[str]:
-    """Yield the keys of a section that differ, as key=value, except typed ones."""
+    """Yield the keys of a section that differ, as key=value, except typed ones and
+    references to others."""
     before, after = (_section(config, section) for config in (alone, whole))
     if not isinstance(before, dict) or not isinstance(after, dict):
         return
     was = dict(flat(before, f"{section}."))
     for key, value in flat(after, f"{section}."):
         if any(key == own or key.startswith(f"{own}.") for own in typed):
+            continue
+        if isinstance(value, str) and value.startswith("${"):  # it follows what is typed
             continue
         if key not in was or was[key] != value:
             yield f"{key}={as_typed(value)}"

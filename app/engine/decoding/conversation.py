@@ -5,7 +5,7 @@ Shapes: V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from app.engine.decoding.drawing import Sampling
 from app.engine.decoding.texts import Continuation
 from app.errors import ConfigError
 
+CONVERSATION = "conversation"  # what an error is about that fills the context
 MOST_NEW = 64  # tokens that extend a cache; of more than some 100 a prefill is faster
 
 
@@ -88,9 +89,11 @@ class Speaker:
         else:
             text = self.template.text(messages)
         found = [*map(int, self.tokenizer.encode(text))]
-        if not found or len(found) >= self.text.context:
+        if not found:
+            raise ConfigError("messages", text, "hold no text")
+        if len(found) >= self.text.context:
             rule = f"has {len(found)} tokens, and the context holds {self.text.context}"
-            raise ConfigError("conversation", f"{text[:30]}…", rule)
+            raise ConfigError(CONVERSATION, f"{text[:30]}…", rule)
         return found
 
     def answer(
@@ -101,11 +104,16 @@ class Speaker:
         *,
         generator: torch.Generator,
         stop: Sequence[str] = (),
+        ends: Collection[int] = (),
     ) -> Answer:
-        """Return the answer to a prompt, of at most `count` tokens, not yet generated."""
+        """Return the answer to a prompt, of at most `count` tokens, not yet generated; it also ends
+        before the strings `stop` and at the tokens `ends`.
+        """
         tokens = self.text.draw(prompt, count, sampling, generator=generator)
         both = (*self.stop, *stop)
-        return Answer(tokens, Continuation(self.tokenizer, both, prompt, ends=self.ends))
+        return Answer(
+            tokens, Continuation(self.tokenizer, both, prompt, ends=self.ends.union(ends))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +122,11 @@ class Answer:
 
     tokens: Iterator[int]
     said: Continuation
+
+    @property
+    def shown(self) -> str:
+        """Text of the pieces so far: of an answer that was left, without half of a character."""
+        return self.said.said
 
     def pieces(self) -> Iterator[str]:
         """Yield the new text after each token, which may be empty."""

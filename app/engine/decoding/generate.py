@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
+from itertools import takewhile
 
 import torch
 
+from app.data.feed import IGNORED, Batch
 from app.data.tokenizer import Tokenizer
 from app.engine.decoding.decoder import Decoder
 from app.engine.decoding.drawing import Sampling, agreed
@@ -22,8 +25,25 @@ SAMPLING = Sampling(temperature=0.7)
 SECONDS = 4.0  # limit on the time of a sample
 
 
-def sample_text(engine: Engine, tokenizer: Tokenizer, prompt: list[int], aloud: bool) -> str | None:
-    """Return text that continues a prompt; None if train.sample_tokens=0. All ranks call it.
+def begun(batch: Batch, marked: bool) -> tuple[list[int], int | None]:
+    """Return the tokens that a sample continues, and the token that ends it; None: its length does.
+
+    They are the first half of a sequence; of a `marked` one, which begins with a conversation, all
+    before the first answer, which its last token ends.
+    """
+    tokens, labels = batch.tokens_BS[0].tolist(), batch.labels_BS[0].tolist()
+    first = next((place for place, label in enumerate(labels) if label != IGNORED), 0)
+    if not (marked and first):
+        return tokens[: max(1, len(tokens) // 2)], None
+    answer = takewhile(lambda label: label != IGNORED, labels[first:])
+    return tokens[: first + 1], deque(answer, maxlen=1).pop()
+
+
+def sample_text(
+    engine: Engine, tokenizer: Tokenizer, prompt: list[int], end: int | None = None, *, aloud: bool
+) -> str | None:
+    """Return text that continues a prompt, up to token `end`; None if train.sample_tokens=0. All
+    ranks call it.
 
     With `aloud` this rank prints progress if sampling takes long.
     """
@@ -44,6 +64,8 @@ def sample_text(engine: Engine, tokenizer: Tokenizer, prompt: list[int], aloud: 
     with telling("sampling", lambda: f"{len(drawn)} of {count} tokens", aloud=aloud):
         for token in tokens:
             drawn.append(token)
+            if token == end:
+                break
     # a character that the prompt leaves incomplete is completed by what follows
     given = tokenizer.decode(prompt).rstrip(UNFINISHED)
     return f"{given}▶{text_after(tokenizer, given, [*prompt, *drawn])}"

@@ -37,7 +37,6 @@ from app.hf.families import Family, family_of
 from app.hf.write import Export, complete_or_gone, write_all
 from app.plan.model.stage import model_weights
 
-EXPORTED = "hugging_face"  # in a run folder: the model that it ended with
 NAMES = {Dtype.float32: "float32", Dtype.bfloat16: "bfloat16", Dtype.float16: "float16"}
 
 

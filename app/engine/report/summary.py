@@ -17,7 +17,6 @@ from app.data.feed import DataSplit
 from app.data.marks import ids_of_marked, trained
 from app.data.packing import PADDING, PackedSequences
 from app.data.stream import StreamedSequences
-from app.engine.export.export import EXPORTED
 from app.engine.fast_paths import graphs_line, slow_paths
 from app.engine.files.checkpoints import fault_of_latest, newest_checkpoint
 from app.engine.files.run_folder import read_metrics
@@ -30,6 +29,7 @@ from app.engine.start.start import Data, Start
 from app.engine.step.engine import Engine
 from app.engine.step.records import ValidationReport
 from app.errors import warn, writing
+from app.hf.file_names import EXPORTED
 from app.model.attention.chosen import attention_line
 from app.planner.summary import memory_line, summary_lines
 from app.telling import telling

@@ -16,8 +16,8 @@ from app.data.feed import Cursor, TrainFeed, ValidationFeed
 from app.engine.capture.facts import GraphFacts
 from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.checkpoint.saver import Saver
-from app.engine.decoding.generate import sample_text
-from app.engine.export.export import EXPORTED, export_together
+from app.engine.decoding.generate import begun, sample_text
+from app.engine.export.export import export_together
 from app.engine.export.texts import keep_texts
 from app.engine.files.attempt import Attempt
 from app.engine.files.checkpoints import (
@@ -51,6 +51,7 @@ from app.engine.step.engine import Engine
 from app.engine.step.records import RollbackReport, StepReport, ValidationReport
 from app.engine.step.step import TrainingStep, Validation
 from app.errors import ConfigError, Diverged, writing
+from app.hf.file_names import EXPORTED
 from app.optim.lr import lr_at
 from app.telling import telling
 from app.version import VERSION, Version
@@ -440,13 +441,14 @@ class Trainer:
         log = self.run.log
         if not (log.console or log.wandb or log.tensorboard):
             return None
-        length = max(1, self.run.train.seq_len // 2)
         _, feed = self.held_out[0]
-        prompt = next(iter(feed)).tokens_BS[0, :length].tolist()
+        found = begun(next(iter(feed)), feed.dataset.marked)
         # replicas have different validation data, and all ranks must generate the same
-        prompt = rank_zero_says(self.engine.groups, lambda: prompt)
+        prompt, end = rank_zero_says(self.engine.groups, lambda: found)
         self.engine.watchdog.note("a sample")
-        text = sample_text(self.engine, self.data.tokenizer, prompt, aloud=self.is_rank_zero)
+        text = sample_text(
+            self.engine, self.data.tokenizer, prompt, end=end, aloud=self.is_rank_zero
+        )
         self.engine.watchdog.rest("the end of the run")
         if text is not None:
             for sink in sinks:
