@@ -23,6 +23,7 @@ from app.config import (
     ScheduleConfig,
     TrainConfig,
 )
+from app.engine.export.export import export_adapter, export_checkpoint
 from app.engine.files.checkpoints import read_manifest
 from app.engine.step.engine import Engine
 from app.errors import ConfigError
@@ -175,6 +176,9 @@ def test_a_held_base_resumes_without_being_saved(tmp_path: Path):
     assert read_manifest(path)["parts"].keys() == wanted.keys()
     ((found, _),) = run_distributed(resumed, 1, run, path)
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    export_adapter(path, tmp_path / "adapter", "to-peft")
+    with pytest.raises(ConfigError, match="lacks .* frozen weights"):
+        export_checkpoint(path, tmp_path / "model", "to-hf")
 
 
 def test_a_base_that_cannot_be_held_is_refused():

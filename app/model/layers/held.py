@@ -5,8 +5,8 @@
 | `fp8` | e4m3 | per 128 values: the largest magnitude / 448 |
 | `nf4` | one of 16 quantiles of a normal distribution | per 64: the largest magnitude |
 
-Blocks are consecutive values of the last dimension. Products are computed in fp32 and rounded once,
-to the type of the GEMMs. NF4 is of QLoRA (arXiv 2305.14314); its values, blocks and order of
+Blocks are consecutive values of the last dimension. Values are scaled in fp32 and rounded once, to
+the type of the GEMMs. NF4 is of QLoRA (arXiv 2305.14314); its values, blocks and order of
 nibbles are those of bitsandbytes.
 
 `app.model.lora.hold_base` replaces weights and back ends when a run is built; backward saves what
