@@ -177,7 +177,7 @@ def test_a_held_base_resumes_without_being_saved(tmp_path: Path):
     ((found, _),) = run_distributed(resumed, 1, run, path)
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
     export_adapter(path, tmp_path / "adapter", "to-peft")
-    with pytest.raises(ConfigError, match="lacks .* frozen weights"):
+    with pytest.raises(ConfigError, match=r"lacks .* frozen weights"):
         export_checkpoint(path, tmp_path / "model", "to-hf")
 
 
