@@ -22,6 +22,13 @@ class BlockKind(Enum):
     parallel = "parallel"
 
 
+class BaseKind(Enum):
+    """Type in which the frozen linear layers beside adapters are held."""
+
+    fp8 = "fp8"  # e4m3, an fp32 scale per 128 values
+    nf4 = "nf4"  # 4 bits, an fp32 scale per 64 values (QLoRA, arXiv 2305.14314)
+
+
 class NormKind(Enum):
     """Norms over hidden states."""
 

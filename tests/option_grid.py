@@ -147,6 +147,7 @@ LEFT_OUT = {
     "resume": HOST,
     "model.name": HOST,
     "lora.alpha": SIZE,
+    "lora.base": "needs wide matrices, see test_held_base.py",
     "lora.init_from": "read before the first step, see test_adapter_files.py",
     "model.init_from": "pretrained weights, see test_hub_models.py and test_init_from.py",
     "model.rope_theta": SIZE,

@@ -68,6 +68,7 @@ ADVANCED = (
     "data.accept_changed",
     "checkpoint.frozen",
     "lora.rslora",
+    "lora.base",
     "log.group",
     "train.max_bad_steps",
     "train.max_rollbacks",

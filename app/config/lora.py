@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from app.choices import BaseKind
 from app.config.bounds import above_zero, at_least
 from app.errors import ConfigError
 
@@ -21,6 +22,9 @@ class LoraConfig:
     # linear layers with adapters, by parts of their paths: q_proj, self_attn, mlp.experts, and for
     # routers gate; []: all but routers
     targets: tuple[str, ...] = ()
+    # type in which frozen linear layers are held and dequantised for each GEMM; null:
+    # precision.params
+    base: BaseKind | None = None
     init_from: str | None = None  # folder of an adapter that `peft` saved; null: fresh adapters
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ Shapes: B sequences, s tokens per sequence of this rank, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from app.model.init import init_weights
 from app.model.layers.attend import Attend, TorchAttention
 from app.model.layers.frozen import freeze, start_backward_at
 from app.model.layers.layer_groups import LayerGroups, own_tokens
-from app.model.lora import add_adapters
+from app.model.lora import add_adapters, hold_base
 from app.moe.dispatch.paged_buffer import build_paged_buffer
 from app.moe.phases import MoEBody, Router
 from app.moe.protocol import Dispatcher
@@ -50,6 +50,7 @@ from app.optim.distributed import DistributedOptimizer
 from app.optim.frozen import FrozenWeight
 from app.optim.scale import LossScale
 from app.optim.shard import OptimizerGroups
+from app.plan.model.held import is_held
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.sharding.frozen import frozen_in
 from app.plan.stages import StagePlan
@@ -86,7 +87,7 @@ def build_engine(
         rope_length=run.train.seq_len,
     )
     frozen, dropout = _freeze(run, chunks, groups, device)
-    _set_weights(run, chunks, groups, pretrained=pretrained, adapter=adapter)
+    _set_weights(run, chunks, groups, device, pretrained=pretrained, adapter=adapter)
     # 3. FP8 layers, and 4. the optimizer with its fp32 main parameters; both need the weights set.
     fp8 = build_fp8(run, chunks, groups, device=device, ready=ready)
     optimizer = _build_optimizer(plan, chunks, groups, device)
@@ -160,7 +161,7 @@ def _freeze(
                 group = groups.edp if spec.expert else groups.dp_cp
                 found.append(FrozenWeight(spec, group.rank(), group.size()))
         if run.adapters is not None:
-            add_adapters(chunk, run.adapters, dropout)
+            add_adapters(chunk, run.adapters, dropout, device)
     return tuple(found), dropout
 
 
@@ -272,11 +273,14 @@ def _set_weights(
     run: Run,
     chunks: Sequence[Chunk],
     groups: Groups,
+    device: torch.device,
     *,
     pretrained: Pretrained | None,
     adapter: SavedAdapter | None,
 ) -> None:
-    """Load saved weights, or draw random ones. Raises ConfigError as `build_engine`."""
+    """Load saved weights, or draw random ones; quantise those that are held in fewer bits. Raises
+    ConfigError as `build_engine`.
+    """
     if pretrained is not None:
         all_succeed(groups, lambda: fill_chunks(chunks, pretrained, groups.coords))
     for chunk in chunks:
@@ -286,6 +290,8 @@ def _set_weights(
         init_weights(weights, groups.coords, run.model, seed=run.train.seed)
         if adapter is not None:
             adapter.fill(chunk.weights(), groups.coords)
+        if run.lora.base is not None:
+            hold_base(chunk, run.lora.base, device)
 
 
 def build_recorder(run: Run, device: torch.device) -> Recorder | None:
@@ -348,7 +354,12 @@ def build_chunks(
                 chunk_tokens=run.loss.chunk_tokens,
                 rope_length=rope_length,
             )
-        _materialise(chunk, device, DTYPES[run.precision.params])
+        held = frozenset(
+            id(param)
+            for named, param in (() if run.lora.base is None else chunk.weights())
+            if is_held(named.weight)
+        )
+        _materialise(chunk, device, DTYPES[run.precision.params], on_host=held)
         chunks.append(chunk)
     return tuple(chunks)
 
@@ -376,11 +387,17 @@ def build_layer(
     return block.layer(model, spec.attention, body, layer_groups)
 
 
-def _materialise(chunk: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Allocate parameters (uninitialised, in `dtype`), and buffers as zeros of their own dtype."""
+def _materialise(
+    chunk: nn.Module, device: torch.device, dtype: torch.dtype, *, on_host: Collection[int] = ()
+) -> None:
+    """Allocate parameters (uninitialised, in `dtype`), and buffers as zeros of their own dtype.
+
+    `on_host`: ids of parameters that stay in host memory until they are quantised.
+    """
     for module in chunk.modules():
         for name, param in module.named_parameters(recurse=False):
-            memory = torch.empty(param.shape, dtype=dtype, device=device)
+            place = torch.device("cpu") if id(param) in on_host else device
+            memory = torch.empty(param.shape, dtype=dtype, device=place)
             setattr(module, name, nn.Parameter(memory))
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))

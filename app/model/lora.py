@@ -22,10 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from app.choices import BaseKind
 from app.config import LoraConfig
 from app.model.adapter_dropout import AdapterDropout
 from app.model.chunk import Chunk
 from app.model.layers.frozen import FrozenGroupedLinear
+from app.model.layers.held import KINDS, HeldGroupedLinear, HeldLinear
 from app.model.layers.layer_groups import OptionalGroup, gather_tokens
 from app.model.layers.linear import (
     ColumnParallelLinear,
@@ -37,6 +39,7 @@ from app.model.layers.linear import (
     TorchGroupedLinear,
 )
 from app.model.layers.weight_grads import WeightGrad, WeightGradSink
+from app.plan.model.held import is_held
 from app.plan.model.weight import Adapter
 from app.plan.sharding.blocks import ShardCoords
 
@@ -44,11 +47,18 @@ from app.plan.sharding.blocks import ShardCoords
 class AdapterPair(nn.Module):
     """Both matrices of an adapter: this rank's part."""
 
-    def __init__(self, adapter: Adapter, coords: ShardCoords, like: Tensor) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        coords: ShardCoords,
+        like: Tensor,
+        device: torch.device | None = None,
+    ) -> None:
+        """`device`: None is that of `like`."""
         super().__init__()
         self.adapter = adapter
-        self.a = nn.Parameter(like.new_empty(coords.shape(adapter.a)))
-        self.b = nn.Parameter(like.new_empty(coords.shape(adapter.b)))
+        self.a = nn.Parameter(like.new_empty(coords.shape(adapter.a), device=device))
+        self.b = nn.Parameter(like.new_empty(coords.shape(adapter.b), device=device))
 
 
 def adapted_outputs(adapter: Adapter, out: Tensor) -> Tensor:
@@ -229,10 +239,16 @@ def _with_adapter(
     return logits(x_TD) + scale * added_TE.float()
 
 
-def add_adapters(chunk: Chunk, lora: LoraConfig, dropout: AdapterDropout | None = None) -> None:
+def add_adapters(
+    chunk: Chunk,
+    lora: LoraConfig,
+    dropout: AdapterDropout | None = None,
+    device: torch.device | None = None,
+) -> None:
     """Add a run's adapters to the layers of a chunk, which are frozen and have their memory.
 
     The adapters' values are not set. With `dropout` they drop some of their inputs in training.
+    `device`: of the adapters; None is that of the layers.
     """
     chunk.lora = lora
     coords = chunk.layer_groups.coords
@@ -243,7 +259,8 @@ def add_adapters(chunk: Chunk, lora: LoraConfig, dropout: AdapterDropout | None 
             continue
         layer = chunk.get_submodule(name)
         assert isinstance(layer, LinearModule), f"{name} is not linear"
-        pairs = [AdapterPair(each, coords, layer.weight.detach()) for each in adapters]
+        like = layer.weight.detach()
+        pairs = [AdapterPair(each, coords, like, device) for each in adapters]
         if isinstance(layer, GroupedLinear):
             grouped = LoraGroupedLinear.of(layer)
             grouped.pairs, grouped.scale = tuple(pairs), lora.scale
@@ -254,6 +271,27 @@ def add_adapters(chunk: Chunk, lora: LoraConfig, dropout: AdapterDropout | None 
             layer.backend = _backend(name, layer, pairs, lora.scale, coords.tp, dropout)
         for pair in pairs:
             layer.add_module(pair.adapter.name, pair)
+
+
+def hold_base(chunk: Chunk, kind: BaseKind, device: torch.device) -> None:
+    """Quantise the frozen linear layers of a chunk, whose weights are set, and move them to the
+    device.
+    """
+    for named, param in chunk.weights():
+        if not is_held(named.weight):
+            continue
+        layer = chunk.get_submodule(named.name)
+        held = KINDS[kind](param.data.to(device))
+        param.data = held.codes
+        if isinstance(layer, GroupedLinear):
+            layer.backend = HeldGroupedLinear(held)
+        else:
+            assert isinstance(layer, ColumnParallelLinear | RowParallelLinear)
+            adapted = layer.backend
+            if isinstance(adapted, LoraLinear):
+                adapted.base = HeldLinear(held)
+            else:
+                layer.backend = HeldLinear(held)
 
 
 def _backend(
@@ -309,7 +347,9 @@ def adapter_delta(pairs: Sequence[tuple[Adapter, Tensor, Tensor]], scale: float)
 def merged(layer: ColumnParallelLinear) -> Tensor:
     """Return the weight of a layer with its adapters added, if it has any."""
     backend = layer.backend
+    base = backend.base if isinstance(backend, LoraLinear) else backend
+    weight = base.held.restored(layer.weight) if isinstance(base, HeldLinear) else layer.weight
     if not isinstance(backend, LoraLinear):
-        return layer.weight
+        return weight
     pairs = [(pair.adapter, pair.a, pair.b) for pair in backend.pairs]
-    return layer.weight + adapter_delta(pairs, backend.scale).to(layer.weight.dtype)
+    return weight + adapter_delta(pairs, backend.scale).to(weight.dtype)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from app.choices import OptimizerKind
+from app.choices import BaseKind, OptimizerKind
 from app.config import LoraConfig, Run
 from app.errors import ConfigError, Instead, nearest, nearest_multiples
+from app.plan.layout import select_layout
+from app.plan.model.held import BLOCKS, is_held
 from app.plan.model.layer import LayerWeights
 from app.plan.model.lora import chosen, linears_within
 from app.plan.model.stage import model_weights
 from app.plan.parts.trace import BYTES
+from app.plan.sharding.blocks import ShardCoords
 
 GEMM_BYTES = 16  # of a row of experts' matrices, which grouped GEMMs need
 
@@ -17,7 +20,7 @@ def check_lora(run: Run) -> None:
     """Refuse targets that no layer has, and what adapters cannot be combined with."""
     lora = run.lora
     if lora.rank is None:
-        for name in ("targets", "init_from", "alpha", "rslora", "dropout"):
+        for name in ("targets", "init_from", "alpha", "rslora", "dropout", "base"):
             usual = getattr(LoraConfig(), name)
             if getattr(lora, name) != usual:
                 near = (Instead("lora.rank=16"), usual)
@@ -32,6 +35,8 @@ def check_lora(run: Run) -> None:
             guess, advice = nearest(target, words), f"names are {', '.join(words)}"
             raise ConfigError("lora.targets", lora.targets, rule, guess=guess, advice=advice)
     _check_beside(run, lora.rank)
+    if lora.base is not None:
+        _check_base(run, lora.base)
 
 
 def linears_of(run: Run) -> set[str]:
@@ -88,3 +93,24 @@ def _no_dropout(run: Run, what: str) -> ConfigError:
     rule = f"drops inputs of linear layers, and lora.targets adapt {what}: `peft` refuses this too"
     near = (0, Instead("lora.targets=[self_attn]"))
     return ConfigError("lora.dropout", run.lora.dropout, rule, nearest=near)
+
+
+def _check_base(run: Run, base: BaseKind) -> None:
+    """Refuse to hold frozen layers in fewer bits where they are saved, moved, or cut within a
+    block of values.
+    """
+    if run.checkpoint.frozen:
+        rule = "is dequantised for GEMMs alone, and checkpoint.frozen=true saves whole weights"
+        near = (None, Instead("checkpoint.frozen=false"))
+        raise ConfigError("lora.base", base, rule, nearest=near)
+    moe, block = run.model.moe, BLOCKS[base]
+    if moe is not None and moe.echo.spares:
+        rule = "holds experts in fewer bits, which model.moe.echo.spares does not send"
+        near = (None, Instead("model.moe.echo.spares=0"))
+        raise ConfigError("lora.base", base, rule, nearest=near)
+    coords = ShardCoords.of(select_layout(run), 0)
+    for named in model_weights(run.model):
+        width = coords.block(named.weight).sizes[-1]
+        if is_held(named.weight) and width % block:
+            rule = f"has a scale per {block} values, and a rank has rows of {width} of {named.name}"
+            raise ConfigError("lora.base", base, rule, nearest=None)

@@ -32,7 +32,7 @@ from app.model.chunk import Chunk
 from app.model.layers.frozen import freeze
 from app.model.layers.layer_groups import own_tokens
 from app.model.layers.weight_grads import WeightGradQueue, WeightGradSink
-from app.model.lora import add_adapters
+from app.model.lora import add_adapters, hold_base
 from app.moe.dispatch.paged_buffer import PagedBuffer
 from app.plan.actions import Backward, Forward
 from app.plan.layout import select_layout
@@ -105,6 +105,9 @@ def measured(rank: int, run: Run) -> tuple[dict[str, int], int, int, int, int]:
     torch.manual_seed(rank)
     for param in chunk.parameters():
         torch.nn.init.normal_(param, 0.0, 0.02)
+    if run.lora.base is not None:
+        hold_base(chunk, run.lora.base, cpu)
+    for param in chunk.parameters():
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
     places = own_tokens(LENGTH, layout.cp, layout.coords(rank)["cp"])

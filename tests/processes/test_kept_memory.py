@@ -11,6 +11,7 @@ import pytest
 
 from app.choices import (
     Balance,
+    BaseKind,
     CpComm,
     DispatcherKind,
     LayerType,
@@ -172,6 +173,12 @@ def test_adapters_keep_their_inputs(name: str):
     model, lora, choices = ADAPTED[name]
     run = run_of(model, chunk_tokens=64, **choices)
     compare(dataclasses.replace(run, lora=lora))
+
+
+def test_held_weights_are_restored_for_each_gemm():
+    wide = dataclasses.replace(GROUPED, ffn_hidden_size=512)
+    run = run_of(wide, chunk_tokens=64)
+    compare(dataclasses.replace(run, lora=LoraConfig(rank=8, base=BaseKind.fp8)))
 
 
 RECOMPUTED: dict[str, tuple[Recompute, ...]] = {

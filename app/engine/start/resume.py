@@ -40,6 +40,7 @@ FIXED = frozenset((
     "train.seq_len", "train.seed",
     # Parameters without optimizer state; adapters, which are all that has it.
     "train.frozen", "lora.rank", "lora.alpha", "lora.rslora", "lora.targets",
+    "lora.base",
 ))  # fmt: skip
 FREE = frozenset((
     # No effect on training.

@@ -41,7 +41,7 @@ from app.plan.parts.static import HEADROOM, PlannedStatic
 from app.plan.parts.trace import BYTES
 from app.plan.recompute import recompute_policy, with_full_recompute
 from app.plan.sharding.blocks import ShardCoords
-from app.plan.sharding.frozen import frozen_numel, trained_matrices
+from app.plan.sharding.frozen import frozen_bytes, frozen_numel, trained_matrices
 from app.plan.sharding.optimizers import PLANNED, less_state
 from app.plan.sharding.parameters import ChunkBuffers
 from app.plan.stages import Stage, StagePlan
@@ -188,7 +188,10 @@ class _Rank:
         count = amount(dense + expert) + experts
         frozen = frozen_numel(self.run, layout, self.stages)
         more = f", and {amount(frozen)} frozen ones" if frozen else ""
-        size = params * (dense + expert + frozen)
+        held = frozen_bytes(self.run, layout, self.stages, params)
+        if self.run.lora.base is not None:
+            more += f", linear layers in {self.run.lora.base.value}"
+        size = params * (dense + expert) + held
         yield MemoryPart("parameters", size, f"{params} bytes × {count}{more}")
         yield MemoryPart(
             "gradients",

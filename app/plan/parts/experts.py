@@ -177,7 +177,7 @@ def grouped(
     transfer = dispatcher.clone_transfer(taken * made, s.size)
     if transfer is not None:
         scratch, launches = transfer.scratch, launches + transfer.kernels
-    scratch = scratch[0] + alive, scratch[1]
+    scratch = scratch[0] + alive + s.restored(weight), scratch[1] + s.restored(weight)
     t.op(
         Work.grouped,
         x,

@@ -64,6 +64,7 @@ def _linear(
         )
         keeps = keeps if gathers else given * weight.trained
         waits = (x if gathers else given) + back
+    scratch = scratch[0] + s.restored(weight), scratch[1] + s.restored(weight)
     t.op(
         Work.gemm,
         x,

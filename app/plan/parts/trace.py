@@ -17,6 +17,7 @@ from app.choices import Dtype, Fp8Recipe, Recompute, ScheduleName
 from app.config import ModelConfig, Run
 from app.plan.groups import TP, Group, Way
 from app.plan.layout import ParallelLayout
+from app.plan.model.held import is_held, restored_bytes
 from app.plan.model.weight import Weight
 from app.plan.parts.fp8 import Fp8Work
 from app.plan.recompute import NOTHING, RecomputeChoice, RecomputePolicy
@@ -181,6 +182,13 @@ class Sizes:
     def weight(self, weight: Weight) -> int:
         """Return the bytes of this rank's part of a weight."""
         return prod(self.shape(weight)) * self.size
+
+    def restored(self, weight: Weight) -> int:
+        """Return the bytes of a weight while it is dequantised; 0 if it is held as it is."""
+        base = self.run.lora.base
+        if base is None or not is_held(weight):
+            return 0
+        return restored_bytes(base, prod(self.shape(weight)), self.size)
 
     def tp_sends(self, own: int, forward: int, backward: int) -> Sends | None:
         """Return sends of so many ring all-gathers or reduce-scatters over tp; None without tp.

@@ -11,10 +11,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
-from math import inf
+from math import inf, prod
 
 from app.config import ModelConfig, Run
 from app.plan.layout import ParallelLayout
+from app.plan.model.held import held_bytes, is_held
 from app.plan.model.stage import NamedWeight, model_weights, stage_weights
 from app.plan.model.weight import Weight
 from app.plan.sharding.blocks import ShardCoords
@@ -83,6 +84,20 @@ def frozen_numel(run: Run, layout: ParallelLayout, stages: Sequence[Stage]) -> i
         for named in stage_weights(run.model, stage)
         if named.name in frozen
     )
+
+
+def frozen_bytes(run: Run, layout: ParallelLayout, stages: Sequence[Stage], size: int) -> int:
+    """Return the bytes of a rank's frozen parameters in these stages, `size` each unless they are
+    held in fewer bits.
+    """
+    frozen, coords, base, found = frozen_in(run), ShardCoords.of(layout, 0), run.lora.base, 0
+    for stage in stages:
+        for named in stage_weights(run.model, stage):
+            if named.name in frozen:
+                held = base is not None and is_held(named.weight)
+                shape = coords.block(named.weight).sizes
+                found += held_bytes(base, shape) if held and base else size * prod(shape)
+    return found
 
 
 def counts(run: Run) -> tuple[int, int]:
