@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PathLike = str | Path
 
 
-class Sampling(TypedDict, total=False):
+class TextOptions(TypedDict, total=False):
     """Options of `Model.generate`: those of `graphfold-generate`, with its defaults."""
 
     max_new_tokens: int  # most tokens to generate: 200; fewer if the model's context ends before
@@ -59,15 +59,15 @@ class Model:
         return self._source.path
 
     @overload
-    def generate(self, prompts: str, **options: Unpack[Sampling]) -> str: ...
+    def generate(self, prompts: str, **options: Unpack[TextOptions]) -> str: ...
     @overload
     def generate(
-        self, prompts: list[str] | tuple[str, ...], **options: Unpack[Sampling]
+        self, prompts: list[str] | tuple[str, ...], **options: Unpack[TextOptions]
     ) -> list[str]: ...
     def generate(
-        self, prompts: str | list[str] | tuple[str, ...], **options: Unpack[Sampling]
+        self, prompts: str | list[str] | tuple[str, ...], **options: Unpack[TextOptions]
     ) -> str | list[str]:
-        """Return the text after a prompt, or the texts after several; see `Sampling` for options.
+        """Return the text after a prompt, or the texts after several; see `TextOptions` for options.
 
         Raises ConfigError.
         """
@@ -76,7 +76,7 @@ class Model:
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not all(isinstance(text, str) for text in texts):
             raise TypeError(f"prompts are a text or several, not {prompts!r}")
-        if unknown := options.keys() - Sampling.__annotations__.keys():
+        if unknown := options.keys() - TextOptions.__annotations__.keys():
             raise TypeError(f"generate has no option {', '.join(sorted(unknown))}")
         with self._opened() as model:
             request = Request.of(self._words({"prompt": texts, **options}, OWN))

@@ -27,7 +27,16 @@ from tests.structure import imported
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-SOURCES = ("app", "conf", "hydra_plugins", "LICENSE", "README.md", "pyproject.toml", "setup.py")
+SOURCES = (
+    "app",
+    "conf",
+    "graphfold",
+    "hydra_plugins",
+    "LICENSE",
+    "README.md",
+    "pyproject.toml",
+    "setup.py",
+)
 TINY = (
     "model=dense_tiny",
     "log=none",
@@ -91,12 +100,13 @@ def test_a_wheel_holds_all_that_a_run_needs(wheel: Path):
     names = set(ZipFile(wheel).namelist())
     code = {
         str(path.relative_to(ROOT))
-        for folder in ("app", "hydra_plugins")
+        for folder in ("app", "graphfold", "hydra_plugins")
         for path in (ROOT / folder).rglob("*.py")
     }
     conf = {f"app/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
     rest = {name for name in names if ".dist-info/" not in name}
-    assert rest == code | conf | {"app/py.typed", "app/cli/options/other_names.txt"}
+    typed = {"app/py.typed", "graphfold/py.typed"}
+    assert rest == code | conf | typed | {"app/cli/options/other_names.txt"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
@@ -129,12 +139,13 @@ def test_what_is_imported_is_what_is_asked_for():
     torch brings itself.
     """
     owners = packages_distributions()
-    files = [path for folder in ("app", "hydra_plugins") for path in (ROOT / folder).rglob("*.py")]
+    folders = ("app", "graphfold", "hydra_plugins")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     trees = [ast.parse(path.read_text()) for path in files]
     names = {
         name.split(".")[0] for tree in trees for name in imported(ast.walk(tree))
     } - sys.stdlib_module_names
-    found = {normal(owners[name][0]) for name in names - {"app", "hydra_plugins", "triton"}}
+    found = {normal(owners[name][0]) for name in names - {*folders, "triton"}}
     assert found == {normal(re.split("[<>=]", asked)[0]) for asked in PROJECT["dependencies"]}
 
 
