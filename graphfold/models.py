@@ -67,9 +67,9 @@ class Model:
     def generate(
         self, prompts: str | list[str] | tuple[str, ...], **options: Unpack[TextOptions]
     ) -> str | list[str]:
-        """Return the text after a prompt, or the texts after several; see `TextOptions` for options.
+        """Return the text after a prompt, or the texts after several.
 
-        Raises ConfigError.
+        Options are those of `TextOptions`. Raises ConfigError.
         """
         from app.cli.generate import OWN, Request, Writer, WritingTask
 

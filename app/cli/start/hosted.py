@@ -6,6 +6,7 @@ import dataclasses
 import subprocess
 import sys
 import tempfile
+import time
 from collections import deque
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
@@ -52,13 +53,13 @@ def train_hosted(overrides: Sequence[str]) -> Outcome:
 
     Raises ConfigError, and KeyboardInterrupt after Ctrl-C.
     """
-    words = given(overrides)
+    words, began = given(overrides), time.monotonic()
     with environment_kept() as env, streams_kept(), mistakes_raised():
         launch = own_launch(env)
         asked = partial(_asked, words, launch)
         with mistakes_raised(asked), tempfile.TemporaryDirectory(prefix="graphfold-") as scratch:
             launch = dataclasses.replace(launch, noted_in=Path(scratch) / "folder")
-            outcome = _outcome(words, launch, env)
+            outcome = _outcome(words, launch, env, began=began)
             if outcome.code == MISTAKE:
                 raise ConfigError.of_message(outcome.said)
     if outcome.code == INTERRUPTED:
@@ -85,7 +86,9 @@ def _asked(words: Sequence[str], launch: Launch) -> Asked:
     return asked_run(Typed.parse(flags_to_overrides(words)), launch)
 
 
-def _outcome(words: Sequence[str], launch: Launch, env: MutableMapping[str, str]) -> Outcome:
+def _outcome(
+    words: Sequence[str], launch: Launch, env: MutableMapping[str, str], *, began: float
+) -> Outcome:
     """Load the configuration and train. Raises ConfigError."""
     typed = typed_given(words)
     for line in overlaid(typed):
@@ -97,7 +100,7 @@ def _outcome(words: Sequence[str], launch: Launch, env: MutableMapping[str, str]
     check_packages(run)
     plan = plan_here(run, launch)
     if run.world_size == 1:
-        code, said = _train_here(plan, launch, settings_line(typed))
+        code, said = _train_here(plan, launch, settings_line(typed), began=began)
     else:
         code, said = _train_ranks(plan, words, launch, env)
     assert launch.noted_in is not None, "set for every hosted run"
@@ -106,13 +109,19 @@ def _outcome(words: Sequence[str], launch: Launch, env: MutableMapping[str, str]
     return Outcome(code, said, folder)
 
 
-def _train_here(plan: Plan, launch: Launch, settings: str | None) -> tuple[int, str]:
+def _train_here(
+    plan: Plan, launch: Launch, settings: str | None, *, began: float
+) -> tuple[int, str]:
     """Train as the one rank; return exit code and reason of an early end. Raises ConfigError."""
     from app.engine.files.attempt import HostedAttempt
     from app.engine.run.train import train
 
     attempt = HostedAttempt(
-        launch.requeues, settings=settings, command=launch.command, noted_in=launch.noted_in
+        launch.requeues,
+        settings=settings,
+        command=launch.command,
+        noted_in=launch.noted_in,
+        began=began,
     )
     with torch_kept():
         code = train(plan, 0, 0, attempt=attempt)

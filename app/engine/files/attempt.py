@@ -38,6 +38,7 @@ class Attempt:
     settings: str | None = None  # run whose settings this one took over; None if its own
     command: str = "python train.py"  # command line of this program, for messages
     noted_in: Path | None = None  # file for the name of the run folder; None writes none
+    began: float | None = None  # monotonic time of the call that trains; None: with the process
 
     def tell(self, line: str) -> None:
         """Say why the run ends before its last step; rank 0 calls it."""

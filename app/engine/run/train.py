@@ -43,7 +43,7 @@ def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
     numbers. Raises ConfigError for what only the host, data, a checkpoint or a full disk reveals.
     """
     run = plan.run
-    times = StartTimes()
+    times = StartTimes(attempt.began)
     device = choose_device(run, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
