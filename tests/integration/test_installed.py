@@ -161,6 +161,12 @@ def test_an_installed_plan(programs: Path, tmp_path: Path):
     assert "parameters" in said and list(tmp_path.iterdir()) == []
 
 
+def test_an_installed_package_plans(programs: Path, tmp_path: Path):
+    code = "import graphfold; print(repr(graphfold.plan(['+experiment=small'])))"
+    said = called(programs, tmp_path, "python", "-c", code)
+    assert said.startswith("<Plan of small on 1 ranks: ") and list(tmp_path.iterdir()) == []
+
+
 def test_an_installed_command_completes_what_is_typed(programs: Path, tmp_path: Path):
     rule = called(programs, tmp_path, "graphfold-train", "-sc", "install=bash")
     assert re.search(
@@ -211,3 +217,13 @@ def test_installed_commands_train_sweep_and_report(programs: Path, tmp_path: Pat
     sweep = Sweep.load(tmp_path / "sweeps" / "two")
     assert sweep is not None and [job.state.value for job in sweep.jobs] == ["done"]
     assert "done" in called(programs, tmp_path, "graphfold-report", "sweeps/two")
+    (tmp_path / "app.py").unlink()  # Python itself imports from the folder of a user's program
+    (tmp_path / "torch.py").unlink()
+    words = [*TINY, "run_dir=runs/three", "parallel.dp=2", "optim.lr=1e15"]
+    code = f"""import graphfold
+try: graphfold.train({[*words, "train.steps=20", "train.on_bad_step=stop"]})
+except graphfold.RunError as error: print(error.code, error.folder)"""
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    line = [programs / "python", "-c", code]
+    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-2:] == ["65", str(tmp_path / "runs/three")]

@@ -46,6 +46,7 @@ from tests.training import ROOT, corpus_in
 SMALL = ("model=dense_tiny", "parallel.pp=2", "parallel.world_size=4", "train.global_batch=64")
 STEPS = 3
 ENDLESS = "train.steps=100000"
+TWO = ("parallel.dp=2", "parallel.ep=2")
 
 
 @pytest.fixture(scope="module")
@@ -316,11 +317,11 @@ def test_ranks_tell_folder_and_reason(
 
 @pytest.mark.full
 def test_several_ranks_train(corpus: tuple[str, ...], tmp_path: Path):
-    words = [*corpus, f"train.steps={STEPS}", "parallel.ep=2"]
+    words = [*corpus, f"train.steps={STEPS}", *TWO]
     result = graphfold.train([*words, f"run_dir={tmp_path}/two"])
     assert result.metrics["step"].tolist() == [0, 1, 2, 3] and result.folder == tmp_path / "two"
     with pytest.raises(graphfold.RunError) as ended:
-        stopped((*corpus, "parallel.ep=2"), tmp_path / "b", lambda: signal.raise_signal(15))
+        stopped((*corpus, *TWO), tmp_path / "b", lambda: signal.raise_signal(15))
     assert ended.value.code == 75 and "saved" in ended.value.message
 
 
