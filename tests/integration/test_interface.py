@@ -178,6 +178,10 @@ def test_trains_in_a_thread_and_an_event_loop(
     assert np.array_equal(losses, [trained.metrics["loss"]], equal_nan=True)
 
 
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)  # to the process: its main thread takes it
+
+
 def stopped(corpus: tuple[str, ...], folder: Path, tell: Callable[[], None]) -> None:
     """Train in `folder`, and call `tell` once there are metrics."""
 
@@ -199,7 +203,7 @@ def test_signals_end_a_run_with_a_checkpoint(corpus: tuple[str, ...], tmp_path: 
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         with pytest.raises(graphfold.RunError, match="stopped by SIGTERM after step") as ended:
-            stopped(corpus, tmp_path / "a", lambda: os.kill(os.getpid(), signal.SIGTERM))
+            stopped(corpus, tmp_path / "a", terminate)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert ended.value.code == 75 and ended.value.folder == tmp_path / "a"
@@ -321,7 +325,7 @@ def test_several_ranks_train(corpus: tuple[str, ...], tmp_path: Path):
     result = graphfold.train([*words, f"run_dir={tmp_path}/two"])
     assert result.metrics["step"].tolist() == [0, 1, 2, 3] and result.folder == tmp_path / "two"
     with pytest.raises(graphfold.RunError) as ended:
-        stopped((*corpus, *TWO), tmp_path / "b", lambda: signal.raise_signal(15))
+        stopped((*corpus, *TWO), tmp_path / "b", terminate)
     assert ended.value.code == 75 and "saved" in ended.value.message
 
 
