@@ -10,7 +10,10 @@ import torch
 import graphfold
 from tests.training import corpus_in
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def test_a_run_and_its_model_leave_device_and_stream(tmp_path: Path):
