@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphfold
 from app.cli import plan as plan_command
@@ -34,6 +35,7 @@ from app.cli.start import hosted
 from app.engine.files.attempt import HostedAttempt
 from app.engine.files.run_folder import read_metrics
 from app.engine.files.signals import stop_signals
+from app.engine.ranks.groups import process_world
 from app.errors import ConfigError
 from app.shell import quoted
 from graphfold.models import TextOptions
@@ -165,7 +167,7 @@ def test_resume_auto_continues_a_run(trained: graphfold.Result, tmp_path: Path):
     folder = shutil.copytree(trained.folder, tmp_path / "run")
     last = graphfold.train(["resume=auto", f"run_dir={folder}", "train.steps=4"])
     assert last.metrics["step"][-1] == 4 and last.loss == last.metrics["loss"][-1]
-    with pytest.raises(ConfigError, match="train.steps=4: the checkpoint .* has already taken 4"):
+    with pytest.raises(ConfigError, match=r"train.steps=4: the checkpoint .* has already taken 4"):
         graphfold.train([f"resume={folder}", "train.steps=4"])
 
 
@@ -413,6 +415,23 @@ def test_models_outlive_runs_and_each_other(
     assert dist.is_initialized()
     del second
     assert not dist.is_initialized()
+
+
+def test_a_world_of_the_caller_stays():
+    cpu = torch.device("cpu")
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        with process_world(0, 1, cpu), process_world(0, 1, cpu):
+            dist.barrier()
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with pytest.raises(RuntimeError, match="connects this process with 1 others"):
+            process_world(0, 1, cpu).__enter__()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_load_refuses_what_it_cannot_use(trained: graphfold.Result, tmp_path: Path):
