@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from app.config import Run
 from app.engine.files.run_folder import CONFIG
+from app.engine.files.signals import INTERRUPTED, STOPPED
 from app.engine.ranks.meeting import TIMEOUT, join_store, meet
 from app.errors import OwnError, writing
 
@@ -102,8 +102,10 @@ class HostedAttempt(Attempt):
         self.said.append(line)
 
     def end_process(self, code: int) -> None:
-        """Interrupt the run, if this is not the watchdog's thread, which has said what is stuck."""
-        if threading.current_thread() is threading.main_thread():
+        """Interrupt the run at a second stop request. No-op for a stuck one: the watchdog has said
+        what it waits for, and the program may interrupt it.
+        """
+        if code in (STOPPED, INTERRUPTED):
             raise KeyboardInterrupt
 
 
