@@ -249,9 +249,7 @@ class WritingTask:
         return DecodingSizes(own, longest, count)
 
     def check(self, device: torch.device) -> None:
-        """Raise ConfigError if the model cannot continue texts of this length, or not on this
-        device.
-        """
+        """Raise ConfigError if the model cannot continue texts so long, or not on this device."""
         have = memory_of(self.run, device)
         check_decoding_length(self.run.model, self.sizes)
         check_decoding_memory(Plan(self.run), self.sizes, have, gpu=device.type == "cuda")
@@ -266,11 +264,6 @@ class Writer:
     aloud: bool = True
 
     @property
-    def request(self) -> Request:
-        """The command line, or what stands for it."""
-        return self.task.request
-
-    @property
     def speaks(self) -> bool:
         """Return whether this rank prints."""
         return self.aloud and self.model.groups.rank == 0
@@ -278,7 +271,7 @@ class Writer:
     def write(self) -> list[str]:
         """Continue all prompts, batch by batch; return the texts after them. All ranks call it."""
         prompts, sizes = self.task.prompts, self.task.sizes
-        captures = self.request.graphs and self.model.device.type == "cuda"
+        captures = self.task.request.graphs and self.model.device.type == "cuda"
         recorder = CudaRecorder() if captures else None
         decoder = Decoder(self.model, sizes.sequences, sizes.tokens, recorder)
         together = Replicas(self.model.groups, sizes.sequences).together
@@ -304,9 +297,9 @@ class Writer:
         on = f" on {several} replicas" if several > 1 else ""
         less = replicas.together < prompts
         together = f", {min(replicas.together, prompts)} together{on}" if less or on else ""
-        limit = ", where the context ends" if sizes.new < self.request.count else ""
+        limit = ", where the context ends" if sizes.new < self.task.request.count else ""
         steps = ""
-        if self.model.device.type == "cuda" and self.request.graphs:
+        if self.model.device.type == "cuda" and self.task.request.graphs:
             how = "a CUDA graph" if decoder.eager is None else f"not captured, as {decoder.eager}"
             steps = f"; a step is {how}"
         memory = decoding_memory(self.model.plan, 0, sizes.sequences, tokens=sizes.tokens)
@@ -321,7 +314,7 @@ class Writer:
         self, decoder: Decoder, first: int, prompts: Sequence[list[int]], *, count: int
     ) -> list[Continuation]:
         """Continue the batch that begins with prompt `first`."""
-        request, task = self.request, self.task
+        request, task = self.task.request, self.task
         texts = [
             Continuation(task.tokenizer, task.stop, prompt, ends=task.ends) for prompt in prompts
         ]
