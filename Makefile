@@ -45,7 +45,7 @@ lint: $(VENV)/installed-test ## ruff, and the rules of prose
 	@$(BIN)/python -m pytest -m prose tests/test_prose.py
 
 types: $(VENV)/installed-test ## mypy, strict
-	@$(BIN)/mypy app
+	@$(BIN)/mypy app graphfold
 
 checks: lint types test ## what a change must pass before it is proposed
 
@@ -65,7 +65,7 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 # Without a GPU a CPU build of torch is a tenth of the download: take it where the package index offers one.
-$(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/installed: pyproject.toml setup.py constraints.txt | $(VENV)/bin/python
 	@echo "Installing into $(VENV) …"
 	@command -v nvidia-smi >/dev/null || $(PIP) "torch==$(TORCH)+cpu" 2>/dev/null || true
 	@$(PIP) "torch==$(TORCH)" && $(PIP) --editable .

@@ -6,7 +6,15 @@ All else is in pyproject.toml.
 from setuptools import find_packages, setup
 
 setup(
-    packages=[*find_packages(include=["app", "app.*"]), "app.conf", "hydra_plugins"],
+    packages=[
+        *find_packages(include=["app", "app.*", "graphfold", "graphfold.*"]),
+        "app.conf",
+        "hydra_plugins",
+    ],
     package_dir={"app.conf": "conf"},
-    package_data={"app": ["py.typed", "cli/options/*.txt"], "app.conf": ["*.yaml", "*/*.yaml"]},
+    package_data={
+        "app": ["py.typed", "cli/options/*.txt"],
+        "app.conf": ["*.yaml", "*/*.yaml"],
+        "graphfold": ["py.typed"],
+    },
 )

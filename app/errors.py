@@ -78,6 +78,15 @@ class ConfigError(ValueError):
         shown = BREAKS.sub(lambda found: repr(found[0])[1:-1], typed(value))
         super().__init__(f"{key}={shown}: {rule}{self._hint()}")
 
+    @classmethod
+    def of_message(cls, message: str) -> ConfigError:
+        """Return the error with this message, as a program has printed it."""
+        key, _, rest = message.partition("=")
+        value, colon, rule = rest.partition(": ")
+        error = cls(key, value, rule) if colon else cls("configuration", "", message)
+        error.args = (message,)
+        return error
+
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle by arguments, so that one rank can send its error to the others."""
         build = partial(type(self), guess=self.guess, advice=self.advice, tried=self.tried)

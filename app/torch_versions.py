@@ -25,6 +25,12 @@ def enqueued(group: dist.ProcessGroup) -> int:
     return number
 
 
+def default_store() -> dist.Store:
+    """Return the store of the default process group, which must be initialised."""
+    store: dist.Store = dist.distributed_c10d._get_default_store()  # private
+    return store
+
+
 def another_connection(store: dist.Store) -> dist.Store:
     """Return the store over a connection of its own, for another thread.
 

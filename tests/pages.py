@@ -14,7 +14,7 @@ from tests.training import ROOT
 
 NUMBER = re.compile(r"\d[\d.,:]*")
 LEFT_OUT = "…"
-CLONE = ("app", "conf", "hydra_plugins", "train.py", "README.md")
+CLONE = ("app", "conf", "graphfold", "hydra_plugins", "train.py", "README.md")
 FAILS = ("train.py: ", "plan: ", "Does not fit")  # begin lines of output with a non-zero exit code
 
 

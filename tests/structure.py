@@ -12,6 +12,9 @@ ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "app").rglob("*.py"))
 
 
+INTERFACE = sorted((ROOT / "graphfold").rglob("*.py"))  # the Python interface, beside app/
+
+
 def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 

@@ -18,7 +18,8 @@ from omegaconf import OmegaConf
 from app.cli.processes.environment import waiting_threads
 from app.cli.processes.home import PACKAGE
 from app.cli.processes.launcher import STARTED_AS, Launch, started_as
-from app.cli.start.launch import carry_out, start_ranks, submitted_job_ends_quietly
+from app.cli.start.launch import carry_out, submitted_job_ends_quietly
+from app.cli.start.ranks import start_ranks
 from app.engine.files.signals import stop_signals
 from app.errors import ConfigError
 from app.shell import shell_word
@@ -213,7 +214,7 @@ def test_self_started_ranks_meet_at_a_free_port(tmp_path: Path, taken: int):
     )
     assert Launch.from_environment(env) == BY_HAND
     start = (
-        "import os, sys; from app.cli.start.launch import start_ranks; "
+        "import os, sys; from app.cli.start.ranks import start_ranks; "
         "sys.exit(start_ranks(2, 'ranks.py', [], os.environ))"
     )
     done = subprocess.run(
@@ -225,7 +226,7 @@ def test_self_started_ranks_meet_at_a_free_port(tmp_path: Path, taken: int):
 
 STARTS_RANKS = """
 import os, pathlib, signal, sys
-from app.cli.start.launch import start_ranks
+from app.cli.start.ranks import start_ranks
 signal.signal(signal.SIGUSR2, lambda number, frame: pathlib.Path("requeued").touch())
 sys.exit(start_ranks(2, "ranks.py", [], os.environ))
 """

@@ -72,7 +72,8 @@ def names_of_tests() -> Iterator[tuple[str, str]]:
 def texts() -> Iterator[tuple[str, str]]:
     """Yield the files that readers meet with their texts; of tests, the names."""
     paths = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md"]
-    for folder, end in (("app", "*.py"), ("app", "*.txt"), ("conf", "*.yaml"), ("docs", "*.md")):
+    kinds = (("app", "*.py"), ("app", "*.txt"), ("graphfold", "*.py"), ("conf", "*.yaml"))
+    for folder, end in (*kinds, ("docs", "*.md")):
         paths += sorted((ROOT / folder).rglob(end))
     for path in paths:
         yield str(path.relative_to(ROOT)), path.read_text()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.cases import each
-from tests.structure import MODULES, ROOT, SOURCES, imported, module_name
+from tests.structure import INTERFACE, MODULES, ROOT, SOURCES, imported, module_name
 
 Trees = dict[Path, list[ast.AST]]
 
@@ -38,8 +38,8 @@ FOLDERS = folders_in_order()
 
 @pytest.fixture(scope="module")
 def trees() -> Trees:
-    """The nodes of every file of app/."""
-    return {path: [*ast.walk(ast.parse(path.read_text()))] for path in SOURCES}
+    """The nodes of every file of app/ and graphfold/."""
+    return {path: [*ast.walk(ast.parse(path.read_text()))] for path in (*SOURCES, *INTERFACE)}
 
 
 def folder_of(module: str) -> str:
@@ -58,7 +58,7 @@ def imports_up(module: str, names: Iterable[str]) -> list[tuple[str, str]]:
 def test_every_public_class_has_a_name_of_its_own(trees: Trees):
     named = Counter(
         node.name
-        for module, *_ in trees.values()
+        for module, *_ in map(trees.__getitem__, SOURCES)
         for node in ast.iter_child_nodes(module)
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
@@ -153,7 +153,7 @@ def test_sizes(trees: Trees):
     assert {name: length for name, length in kernels.items() if length > KERNEL_MAX} == {}
     others = {name: length for name, length in lengths.items() if name not in kernels}
     assert {name: length for name, length in others.items() if length > FUNCTION_MAX} == {}
-    files = {module_name(path): len(path.read_text().splitlines()) for path in SOURCES}
+    files = {module_name(path): len(path.read_text().splitlines()) for path in trees}
     assert {name: length for name, length in files.items() if length > FILE_MAX} == {}
     assert files["app.cli.train"] <= 60
 
@@ -217,7 +217,7 @@ def test_values_between_layers_of_the_engine_have_types(trees: Trees):
 def test_only_programs_that_launchers_start_read_the_environment():
     readers = [
         module_name(path)
-        for path in SOURCES
+        for path in (*SOURCES, *INTERFACE)
         if any(word in path.read_text() for word in ("os.environ", "getenv"))
     ]
     assert readers == ["app.cli.processes.environment", "app.cli.train"]

@@ -16,7 +16,7 @@ if __name__ == "__main__":
 
 from app.cli.options.messages import readable_errors
 from app.cli.processes.output import exit_by
-from app.engine.export.export import export_adapter, export_checkpoint
+from app.engine.export.export import Exported, export_adapter, export_checkpoint
 from app.engine.export.imported import import_model
 from app.engine.start.resume import checkpoint_at
 from app.errors import ConfigError, nearest, say
@@ -55,10 +55,17 @@ def from_hf(name: str, run_dir: Path) -> None:
 
 def to_hf(source: Path, folder: Path) -> None:
     """Write the model of a run or checkpoint into a new folder. Raises ConfigError."""
+    checkpoint, exported = export(source, folder)
+    print(f"{checkpoint}: a model of type {exported.family().model_type} is now in {folder}")
+
+
+def export(source: Path, folder: Path) -> tuple[Path, Exported]:
+    """Write the model of a run or checkpoint into a new folder; return the checkpoint and what was
+    exported. Raises ConfigError.
+    """
     checkpoint = checkpoint_at(source, TO)
     with telling(f"reading {checkpoint}"):
-        exported = export_checkpoint(checkpoint, folder, TO, say=_warn)
-    print(f"{checkpoint}: a model of type {exported.family().model_type} is now in {folder}")
+        return checkpoint, export_checkpoint(checkpoint, folder, TO, say=_warn)
 
 
 def to_peft(source: Path, folder: Path) -> None:

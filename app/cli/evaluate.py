@@ -28,8 +28,9 @@ from app.choices import Source
 from app.cli.options.request import Words, check_characters, text_lines
 from app.cli.options.saved import saved_run
 from app.cli.processes.launcher import Launch
-from app.cli.start.launch import check_room, start_ranks
+from app.cli.start.launch import check_room
 from app.cli.start.program import run_program
+from app.cli.start.ranks import start_ranks
 from app.cli.start.use_model import loaded_model
 from app.config import Run
 from app.data.faults import Fault
@@ -40,7 +41,15 @@ from app.data.sources import find_sources
 from app.data.tokenizer import Tokenizer
 from app.engine.decoding.decoder import Decoder
 from app.engine.decoding.model_tokens import prefix_token
-from app.engine.decoding.scoring import Question, ScoredWindow, accuracy, perplexity, windows
+from app.engine.decoding.scoring import (
+    Accuracy,
+    Perplexity,
+    Question,
+    ScoredWindow,
+    accuracy,
+    perplexity,
+    windows,
+)
 from app.engine.decoding.trained import TrainedModel, WeightSource, weights_at
 from app.engine.ranks.agreement import rank_zero_says
 from app.engine.start.kept_tokenizer import changed_end
@@ -255,8 +264,8 @@ def _decoder(model: TrainedModel, task: Task, most: int) -> Decoder:
     return Decoder(model, -(-batch // model.groups.layout.dp), 0)
 
 
-def score(model: TrainedModel, task: Task) -> str:
-    """Compute perplexity or accuracy and return the line to print. All ranks call it."""
+def score(model: TrainedModel, task: Task) -> Accuracy | Perplexity:
+    """Compute perplexity of documents, or accuracy of answers. All ranks call it."""
     done = [0]
     aloud = model.groups.rank == 0
     if task.questions is not None:
@@ -265,13 +274,9 @@ def score(model: TrainedModel, task: Task) -> str:
         with telling(
             "scoring", lambda: f"{done[-1]:,} of {of:,} choices", aloud=aloud, stream=sys.stderr
         ):
-            found = accuracy(
+            return accuracy(
                 decoder, task.questions, task.tokenizer, done.append, prefix=task.prefix
             )
-        return (
-            f"accuracy {found.plain:.4f}, length-normalised {found.normalised:.4f}, of "
-            f"{count_of(found.questions, 'question')}"
-        )
     of = rank_zero_says(model.groups, task.counted)
     if aloud and (line := task.left_out()):
         _note(line)
@@ -283,9 +288,19 @@ def score(model: TrainedModel, task: Task) -> str:
     if not known.tokens:
         rule = "no document has more than one token, so there is nothing to predict"
         raise ConfigError("data.path", " ".join(task.run.data.path), rule)
+    return known
+
+
+def told(found: Accuracy | Perplexity, task: Task) -> str:
+    """Return the line to print."""
+    if isinstance(found, Accuracy):
+        return (
+            f"accuracy {found.plain:.4f}, length-normalised {found.normalised:.4f}, of "
+            f"{count_of(found.questions, 'question')}"
+        )
     return (
-        f"perplexity {known.perplexity:.4f}, {known.per_token:.5f} nats per token, of "
-        f"{count_of(known.tokens, 'token')}; context {task.run.train.seq_len:,}, stride "
+        f"perplexity {found.perplexity:.4f}, {found.per_token:.5f} nats per token, of "
+        f"{count_of(found.tokens, 'token')}; context {task.run.train.seq_len:,}, stride "
         f"{task.stride:,}"
     )
 
@@ -305,9 +320,9 @@ def evaluate(arguments: Sequence[str], launch: Launch) -> int:
         check_room(run, usable_gpus(run))
         return start_ranks(run.world_size, __file__, arguments, env=environment())
     with loaded_model(source, run, launch) as model:
-        said = score(model, task)
+        found = score(model, task)
         if launch.rank == 0:
-            print(said, flush=True)
+            print(told(found, task), flush=True)
     return 0
 
 

@@ -21,11 +21,14 @@ if __name__ == "__main__":
     # before the imports, which take seconds: Ctrl-C meanwhile prints one line
     stop_quietly("generate", speak=environment().get("RANK", "0") == "0")
 
+import torch
+
 from app.cli.options.request import Words, check_characters, text_lines
 from app.cli.options.saved import saved_run
 from app.cli.processes.launcher import Launch
-from app.cli.start.launch import check_room, start_ranks
+from app.cli.start.launch import check_room
 from app.cli.start.program import run_program
+from app.cli.start.ranks import start_ranks
 from app.cli.start.use_model import loaded_model
 from app.config import Run
 from app.data.faults import Fault
@@ -36,7 +39,7 @@ from app.engine.decoding.drawing import Sampling
 from app.engine.decoding.model_tokens import generation_ends
 from app.engine.decoding.replicas import Replicas
 from app.engine.decoding.texts import Continuation, drawn_tokens
-from app.engine.decoding.trained import TrainedModel, weights_at
+from app.engine.decoding.trained import TrainedModel, WeightSource, weights_at
 from app.engine.ranks.memory import memory_of
 from app.engine.start.kept_tokenizer import changed_end
 from app.engine.start.start import check_tokenizer, choose_device, usable_gpus
@@ -104,7 +107,11 @@ class Request:
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> Request:
         """Parse the command line. Raises ConfigError for values out of range, unreadable files."""
-        words = Words.parse(arguments, OWN)
+        return cls.of(Words.parse(arguments, OWN))
+
+    @classmethod
+    def of(cls, words: Words) -> Request:
+        """Check the options. Raises ConfigError as `parse`."""
         prompts = [*words.texts("prompt")]
         for name in words.all("file"):
             prompts += read_prompts(Path(name))
@@ -215,49 +222,79 @@ def apart(given: Sequence[str], tokenizer: Tokenizer) -> tuple[list[str], frozen
     return stop, frozenset(ends)
 
 
-def sizes_of(request: Request, prompts: Sequence[list[int]], run: Run) -> DecodingSizes:
-    """Return the size of a replica's share of a batch: its sequences, the longest prompt, and the
-    new tokens that still fit into the context.
-    """
-    longest = max(map(len, prompts))
-    count = min(request.count, run.train.seq_len - longest)
-    own = -(-min(request.batch, len(prompts)) // run.dp)
-    return DecodingSizes(own, longest, count)
+@dataclass(frozen=True, slots=True)
+class WritingTask:
+    """The checked request: tokens of the prompts, and what ends their texts. Loads no model."""
+
+    request: Request
+    run: Run
+    tokenizer: Tokenizer
+    prompts: list[list[int]]
+    stop: list[str]
+    ends: frozenset[int]  # tokens that end a text
+
+    @classmethod
+    def of(
+        cls, request: Request, source: WeightSource, run: Run, *, tokenizer: Tokenizer
+    ) -> WritingTask:
+        """Check a request against the run in which the model at `source` is used. Raises
+        ConfigError.
+        """
+        stop, ends = ends_of(request.stop, source.texts, tokenizer)
+        prompts = encoded(request, run, tokenizer)
+        return cls(request, run, tokenizer, prompts, stop=stop, ends=ends)
+
+    @property
+    def sizes(self) -> DecodingSizes:
+        """Size of a replica's share of a batch: its sequences, the longest prompt, and the new
+        tokens that still fit into the context.
+        """
+        longest = max(map(len, self.prompts))
+        count = min(self.request.count, self.run.train.seq_len - longest)
+        own = -(-min(self.request.batch, len(self.prompts)) // self.run.dp)
+        return DecodingSizes(own, longest, count)
+
+    def check(self, device: torch.device) -> None:
+        """Raise ConfigError if the model cannot continue texts so long, or not on this device."""
+        have = memory_of(self.run, device)
+        check_decoding_length(self.run.model, self.sizes)
+        check_decoding_memory(Plan(self.run), self.sizes, have, gpu=device.type == "cuda")
 
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Continues prompts in batches; rank 0 prints."""
+    """Continues prompts in batches; rank 0 prints, if `aloud`."""
 
     model: TrainedModel
-    tokenizer: Tokenizer
-    request: Request
-    stop: Sequence[str]
-    ends: frozenset[int]  # tokens that end a text
+    task: WritingTask
+    aloud: bool = True
 
     @property
     def speaks(self) -> bool:
         """Return whether this rank prints."""
-        return self.model.groups.rank == 0
+        return self.aloud and self.model.groups.rank == 0
 
-    def write(self, prompts: Sequence[list[int]], sizes: DecodingSizes) -> None:
-        """Continue all prompts, batch by batch. All ranks call it."""
-        captures = self.request.graphs and self.model.device.type == "cuda"
+    def write(self) -> list[str]:
+        """Continue all prompts, batch by batch; return the texts after them. All ranks call it."""
+        prompts, sizes = self.task.prompts, self.task.sizes
+        captures = self.task.request.graphs and self.model.device.type == "cuda"
         recorder = CudaRecorder() if captures else None
         decoder = Decoder(self.model, sizes.sequences, sizes.tokens, recorder)
         together = Replicas(self.model.groups, sizes.sequences).together
         self._tell(self._outlook(decoder, len(prompts), sizes))
         since = time.perf_counter()
-        drawn = 0
+        texts: list[Continuation] = []
         try:
             for first in range(0, len(prompts), together):
                 batch = prompts[first : first + together]
-                drawn += self._batch(decoder, first, batch, count=sizes.new)
+                texts += self._batch(decoder, first, batch, count=sizes.new)
         finally:
             if recorder is not None:  # before the process groups: graphs hold their communicators
                 recorder.release()
         seconds = time.perf_counter() - since
+        drawn = sum(len(text.tokens) for text in texts)
         self._tell(f"{drawn} tokens in {seconds:.1f} s: {drawn / seconds:,.0f} tokens/s")
+        return [text.said + text.fresh(last=True) for text in texts]
 
     def _outlook(self, decoder: Decoder, prompts: int, sizes: DecodingSizes) -> str:
         """Return the opening line: prompts, new tokens, memory of keys and values."""
@@ -266,9 +303,9 @@ class Writer:
         on = f" on {several} replicas" if several > 1 else ""
         less = replicas.together < prompts
         together = f", {min(replicas.together, prompts)} together{on}" if less or on else ""
-        limit = ", where the context ends" if sizes.new < self.request.count else ""
+        limit = ", where the context ends" if sizes.new < self.task.request.count else ""
         steps = ""
-        if self.model.device.type == "cuda" and self.request.graphs:
+        if self.model.device.type == "cuda" and self.task.request.graphs:
             how = "a CUDA graph" if decoder.eager is None else f"not captured, as {decoder.eager}"
             steps = f"; a step is {how}"
         memory = decoding_memory(self.model.plan, 0, sizes.sequences, tokens=sizes.tokens)
@@ -281,11 +318,11 @@ class Writer:
 
     def _batch(
         self, decoder: Decoder, first: int, prompts: Sequence[list[int]], *, count: int
-    ) -> int:
-        """Continue the batch that begins with prompt `first`; return the number of new tokens."""
-        request = self.request
+    ) -> list[Continuation]:
+        """Continue the batch that begins with prompt `first`."""
+        request, task = self.task.request, self.task
         texts = [
-            Continuation(self.tokenizer, self.stop, prompt, ends=self.ends) for prompt in prompts
+            Continuation(task.tokenizer, task.stop, prompt, ends=task.ends) for prompt in prompts
         ]
         page = _Page(request.prompts, first, texts) if self.speaks else None
         together = Replicas(self.model.groups, decoder.sequences).together
@@ -296,7 +333,7 @@ class Writer:
             count,
             sampling=request.sampling,
             seed=request.seed + first,
-            vocab=self.tokenizer.vocab_size,
+            vocab=task.tokenizer.vocab_size,
             ended=lambda: all(text.ended for text in texts),
         ):
             for text, token in zip(texts, tokens, strict=False):
@@ -305,7 +342,7 @@ class Writer:
                 page.show()
         if page is not None:
             page.show(last=True)
-        return sum(len(text.tokens) for text in texts)
+        return texts
 
     def _tell(self, line: str) -> None:
         if self.speaks:
@@ -347,20 +384,16 @@ def generate(arguments: Sequence[str], launch: Launch) -> int:
     source = weights_at(request.words.source)
     run = saved_run(source.config, request.words.overrides, launch.world_size)
     tokenizer = check_tokenizer(run, source.manifest)
-    stop, ends = ends_of(request.stop, source.texts, tokenizer)
-    prompts = encoded(request, run, tokenizer)
+    task = WritingTask.of(request, source, run, tokenizer=tokenizer)
     if launch.world_size is None and run.world_size > 1:
         check_room(run, usable_gpus(run))
         return start_ranks(run.world_size, __file__, arguments, env=environment())
-    sizes = sizes_of(request, prompts, run)
     note = changed_end(source.manifest, run.data.tokenizer, kept=False)
     if note is not None and launch.rank == 0:
         warn(note, "generate")
-    device = choose_device(run, launch.local_rank)
-    check_decoding_length(run.model, sizes)
-    check_decoding_memory(Plan(run), sizes, memory_of(run, device), gpu=device.type == "cuda")
+    task.check(choose_device(run, launch.local_rank))
     with loaded_model(source, run, launch) as model:
-        Writer(model, tokenizer, request, stop=stop, ends=ends).write(prompts, sizes)
+        Writer(model, task).write()
     return 0
 
 

@@ -10,9 +10,10 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from app.cli.processes.ctrl_c import stop_quietly
 
@@ -23,7 +24,7 @@ from app.advice.faster import faster
 from app.advice.layouts import compare_layouts
 from app.advice.suggest import suggest
 from app.cli.options.advice import Asked
-from app.cli.options.arguments import Typed, flags_to_overrides
+from app.cli.options.arguments import PLACES, Typed, flags_to_overrides, without_places
 from app.cli.options.compose import load_typed
 from app.cli.options.messages import readable_errors
 from app.cli.options.unknown import no_such_flag
@@ -36,15 +37,16 @@ from app.errors import ConfigError, nearest, warn
 from app.plan.formatting import literal_text
 from app.planner.export import DECODING, WHAT, Decoding, layout_json, plan_json
 from app.planner.plan import Plan
+from app.planner.suggestion import Suggestion
 from app.version import VERSION, Version
 
 # folder for files
 FOLDER = "plan"
 NOWHERE = ("", "null")
 LAYOUTS = "layouts"  # searches other layouts, which takes long: not a part of what=all
+WITH_MEMORY = ("all", "memory")  # values of what= that show memory
 ASKED = (*WHAT[:-1], LAYOUTS, WHAT[-1])
 FLAGS = ("--json", "--help", "-h")
-PLACES = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")  # Hydra's flags
 KNOWN = (*FLAGS, *PLACES)
 MOST_PLANNED = 2**10  # microbatches × stages up to which advice is checked by a full plan
 NUMBERS = ("tokens=", "slower=")  # options of what=layouts
@@ -98,14 +100,47 @@ class PlanRequest:
     @property
     def with_memory(self) -> bool:
         """Return whether memory, and with it the verdict, is shown."""
-        return self.what in ("all", "memory")
+        return self.what in WITH_MEMORY
+
+
+@dataclass(frozen=True)
+class PlanView:
+    """A plan as values and as tables, with suggestions where its memory is shown."""
+
+    plan: Plan
+
+    @classmethod
+    def of(cls, typed: Typed) -> PlanView:
+        """Plan the run that is asked for; warn about options that an experiment overrides. Raises
+        ConfigError, and what composing raises.
+        """
+        plan = Plan(load_typed(typed))
+        for line in (*overlaid(typed), *usual_rate(plan.run, typed)):
+            warn(line, "plan")
+        return cls(plan)
+
+    @cached_property
+    def _found(self) -> tuple[tuple[Suggestion, ...], tuple[Suggestion, ...]]:
+        return suggest(self.plan), faster(self.plan)
+
+    def advice(self, what: str) -> tuple[tuple[Suggestion, ...], tuple[Suggestion, ...]]:
+        """Return what makes the run fit, and what makes it faster; searched for only if shown."""
+        return self._found if what in WITH_MEMORY else ((), ())
+
+    def values(self, what: str = "all") -> dict[str, Any]:
+        """Return the sections as plain values; see `app.planner.export`."""
+        return plan_json(self.plan, what, *self.advice(what))
+
+    def show(self, what: str = "all", stream: TextIO | None = None) -> None:
+        """Print the sections as tables, to stdout by default."""
+        print_plan(self.plan, what, *self.advice(what), stream=stream)
 
 
 def parse(arguments: Sequence[str]) -> PlanRequest:
     """Separate this command's own options from overrides. Raises ConfigError."""
     if error := no_such_flag(arguments, KNOWN):
         raise error
-    words, places = _without_places(arguments)
+    words, places = without_places(arguments)
     flags = [word for word in words if "=" not in word and not word.startswith("~")]
     if unknown := [flag for flag in flags if flag not in FLAGS]:
         rule = f"the options are {', '.join((*FLAGS, *PLACES))}; everything else is key=value"
@@ -143,20 +178,6 @@ def _shown_by(word: str) -> str | None:
     return nearest(word, ASKED) or shown
 
 
-def _without_places(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the arguments into the others and the flags of PLACES with their values."""
-    words = list(arguments)
-    places = list[str]()
-    for place, word in enumerate(arguments):
-        if word.partition("=")[0] in PLACES:
-            places += [word] if "=" in word else arguments[place : place + 2]
-    for word in places:
-        words.remove(word)
-    if places and places[-1] in PLACES:
-        raise ConfigError("option", places[-1], "must be followed by a folder or a name")
-    return words, places
-
-
 def _spelled_out(override: str) -> str:
     return f"hardware.{override}" if override.startswith("gpu_memory_gib=") else override
 
@@ -168,20 +189,19 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     with readable_errors("plan", speak=True, asked=lambda: _asked(arguments)):
         asked = parse(arguments)
-        plan = Plan(load_typed(asked.typed))
-        for line in (*overlaid(asked.typed), *usual_rate(plan.run, asked.typed)):
-            warn(line, "plan")
-        advice = (suggest(plan), faster(plan)) if asked.with_memory else ((), ())
+        view = PlanView.of(asked.typed)
+        plan = view.plan
+        view.advice(asked.what)
         if asked.out:
             _make(asked.out)
         if asked.what == LAYOUTS:
             return _layouts(plan, asked)
         if asked.as_json:
-            print(json.dumps(plan_json(plan, asked.what, *advice)))
+            print(json.dumps(view.values(asked.what)))
         else:
-            print_plan(plan, asked.what, *advice)
+            view.show(asked.what)
         if asked.out:
-            _write(asked.out, plan_json(plan, asked.what, *advice), plan)
+            _write(asked.out, view.values(asked.what), plan)
     if asked.what == DECODING:
         return int(not Decoding.of(plan).together)
     return int(asked.with_memory and not plan.fits)
@@ -204,14 +224,20 @@ def _layouts(plan: Plan, asked: PlanRequest) -> int:
     return int(found.fastest is None)
 
 
-def _asked(arguments: Sequence[str]) -> Asked:
+def asked_plan(typed: Typed) -> Asked:
+    """Return the requested plan, which advice is tried on."""
+
     def load(typed: Typed) -> Run:
         plan = Plan(load_typed(typed))
         if len(plan.stages.in_order) * plan.run.num_microbatches <= MOST_PLANNED:
             plan.busiest  # noqa: B018 - computes the whole plan, whose errors advice must avoid
         return plan.run
 
-    return Asked(parse(flags_to_overrides(arguments, KNOWN)).typed, load)
+    return Asked(typed, load)
+
+
+def _asked(arguments: Sequence[str]) -> Asked:
+    return asked_plan(parse(flags_to_overrides(arguments, KNOWN)).typed)
 
 
 @contextmanager

@@ -27,7 +27,16 @@ from tests.structure import imported
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-SOURCES = ("app", "conf", "hydra_plugins", "LICENSE", "README.md", "pyproject.toml", "setup.py")
+SOURCES = (
+    "app",
+    "conf",
+    "graphfold",
+    "hydra_plugins",
+    "LICENSE",
+    "README.md",
+    "pyproject.toml",
+    "setup.py",
+)
 TINY = (
     "model=dense_tiny",
     "log=none",
@@ -91,12 +100,13 @@ def test_a_wheel_holds_all_that_a_run_needs(wheel: Path):
     names = set(ZipFile(wheel).namelist())
     code = {
         str(path.relative_to(ROOT))
-        for folder in ("app", "hydra_plugins")
+        for folder in ("app", "graphfold", "hydra_plugins")
         for path in (ROOT / folder).rglob("*.py")
     }
     conf = {f"app/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
     rest = {name for name in names if ".dist-info/" not in name}
-    assert rest == code | conf | {"app/py.typed", "app/cli/options/other_names.txt"}
+    typed = {"app/py.typed", "graphfold/py.typed"}
+    assert rest == code | conf | typed | {"app/cli/options/other_names.txt"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
@@ -130,12 +140,13 @@ def test_what_is_imported_is_what_is_asked_for():
     torch brings itself.
     """
     owners = packages_distributions()
-    files = [path for folder in ("app", "hydra_plugins") for path in (ROOT / folder).rglob("*.py")]
+    folders = ("app", "graphfold", "hydra_plugins")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     trees = [ast.parse(path.read_text()) for path in files]
     names = {
         name.split(".")[0] for tree in trees for name in imported(ast.walk(tree))
     } - sys.stdlib_module_names
-    found = {normal(owners[name][0]) for name in names - {"app", "hydra_plugins", "triton"}}
+    found = {normal(owners[name][0]) for name in names - {*folders, "triton"}}
     assert found == {normal(re.split("[<>=]", asked)[0]) for asked in PROJECT["dependencies"]}
 
 
@@ -151,6 +162,12 @@ def test_installed_commands_explain_themselves(programs: Path, tmp_path: Path, n
 def test_an_installed_plan(programs: Path, tmp_path: Path):
     said = called(programs, tmp_path, "graphfold-plan", "what=groups", "+experiment=small")
     assert "parameters" in said and list(tmp_path.iterdir()) == []
+
+
+def test_an_installed_package_plans(programs: Path, tmp_path: Path):
+    code = "import graphfold; print(repr(graphfold.plan(['+experiment=small'])))"
+    said = called(programs, tmp_path, "python", "-c", code)
+    assert said.startswith("<Plan of small on 1 ranks: ") and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.full
@@ -205,3 +222,13 @@ def test_installed_commands_train_sweep_and_report(programs: Path, tmp_path: Pat
     sweep = Sweep.load(tmp_path / "sweeps" / "two")
     assert sweep is not None and [job.state.value for job in sweep.jobs] == ["done"]
     assert "done" in called(programs, tmp_path, "graphfold-report", "sweeps/two")
+    (tmp_path / "app.py").unlink()  # Python itself imports from the folder of a user's program
+    (tmp_path / "torch.py").unlink()
+    words = [*TINY, "run_dir=runs/three", "parallel.dp=2", "optim.lr=1e15"]
+    code = f"""import graphfold
+try: graphfold.train({[*words, "train.steps=20", "train.on_bad_step=stop"]})
+except graphfold.RunError as error: print(error.code, error.folder)"""
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    line = [programs / "python", "-c", code]
+    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-2:] == ["65", str(tmp_path / "runs/three")]

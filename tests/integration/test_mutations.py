@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-COPIED = ("app", "conf", "hydra_plugins", "tests", "train.py", "pyproject.toml")
+COPIED = ("app", "conf", "graphfold", "hydra_plugins", "tests", "train.py", "pyproject.toml")
 
 
 @dataclass(frozen=True)

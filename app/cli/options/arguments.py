@@ -25,6 +25,7 @@ from app.errors import ConfigError, nearest
 from app.version import Version
 
 CONFIG_NAME = "train"
+PLACES = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")  # Hydra's flags
 SWEEPS = frozenset({"-m", "--multirun"})
 # What says how jobs are started is for the program that starts them.
 OF_SWEEPS = (
@@ -177,6 +178,20 @@ def foreign_flags(arguments: Sequence[str], known: Sequence[str]) -> Iterator[tu
         takes = not equals and not behind.startswith("-") and "=" not in behind
         override = f"{name.lstrip('-').replace('-', '_')}={behind if takes else value}"
         yield place, override, f"{word} {behind}" if takes else word
+
+
+def without_places(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the arguments into the others and the flags of PLACES with their values."""
+    words = list(arguments)
+    places = list[str]()
+    for place, word in enumerate(arguments):
+        if word.partition("=")[0] in PLACES:
+            places += [word] if "=" in word else arguments[place : place + 2]
+    for word in places:
+        words.remove(word)
+    if places and places[-1] in PLACES:
+        raise ConfigError("option", places[-1], "must be followed by a folder or a name")
+    return words, places
 
 
 def flags_to_overrides(arguments: Sequence[str], known: Sequence[str] = ()) -> list[str]:

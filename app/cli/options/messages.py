@@ -44,15 +44,38 @@ def readable_errors(
     try:
         if speak:
             with _deaf_to_launchers():
-                if asked is not None and isinstance(found, ConfigError) and found.alternatives:
-                    with suppress(ConfigError):  # a second mistake: told when this one is mended
-                        found = asked().advised(found)
+                found = _advised(found, asked)
             print(f"{program}: {found}", file=sys.stderr, flush=True)
         else:
             time.sleep(silent_s)
     except KeyboardInterrupt:
         sys.exit(130)
     sys.exit(2)
+
+
+@contextmanager
+def mistakes_raised(asked: Callable[[], Asked] | None = None) -> Iterator[None]:
+    """Raise a mistake in the configuration as a ConfigError with the line that `readable_errors`
+    prints.
+    """
+    try:
+        with _interrupts_kept():
+            yield
+    except COMPOSING as error:
+        if not is_mistake(error):
+            raise
+        found = _advised(explained(error), asked)
+    else:
+        return
+    raise found if isinstance(found, ConfigError) else ConfigError.of_message(str(found))
+
+
+def _advised(found: Exception, asked: Callable[[], Asked] | None) -> Exception:
+    """Return the error with advice that was tried on what was asked for."""
+    if asked is not None and isinstance(found, ConfigError) and found.alternatives:
+        with suppress(ConfigError):  # a second mistake: told when this one is mended
+            return asked().advised(found)
+    return found
 
 
 @contextmanager

@@ -6,7 +6,8 @@ torchrun or SLURM start the ranks of these programs too, and set rank and world 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 
 from app.cli.processes.launcher import Launch
 
@@ -19,6 +20,20 @@ SPINS = 2_000
 def environment() -> MutableMapping[str, str]:
     """Return the environment of this process, to read and to pass to children."""
     return os.environ
+
+
+@contextmanager
+def environment_kept() -> Iterator[MutableMapping[str, str]]:
+    """Yield the environment of this process, which after the block is as it was."""
+    # `datasets` puts a copy in the place of os.environ
+    ours, before = os.environ, dict(os.environ)
+    try:
+        yield ours
+    finally:
+        os.environ = ours  # noqa: B003 - not to clear it
+        for name in ours.keys() - before.keys():
+            del ours[name]
+        ours.update({name: text for name, text in before.items() if ours.get(name) != text})
 
 
 def joined_launch(parent: int) -> Launch:

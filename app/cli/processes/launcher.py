@@ -16,6 +16,8 @@ from app.engine.ranks.address import LOOPBACK, loopback_address
 from app.errors import ConfigError
 
 STARTED_AS = "GRAPHFOLD_STARTED_AS"  # variable: command by which the parent of the ranks was typed
+# variable: file into which rank 0 writes the name of its run folder, for the parent of the ranks
+NOTED_IN = "GRAPHFOLD_FOLDER_NOTED_IN"
 # ports for the rendezvous of SLURM tasks, below those that operating systems assign
 FIRST_PORT, PORTS = 20_000, 10_000
 
@@ -43,6 +45,7 @@ class Launch:
     launched: bool = False  # a program started by torchrun, or by srun as one of several tasks
     # command that started this program, printed as advice on how to continue a run
     command: str = field(default="python train.py", compare=False)
+    noted_in: Path | None = None  # file for the name of the run folder, for the parent
 
     @classmethod
     def from_environment(
@@ -55,7 +58,8 @@ class Launch:
         found = cls._placed(env, ask)
         typed = env.get(STARTED_AS) or started_as(sys.argv[0])
         several = "" if found.one_host else "with the same launcher: "
-        return replace(found, command=f"{several}{typed}")
+        noted_in = Path(env[NOTED_IN]) if NOTED_IN in env else None
+        return replace(found, command=f"{several}{typed}", noted_in=noted_in)
 
     @classmethod
     def _placed(cls, env: Mapping[str, str], ask: Callable[..., str]) -> Launch:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
-import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -49,17 +46,15 @@ from app.cli.options.pretrained import KEY as INIT_FROM
 from app.cli.options.unknown import no_such_flag
 from app.cli.processes.ctrl_c import interrupt_then_end
 from app.cli.processes.environment import waiting_threads
-from app.cli.processes.home import child_paths
-from app.cli.processes.launcher import STARTED_AS, Launch, started_as
-from app.cli.processes.parent import bound
+from app.cli.processes.launcher import Launch
 from app.cli.run_report.facts import run_facts
 from app.cli.run_report.sweep_record import left_to_sweep
 from app.cli.start.overlaid import overlaid
+from app.cli.start.ranks import start_ranks
 from app.cli.start.usual_rate import usual_rate
 from app.config import Run
 from app.data.special_tokens import KEY as TOKENIZER
 from app.data.tokenizer_files import bring_tokenizer
-from app.engine.files.signals import STOPPED, hand_on, stop_signals
 from app.errors import ConfigError, FirstOf, OwnError, warn
 from app.plan.formatting import gib
 from app.planner.plan import Plan
@@ -154,8 +149,12 @@ def asked_start(arguments: Sequence[str], launch: Launch) -> Asked:
     """Return the requested run, which advice is tried on, as far as it was loaded: with its data
     once these were read.
     """
+    return asked_run(typed_of(flags_to_overrides(arguments)), launch)
+
+
+def asked_run(asked: Typed, launch: Launch) -> Asked:
+    """Return `asked_start` of arguments that are read already."""
     has_data = "app.engine.start.start" in sys.modules
-    asked = typed_of(flags_to_overrides(arguments))
 
     def load(typed: Typed) -> Run:
         run = load_typed(typed, launch.world_size)
@@ -219,7 +218,7 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
     # torch is slow to load: only after the first mistakes have been reported
     from app.engine.files.attempt import Attempt
     from app.engine.run.train import train
-    from app.engine.start.start import preflight, usable_gpus
+    from app.engine.start.start import preflight
 
     said = f"train.py: {_when_stopped(launch, sys.argv[1:])}"
     interrupt_then_end(said if launch.rank == 0 else "")
@@ -229,52 +228,36 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
         store_stays=launch.agent_store,
         settings=_settings(),
         command=launch.command,
+        noted_in=launch.noted_in,
     )
-    plan = Plan(run)
-    gpus = usable_gpus(run)
-    if not gpus:
-        check_cpu(plan, None if launch.one_host else 1)
+    plan = plan_here(run, launch)
     if launch.world_size is not None or run.world_size == 1:
         if launch.rank == 0 and HydraConfig.initialized():
             for line in usual_rate(run, typed_of(sys.argv[1:])):
                 warn(line)
         return train(plan, launch.rank, launch.local_rank, attempt=attempt)
-    check_room(run, gpus)
     preflight(run, attempt.earlier(run))
     return start_ranks(run.world_size, script, given_overrides(sys.argv[1:]), env=env)
+
+
+def plan_here(run: Run, launch: Launch) -> Plan:
+    """Return the plan of a run that this host has the GPUs or the memory for; loads torch. Raises
+    ConfigError.
+    """
+    from app.engine.start.start import usable_gpus
+
+    plan = Plan(run)
+    gpus = usable_gpus(run)
+    if not gpus:
+        check_cpu(plan, None if launch.one_host else 1)
+    if launch.world_size is None and run.world_size > 1:
+        check_room(run, gpus)
+    return plan
 
 
 def _settings() -> str | None:
     """Return the line on settings taken over from an earlier run; None if there are none."""
     return settings_line(typed_of(sys.argv[1:])) if HydraConfig.initialized() else None
-
-
-def start_ranks(
-    world_size: int, script: str, overrides: Sequence[str], env: Mapping[str, str]
-) -> int:
-    """Run `script` as `world_size` ranks of this host under torchrun and return the exit code of
-    the first rank to fail.
-
-    This process passes signals on and waits, so that no rank is left behind; if it is killed, the
-    ranks die with it.
-    """
-    threads = str(max(1, (os.cpu_count() or 1) // world_size))
-    torchrun = [sys.executable, "-m", "app.cli.torchrun", "--standalone"]
-    command = [*torchrun, f"--nproc-per-node={world_size}", script, *overrides]
-    typed_as = {STARTED_AS: started_as(sys.argv[0])}
-    settings = {"OMP_NUM_THREADS": threads, **typed_as, **env, **child_paths(env)}
-    process = subprocess.Popen(bound(command), env=settings)
-    told: list[signal.Signals] = []
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        told.append(signal.Signals(number))
-        process.send_signal(number)
-
-    before = {number: signal.signal(number, pass_on) for number in stop_signals()}
-    code = process.wait()
-    if code == STOPPED and told:
-        hand_on(told[0], before[told[0]])
-    return code if code >= 0 else 128 - code
 
 
 def given_overrides(arguments: Sequence[str]) -> list[str]:

@@ -242,9 +242,17 @@ def trained_model(
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be captured
     with process_world(rank, run.world_size, device, store=store):
-        plan = Plan(run)
-        groups = create_groups(plan.layout, rank)
-        with telling(f"reading {source.path}", stream=sys.stderr, aloud=rank == 0):
-            model = TrainedModel.load(source, plan, groups, device)
+        model = read_model(source, run, rank, device)
         with without_gradients(device):
             yield model
+
+
+def read_model(source: WeightSource, run: Run, rank: int, device: torch.device) -> TrainedModel:
+    """Create the groups of this rank and load its part of the model; rank 0 tells if it takes long.
+
+    Needs the default process group. Raises ConfigError, the same on every rank.
+    """
+    plan = Plan(run)
+    groups = create_groups(plan.layout, rank)
+    with telling(f"reading {source.path}", stream=sys.stderr, aloud=rank == 0):
+        return TrainedModel.load(source, plan, groups, device)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
 
 from app.config import Run
 from app.engine.files.run_folder import CONFIG
+from app.engine.files.signals import INTERRUPTED, STOPPED
 from app.engine.ranks.meeting import TIMEOUT, join_store, meet
 from app.errors import OwnError, writing
 
@@ -34,6 +37,16 @@ class Attempt:
     store_stays: bool = False  # True if torchrun keeps the store, which then outlives the ranks
     settings: str | None = None  # run whose settings this one took over; None if its own
     command: str = "python train.py"  # command line of this program, for messages
+    noted_in: Path | None = None  # file for the name of the run folder; None writes none
+    began: float | None = None  # monotonic time of the call that trains; None: with the process
+
+    def tell(self, line: str) -> None:
+        """Say why the run ends before its last step; rank 0 calls it."""
+        print(f"train.py: {line}", file=sys.stderr, flush=True)
+
+    def end_process(self, code: int) -> None:
+        """End this process at once: it is stuck, or was asked a second time to stop."""
+        os._exit(code)
 
     def meeting_store(self, rank: int, world_size: int) -> dist.Store:
         """Return the store in which the ranks of this attempt rendezvous; all ranks call it.
@@ -50,7 +63,11 @@ class Attempt:
         return dist.PrefixStore(part, store)
 
     def note(self, folder: Path) -> None:
-        """Record the run folder for later attempts, with a secret word written into it."""
+        """Record the run folder for the parent, and for later attempts with a secret word that is
+        written into it.
+        """
+        if self.noted_in is not None:
+            self.noted_in.write_text(str(folder.absolute()), encoding="utf-8")
         if self.store_stays:
             word = uuid.uuid4().hex
             with writing(folder):
@@ -72,6 +89,24 @@ class Attempt:
     def _connect(self) -> dist.Store:
         assert self.master
         return dist.PrefixStore(PREFIX, join_store(*self.master))
+
+
+@dataclass(frozen=True, slots=True)
+class HostedAttempt(Attempt):
+    """Start of a run of one rank within a program that continues after it."""
+
+    said: list[str] = field(default_factory=list, compare=False)  # why it ended early
+
+    def tell(self, line: str) -> None:
+        """Keep the line for the exception that the program gets."""
+        self.said.append(line)
+
+    def end_process(self, code: int) -> None:
+        """Interrupt the run at a second stop request. No-op for a stuck one: the watchdog has said
+        what it waits for, and the program may interrupt it.
+        """
+        if code in (STOPPED, INTERRUPTED):
+            raise KeyboardInterrupt
 
 
 def _noted_folder(noted: bytes) -> Path:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -39,6 +40,23 @@ def exit_code(number: int | None) -> int:
     return INTERRUPTED if number == signal.SIGINT else STOPPED
 
 
+@contextmanager
+def handled(
+    numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], Any]
+) -> Iterator[Mapping[signal.Signals, Any]]:
+    """Handle signals within the block; yields the handlers before it, which are back after it.
+
+    Only the main thread gets signals: in another one nothing is handled, and the mapping is empty.
+    """
+    ours = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in numbers} if ours else {}
+    try:
+        yield before
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier or signal.SIG_DFL)
+
+
 def hand_on(number: int, handler: Any) -> None:
     """Call the previous handler of a signal, except for Ctrl-C, which only this program handles."""
     if callable(handler) and number != signal.SIGINT:
@@ -47,16 +65,15 @@ def hand_on(number: int, handler: Any) -> None:
 
 @contextmanager
 def ctrl_c_held_back() -> Iterator[None]:
-    """Defer Ctrl-C to the end of the block; main thread only.
+    """Defer Ctrl-C to the end of the block.
 
     OmegaConf's lookups swallow KeyboardInterrupt, or take it for a missing key.
     """
     told: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: told.append(number))
     try:
-        yield
+        with handled([signal.SIGINT], lambda number, frame: told.append(number)):
+            yield
     finally:
-        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
         if told:
             signal.raise_signal(signal.SIGINT)
 
@@ -68,19 +85,18 @@ class StopRequest:
         self.wanted = False  # True if this rank wants all ranks to stop
         self.signal: signal.Signals | None = None
         self._first = 0.0  # seconds, monotonic
+        self._before: Mapping[signal.Signals, Any] = {}
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Handle stop signals within the block; outside they end the process at once.
+    def listening(self, end: Callable[[int], object] = os._exit) -> Iterator[None]:
+        """Handle stop signals within the block; outside they end the process at once. A second
+        request calls `end` with the exit code.
 
         Do not fork within the block: children would inherit the handlers, and not end on a signal.
         """
-        self._before = {number: signal.signal(number, self._take) for number in stop_signals()}
-        try:
+        self._end = end
+        with handled(stop_signals(), self._take) as self._before:
             yield
-        finally:
-            for number, handler in self._before.items():
-                signal.signal(number, handler or signal.SIG_DFL)
 
     def ask(self) -> None:
         """Ask all ranks to stop without a signal. Thread-safe."""
@@ -95,12 +111,12 @@ class StopRequest:
             self.signal = signal.Signals(number)
             self._first = now
         elif now - self._first > (PRESS_S if number == signal.SIGINT else REPEAT_S):
-            os._exit(exit_code(number))  # second request: exit at once
+            self._end(exit_code(number))  # second request: exit at once
 
     def hand_on(self) -> None:
         """Call the previous handler of the signal: submitit's requeues its job."""
         if self.signal:
-            hand_on(self.signal, self._before[self.signal])
+            hand_on(self.signal, self._before.get(self.signal))
 
     def farewell(self, step: int, saved: Path | None, *, command: str) -> str:
         """Return one line on the stop, with the command that resumes the run.
@@ -110,12 +126,6 @@ class StopRequest:
         by = self.signal.name if self.signal else "a signal to another rank"
         by = "Ctrl-C" if self.signal is signal.SIGINT else by
         if saved is None:
-            return (
-                f"train.py: stopped by {by} after step {step}; nothing was saved "
-                "(checkpoint.interval=0)"
-            )
+            return f"stopped by {by} after step {step}; nothing was saved (checkpoint.interval=0)"
         resume = shell_word("resume", str(saved.parent.parent))
-        return (
-            f"train.py: stopped by {by} after step {step}, saved {saved}; "
-            f"to continue: {command} {resume}"
-        )
+        return f"stopped by {by} after step {step}, saved {saved}; to continue: {command} {resume}"

@@ -16,9 +16,11 @@ from app.model.layers.layer_groups import LayerGroups
 from app.plan.groups import ETP, GROUPS, Group, GroupKind
 from app.plan.layout import ParallelLayout
 from app.plan.sharding.blocks import ShardCoords
+from app.torch_versions import default_store
 
 # torch's own timeout. The watchdog ends a hang long before, and knows which ranks may take long.
 HOST_TIMEOUT = datetime.timedelta(hours=4)
+USES = "graphfold_uses"  # key in the store of a world of one process: how many contexts share it
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,18 +181,22 @@ def process_world(
 ) -> Iterator[None]:
     """Initialise the default process group, gloo on CPU and NCCL on GPU, within the block.
 
-    A single process uses a store in memory. Several use `store`, or with None the address that
-    their launcher put into the environment.
+    A single process uses a store in memory, and within a program that has such a world already
+    shares it. Several use `store`, or with None the address that their launcher put into the
+    environment. Raises RuntimeError for one process within a world of several.
     """
-    # one process sends nothing: NCCL's communicator would only take GPU memory
-    backend = "nccl" if device.type == "cuda" and world_size > 1 else "gloo"
+    if world_size == 1:
+        with _world_of_one():
+            yield
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
     # no device_id: NCCL then never connects the default group, which nothing uses
     dist.init_process_group(
         backend,
         rank=rank,
         world_size=world_size,
         timeout=TIMEOUT,
-        store=dist.HashStore() if world_size == 1 else store,
+        store=store,
     )
     try:
         yield
@@ -199,3 +205,26 @@ def process_world(
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+@contextmanager
+def _world_of_one() -> Iterator[None]:
+    """Have a default process group of this process alone within the block: a new one, or that of a
+    loaded model or of the caller, who may leave in any order.
+    """
+    if not dist.is_initialized():
+        # gloo: NCCL's communicator would take GPU memory to send nothing
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        default_store().set(USES, "0")
+    elif dist.get_world_size() > 1:
+        ranks = dist.get_world_size()
+        raise RuntimeError(f"torch.distributed connects this process with {ranks - 1} others")
+    store = default_store()
+    ours = store.check([USES])
+    if ours:
+        store.add(USES, 1)
+    try:
+        yield
+    finally:
+        if ours and store.add(USES, -1) == 0:
+            dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Measure start-up by part, from the start of the process to its first step."""
+"""Measure start-up by part, from the start of the process or the call to the first step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ START_TIME = 22  # its field (from 1): start of the process in clock ticks since
 class StartTimes:
     """Seconds of each part of start-up; the first part ends when this object is created."""
 
-    def __init__(self) -> None:
-        age = process_age_s()
+    def __init__(self, began: float | None = None) -> None:
+        """`began` is the monotonic time of the call that trains; None: this process only trains."""
+        age = process_age_s() if began is None else time.monotonic() - began
         self._parts = {} if age is None else {"imports and plan": age}
         self._since = time.monotonic()
 

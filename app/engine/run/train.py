@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -44,7 +43,7 @@ def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
     numbers. Raises ConfigError for what only the host, data, a checkpoint or a full disk reveals.
     """
     run = plan.run
-    times = StartTimes()
+    times = StartTimes(attempt.began)
     device = choose_device(run, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -54,7 +53,8 @@ def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
     store = attempt.meeting_store(rank, run.world_size)
     watchdog = watch_over(run, rank, store)
     # Closed in reverse order: the watchdog stops before the process groups are destroyed.
-    with FolderLock() as lock, ExitStack() as world, watchdog.running(), lasting_output():
+    watched = watchdog.running(attempt.end_process)
+    with FolderLock() as lock, ExitStack() as world, watched, lasting_output():
         watchdog.meet("connecting the ranks")
         world.enter_context(process_world(rank, run.world_size, device, store=store))
         trainer = start_up(
@@ -65,7 +65,7 @@ def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
                 finished = trainer.fit(attempt, lock)
             except Diverged as end:
                 if rank == 0:
-                    print(f"train.py: {end}", file=sys.stderr, flush=True)
+                    attempt.tell(str(end))
                 trainer.engine.groups.barrier()
                 return DIVERGED
     if not finished:

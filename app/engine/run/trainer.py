@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -150,12 +149,13 @@ class Trainer:
                 version=version,
                 settings=settings,
             )
-        with self.request.listening(), self._all_saved(), self._sinks() as sinks:
+        listening = self.request.listening(attempt.end_process)
+        with listening, self._all_saved(), self._sinks() as sinks:
             validated = self._train(sinks)
             text = None if self.stops else self._sample(sinks)
         rank_zero_says(self.engine.groups, lambda: self._check_files(sinks))
         if self.stops:
-            self._say_farewell(attempt.command)
+            self._say_farewell(attempt)
             return False
         advice = self.meter.advice()
         if self.run.checkpoint.export_hf:
@@ -292,10 +292,10 @@ class Trainer:
         for sink in sinks if text else ():
             sink.note(f"step {self.progress.step}/{self.run.steps}  {text}")
 
-    def _say_farewell(self, command: str) -> None:
+    def _say_farewell(self, attempt: Attempt) -> None:
         if self.is_rank_zero:
-            said = self.request.farewell(self.progress.step, self.saved, command=command)
-            print(said, file=sys.stderr, flush=True)
+            command = attempt.command
+            attempt.tell(self.request.farewell(self.progress.step, self.saved, command=command))
 
     @contextmanager
     def _sinks(self) -> Iterator[Sequence[Sink]]:
