@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from app.cli.chat_terminal import Terminal
 from app.data.tokenizer import ByteTokenizer
@@ -56,12 +57,14 @@ class Shell:
         self.pid, self.file = pty.fork()
         if not self.pid:
             try:
+                os.closerange(3, 1 << 10)  # pipes of pytest, whose ends others wait for
                 os.chdir(folder)
                 # readline, which pytest has loaded, would draw its line anew
                 signal.signal(signal.SIGWINCH, signal.SIG_IGN)
                 size = struct.pack("HHHH", 24, columns, 0, 0)
                 fcntl.ioctl(0, termios.TIOCSWINSZ, size)
                 os.environ.update(TERM="xterm", INPUTRC="/dev/null")
+                Console._environ = os.environ  # rich may have seen a copy, of another terminal
                 sys.stdin, sys.stdout, sys.stderr = map(os.fdopen, (0, 1, 2), "rww")
                 Terminal(speakers, None, 1 << 30, sampling=Sampling(0.7), seed=1).talk()
                 sys.stdout.flush()
@@ -75,7 +78,9 @@ class Shell:
         """Return the screen up to this text, and forget that."""
         deadline = time.monotonic() + WAIT_S
         while text not in self.screen:
-            assert time.monotonic() < deadline, self.screen
+            if time.monotonic() > deadline:
+                os.kill(self.pid, signal.SIGKILL)
+                raise AssertionError(self.screen)
             if select.select([self.file], [], [], 1)[0]:
                 self.screen += os.read(self.file, 1 << 16).decode()  # raises at half a character
         shown, _, self.screen = self.screen.partition(text)
