@@ -21,7 +21,7 @@ PAGE = (ROOT / "docs/data.md").read_text()
 
 @pytest.mark.full
 def test_from_files_to_a_run(tmp_path: Path):
-    (block,) = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+    block, *_ = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     script = block.replace("python train.py", f"python {ROOT / 'train.py'}")
     here = Path(sys.executable).parent
