@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from app.kernels.common import jit, tl, triton, usable
+from app.kernels.common import jit, tl, usable
+from app.kernels.tiling import cdiv
 
 BITS = 32
 # multipliers of a 32-bit mixing function with little bias: github.com/skeeto/hash-prospector
@@ -39,7 +40,7 @@ def dropped(x_BsI: Tensor, keys_Bs: Tensor, channels_I: Tensor, most: int) -> Te
     x_BsI = x_BsI.contiguous()
     out_BsI = x_BsI.new_empty(x_BsI.shape)
     sequences, tokens, width = x_BsI.shape
-    grid = triton.cdiv(sequences * tokens, ROWS), triton.cdiv(width, COLUMNS)
+    grid = cdiv(sequences * tokens, ROWS), cdiv(width, COLUMNS)
     _drop[grid](
         x_BsI,
         keys_Bs,

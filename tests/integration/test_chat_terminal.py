@@ -63,7 +63,10 @@ class Shell:
                 signal.signal(signal.SIGWINCH, signal.SIG_IGN)
                 size = struct.pack("HHHH", 24, columns, 0, 0)
                 fcntl.ioctl(0, termios.TIOCSWINSZ, size)
-                os.environ.update(TERM="xterm", INPUTRC="/dev/null")
+                for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
+                    os.environ.pop(name, None)
+                os.environ.update(TERM="xterm", INPUTRC="/dev/null", COLUMNS=str(columns))
+                signal.signal(signal.SIGINT, signal.default_int_handler)
                 Console._environ = os.environ  # rich may have seen a copy, of another terminal
                 sys.stdin, sys.stdout, sys.stderr = map(os.fdopen, (0, 1, 2), "rww")
                 Terminal(speakers, None, 1 << 30, sampling=Sampling(0.7), seed=1).talk()

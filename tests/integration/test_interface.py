@@ -212,6 +212,7 @@ def stopped(corpus: tuple[str, ...], folder: Path, tell: Callable[[], None]) -> 
 
 def test_signals_end_a_run_with_a_checkpoint(corpus: tuple[str, ...], tmp_path: Path):
     before = signal.signal(signal.SIGTERM, lambda *_: None)
+    interrupt = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(graphfold.RunError, match="stopped by SIGTERM after step") as ended:
             stopped(corpus, tmp_path / "a", terminate)
@@ -222,7 +223,7 @@ def test_signals_end_a_run_with_a_checkpoint(corpus: tuple[str, ...], tmp_path: 
     assert [*(tmp_path / "a/checkpoints").glob("step-*")]
     with pytest.raises(KeyboardInterrupt, match="stopped by Ctrl-C after step"):
         stopped(corpus, tmp_path / "b", lambda: os.kill(os.getpid(), signal.SIGINT))
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is interrupt
 
 
 def test_a_second_request_interrupts_and_exits_nothing():

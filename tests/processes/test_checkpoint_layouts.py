@@ -243,5 +243,5 @@ def test_a_rank_opens_only_what_it_needs(saved: Saved):
     model, file = next(iter(cases))[0], checkpoint.rank_file
     assert run_distributed(opened_files, 2, folder, model, "pp2") == [[file(0)], [file(1)]]
     # Router biases are the same on all ranks, and read from the first.
-    expected = [[file(0)], [file(0), file(1)], [file(0), file(2)], [file(0), file(3)]]
-    assert run_distributed(opened_files, 4, folder, model, "dp4") == expected
+    expected = [[file(0)], [file(0), file(1)]]
+    assert run_distributed(opened_files, 2, folder, model, "tp2") == expected
