@@ -27,8 +27,8 @@ test: $(VENV)/installed-test ## run the tests (CPU), minutes; ARGS="tests/plan -
 test-all: $(VENV)/installed-optuna $(VENV)/installed-slurm $(VENV)/installed-eval test ## then the exhaustive grids and the seeded random runs, an hour or two
 	@$(PYTEST) -m full $(ARGS)
 
-test-sample: $(VENV)/installed-optuna $(VENV)/installed-slurm $(VENV)/installed-eval ## run 8 % of what test-all has beyond test, others every day
-	@$(PYTEST) -m full --share 0.08 $(ARGS)
+test-sample: $(VENV)/installed-optuna $(VENV)/installed-slurm $(VENV)/installed-eval ## run a twentieth of what test-all has beyond test, another one every day
+	@$(PYTEST) -m full --share 0.05 $(ARGS)
 
 test-gpu: $(VENV)/installed-test ## run the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
