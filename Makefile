@@ -27,7 +27,7 @@ test: $(VENV)/installed-test ## run the tests (CPU), minutes; ARGS="tests/plan -
 test-all: $(VENV)/installed-optuna $(VENV)/installed-slurm $(VENV)/installed-eval test ## then the exhaustive grids and the seeded random runs, an hour or two
 	@$(PYTEST) -m full $(ARGS)
 
-test-sample: $(VENV)/installed-optuna $(VENV)/installed-slurm $(VENV)/installed-eval ## run a twentieth of what test-all has beyond test, another one every day
+test-sample: $(VENV)/installed-optuna $(VENV)/installed-slurm $(VENV)/installed-eval ## run a twentieth of what test-all has beyond test, another one each time
 	@$(PYTEST) -m full --share 0.05 $(ARGS)
 
 test-gpu: $(VENV)/installed-test ## run the tests that need a CUDA device

@@ -56,8 +56,8 @@ def the_same_environ() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("sample")
     group.addoption("--share", type=float, default=1.0, help="share of the tests to run, by chance")
-    day = int(time.time()) // 86_400
-    group.addoption("--share-seed", type=int, default=day, help="which ones; default: the day")
+    now = int(time.time())  # the controlling process hands it to the others
+    group.addoption("--share-seed", type=int, default=now, help="which ones; default: the time")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
