@@ -61,6 +61,8 @@ MODELS = {
     "seed_oss": "Seed-OSS",
     "glm4_moe_lite": "GLM-4.7-Flash",
     "kimi_k2": "Kimi-K2",
+    "granite": "Granite 3 (IBM)",
+    "granitemoe": "Granite 3 with experts",
     "deepseek_v2": "DeepSeek-V2, V2-Lite",
     "deepseek_v3": "DeepSeek-V3, R1",
 }

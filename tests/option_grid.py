@@ -78,6 +78,8 @@ NUMBERS: dict[str, tuple[Value, ...]] = {
     "model.local_rope_theta": (None, 1e3),
     "model.query_pre_attn_scalar": (None, 24.0),
     "model.attention_softcap": (None, 2.0),
+    "model.embedding_scale": (None, 6.0),
+    "model.residual_scale": (None, 0.3),
     "model.logit_scale": (None, 0.5),
     "model.logit_softcap": (None, 3.0),
     "model.mla.q_lora_rank": (None, 32),

@@ -27,7 +27,7 @@ from app.errors import ConfigError, FirstOf, Instead, nearest_divisors
 
 # numbers of a model that are above 0
 ABOVE_ZERO = ("rope_theta", "local_rope_theta", "norm_eps", "init_std", "query_pre_attn_scalar",
-              "attention_softcap", "logit_scale", "logit_softcap")  # fmt: skip
+              "attention_softcap", "residual_scale", "logit_scale", "logit_softcap")  # fmt: skip
 SCALINGS = ("yarn", "llama3_rope", "longrope", "dynamic_rope")  # of rotary frequencies
 
 
@@ -90,7 +90,9 @@ class ModelConfig:
     # of each layer, or a shorter pattern that repeats: 1 with rotary positions, 0 without
     # (SmolLM3); empty: all layers have them
     no_rope_layers: tuple[int, ...] = ()
-    scale_embedding: bool = False  # multiply embeddings by √hidden_size
+    embedding_scale: float | None = None  # factor on embeddings; 0: √hidden_size; null: 1
+    # factor on outputs of attention and feed-forwards where the residual is added; null: 1
+    residual_scale: float | None = None
     logit_scale: float | None = None  # factor on the logits; null: 1
     # logits l become c · tanh(l / c) with this c, after logit_scale; null: as they are
     logit_softcap: float | None = None
@@ -119,6 +121,7 @@ class ModelConfig:
             "sliding_window",
         )
         above_zero("model", self, *ABOVE_ZERO)
+        at_least("model", self, 0, "embedding_scale")
         if self.moe and self.moe.first_k_dense >= self.num_layers:
             rule = f"leaves none of the {self.num_layers} layers for experts"
             raise ConfigError(
@@ -311,6 +314,18 @@ class ModelConfig:
             dynamic=self.dynamic_rope,
             factor=self.linear_rope_factor,
         )
+
+    @property
+    def embedding_factor(self) -> float:
+        """Factor on embeddings."""
+        if self.embedding_scale is None:
+            return 1.0
+        return self.embedding_scale or math.sqrt(self.hidden_size)
+
+    @property
+    def residual_factor(self) -> float:
+        """Factor on outputs that are added to the residual stream."""
+        return 1.0 if self.residual_scale is None else self.residual_scale
 
     @property
     def softmax_scale(self) -> float | None:

@@ -32,7 +32,7 @@ class RenamedValue:
 
     key: str
     old: str
-    new: str
+    new: str | float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,9 @@ CHANGED: tuple[Change, ...] = (
     Removed("optim.weight_decay_ramp", "weight decay is constant", "constant"),
     Removed("optim.count_zeros", "zero gradients are not counted", False),
     Removed("log.job_type", "the job type is train"),
+    Renamed("model.scale_embedding", "model.embedding_scale"),
+    RenamedValue("model.embedding_scale", "true", 0.0),
+    RenamedValue("model.embedding_scale", "false", None),
 )
 
 
@@ -176,7 +179,7 @@ def _replace(values: dict[Any, Any], path: list[str], change: RenamedValue) -> I
         return
     replaced = [change.new if _text(each) == change.old else each for each in listed]
     above[path[-1]] = replaced if isinstance(value, list) else replaced[0]
-    yield f"{change.key}={change.old} is now {change.key}={change.new}"
+    yield f"{change.key}={change.old} is now {change.key}={_text(change.new)}"
 
 
 def _remove(

@@ -19,6 +19,7 @@ from app.hf import (
     gemma,
     glm4_moe_lite,
     gpt_oss,
+    granite,
     olmo,
     qwen_moe,
     seed_oss,
@@ -285,6 +286,23 @@ FAMILIES = (
         layers=("sliding_window", "layer_types"),
         defaults=gpt_oss.DEFAULTS,
     ),
+    Family(
+        "granite",
+        "GraniteForCausalLM",
+        granite.granite,
+        _GROUPED,
+        more=granite.written,
+        defaults=granite.MULTIPLIERS,
+    ),
+    Family(
+        "granitemoe",
+        "GraniteMoeForCausalLM",
+        granite.granitemoe,
+        (*_GROUPED, *tables.GRANITE_EXPERTS),
+        granite.written_moe,
+        more=granite.written,
+        defaults=granite.MOE_DEFAULTS,
+    ),
 )
 
 
@@ -365,6 +383,8 @@ def _essence(model: ModelConfig) -> dict[str, Any]:
     found["no_rope_layers"] = config.rotated_layers(model)
     found["query_pre_attn_scalar"] = float(model.query_pre_attn_scalar or model.head_width)
     found["logit_scale"] = 1.0 if model.logit_scale is None else model.logit_scale
+    found["embedding_scale"] = model.embedding_factor
+    found["residual_scale"] = model.residual_factor
     if model.local_rope_theta is not None:
         ropes = {spec.attention.rope for spec in model.layer_specs}
         found["local_rope_theta"] = model.local_rope_theta if len(ropes - {None}) > 1 else None

@@ -22,7 +22,7 @@ OURS = {
     "block": BlockKind.norm_around,
     "norm": NormKind.rms_plus_one,
     "activation": ActivationKind.gelu_tanh,
-    "scale_embedding": True,
+    "embedding_scale": 0.0,
 }
 GELU = "gelu_pytorch_tanh"
 THETA, LOCAL_THETA = 1e6, 1e4  # bases of rotary frequencies of Gemma 3

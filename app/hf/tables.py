@@ -111,9 +111,10 @@ def expert_down(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iter
         yield WeightPart(name.format(expert=expert), (hidden, ffn), ours, whole, (0, 2, 1))
 
 
-def _stacked_gate_up(
+def stacked_gate_up(
     model: ModelConfig, shape: Shape, theirs: Sequence[str]
 ) -> Iterator[WeightPart]:
+    """Map gate and up projections of all experts, gate first, one tensor."""
     experts, hidden, _, ffn = shape
     (name,) = theirs
     apart = (experts, 2, ffn, hidden)
@@ -130,7 +131,8 @@ def _stacked_gate_up(
             )
 
 
-def _stacked_down(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
+def stacked_down(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
+    """Map down projections of all experts, one tensor."""
     experts, ffn, hidden = shape
     (name,) = theirs
     ours, whole = Block.whole(*shape), Block.whole(experts, hidden, ffn)
@@ -216,8 +218,8 @@ NORMS_BEHIND = (
     NameLine("body.out_norm.weight", ("post_feedforward_layernorm.weight",), whole),
 )
 STACKED_EXPERTS = (
-    NameLine("body.experts.w_up", ("mlp.experts.gate_up_proj",), _stacked_gate_up),
-    NameLine("body.experts.w_down", ("mlp.experts.down_proj",), _stacked_down),
+    NameLine("body.experts.w_up", ("mlp.experts.gate_up_proj",), stacked_gate_up),
+    NameLine("body.experts.w_down", ("mlp.experts.down_proj",), stacked_down),
 )
 EXPERTS = (
     NameLine("body.router.weight", ("mlp.gate.weight",), whole),
@@ -246,6 +248,14 @@ MIXTRAL_EXPERTS = (
     ),
     NameLine("body.experts.w_down", ("block_sparse_moe.experts.{expert}.w2.weight",), expert_down),
     *STACKED_EXPERTS,
+)
+GRANITE_EXPERTS = (  # as published, then as version 5 of `transformers` names them
+    NameLine("body.router.weight", ("block_sparse_moe.router.layer.weight",), whole),
+    NameLine("body.router.weight", ("block_sparse_moe.router.weight",), whole),
+    NameLine("body.experts.w_up", ("block_sparse_moe.input_linear.weight",), stacked_gate_up),
+    NameLine("body.experts.w_up", ("block_sparse_moe.experts.gate_up_proj",), stacked_gate_up),
+    NameLine("body.experts.w_down", ("block_sparse_moe.output_linear.weight",), stacked_down),
+    NameLine("body.experts.w_down", ("block_sparse_moe.experts.down_proj",), stacked_down),
 )
 GPT_OSS = (
     NameLine("attn.sinks", ("self_attn.sinks",), whole),

@@ -131,6 +131,29 @@ def _slices(block: Block, origin: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(low - at, high - at) for low, high, at in bounds)
 
 
+def by_tensor(parts: Sequence[WeightPart]) -> Iterator[tuple[WeightPart, ...]]:
+    """Yield the parts of each tensor in the order of its elements.
+
+    Raises AssertionError unless each part is one range of elements, and together they are all.
+    """
+    grouped_parts: dict[str, dict[tuple[int, int], WeightPart]] = {}
+    for part in parts:
+        grouped_parts.setdefault(part.name, {})[_elements(part)] = part
+    for name, found in grouped_parts.items():
+        end = 0
+        for first, last in sorted(found):
+            assert first == end, f"{name} is not put together from ranges of elements"
+            end = last
+        assert end == prod(next(iter(found.values())).shape), f"{name} lacks elements"
+        yield tuple(found[ends] for ends in sorted(found))
+
+
+def _elements(part: WeightPart) -> tuple[int, int]:
+    """Return (start, stop) of a part among the elements of its tensor."""
+    cut = Cut(part, Block.whole(*part.ours.shape), part.ours)
+    return _range([*zip(cut.region, part.shape, strict=True)])
+
+
 def names(parts: Sequence[WeightPart]) -> Iterator[str]:
     """Yield the names of their tensors, each once, in order."""
     yield from dict.fromkeys(part.name for part in parts)

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ from app.errors import ConfigError
 from app.hf.families import Family
 from app.hf.file_names import INDEX, ONE_FILE
 from app.hf.tables import mapping
-from app.hf.weight_part import WeightPart
+from app.hf.weight_part import WeightPart, by_tensor
 from app.plan.sharding.reshard import Block
 
 FILE_BYTES = 5 * 10**9  # largest file, unless a single tensor is larger
@@ -45,17 +46,27 @@ class WrittenTensor:
     """One of their tensors, and the parts of our weights that hold its elements."""
 
     weight: str
-    part: WeightPart
+    parts: tuple[WeightPart, ...]  # in the order of their elements, which are all of the tensor's
     dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        """Its name in the file."""
+        return self.parts[0].name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape in the file."""
+        return self.parts[0].shape
 
     @property
     def bytes(self) -> int:
         """Return the bytes of the tensor in its file."""
-        return prod(self.part.shape) * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
     def data(self, source: WeightReader) -> Iterator[memoryview]:
         """Yield the tensor's bytes in order, a part at a time."""
-        for part in _parts(self.part):
+        for part in chain.from_iterable(map(_parts, self.parts)):
             values = source.read(self.weight, part.ours).permute(_to_theirs(part.order))
             flat = values.to(self.dtype).contiguous().view(-1).view(torch.uint8)
             yield flat.numpy().data
@@ -126,9 +137,9 @@ class Export:
         table = self.family.table(self.model)
         for weight in self.family.weights(self.model):
             biased = weight.name.endswith(".bias_E")
-            for part in mapping(table, self.model, weight).spellings[0]:
-                dtype = BIAS_DTYPE if biased else self.apart.get(weight.name, self.dtype)
-                yield WrittenTensor(weight.name, part, dtype)
+            dtype = BIAS_DTYPE if biased else self.apart.get(weight.name, self.dtype)
+            for parts in by_tensor(mapping(table, self.model, weight).spellings[0]):
+                yield WrittenTensor(weight.name, parts, dtype)
 
     def begin(self) -> None:
         """Make the temporary folder. Raises ConfigError if the target already exists."""
@@ -142,7 +153,7 @@ class Export:
         """Write one of the files and flush it to disk (fsync). Raises ConfigError."""
         tensors = self.files()[name]
         with _writing(self.temporary / name), (self.temporary / name).open("wb") as file:
-            entries = [(each.part.name, each.dtype, each.part.shape) for each in tensors]
+            entries = [(each.name, each.dtype, each.shape) for each in tensors]
             file.write(file_header(entries, {"format": "pt"}))
             for tensor in tensors:
                 for data in tensor.data(source):
@@ -158,7 +169,7 @@ class Export:
         index = {}
         if list(files) != [ONE_FILE]:
             size = sum(tensor.bytes for held in files.values() for tensor in held)
-            places = {each.part.name: file for file, held in files.items() for each in held}
+            places = {each.name: file for file, held in files.items() for each in held}
             index = {INDEX: as_json({"metadata": {"total_size": size}, "weight_map": places})}
         with _writing(self.folder):
             write_all(self.temporary, {**index, **texts})

@@ -22,6 +22,7 @@ from app.model.attention.modules import attention
 from app.model.layers.layer_groups import ALONE, LayerGroups
 from app.model.layers.layers import Context, RMSNorm, mlp
 from app.model.layers.norms import norm_of_hidden
+from app.model.layers.residual import residual_sum
 from app.plan.model.layer import DenseBodyWeights
 from app.plan.phases import PhaseName
 
@@ -150,13 +151,14 @@ class Layer(nn.Module):
         if self.norm_behind:
             self.attn_out_norm = norm_of_hidden(model)
         self.body = body
+        self.add = residual_sum(model)
         attn = Phase(PhaseName.attn, self._attend, ("x", "context"), outputs=self.outputs)
         self.phases: tuple[Phase, ...] = (attn, *body.phases)
 
     def attend_with(self, attend: AttendHidden, x_BsD: Tensor, context: Context) -> Outputs:
         """Return what the attention phase returns, with `attend` in place of the layer's own."""
         x_BsD, h_BsD = self.attn_norm.beside(x_BsD, context.recompute, context.sink)
-        return (x_BsD + attend(h_BsD, context),)
+        return (self.add(x_BsD, attend(h_BsD, context)),)
 
     def _attend(self, x_BsD: Tensor, context: Context) -> Outputs:
         return self.attend_with(self.attn, x_BsD, context)
@@ -178,7 +180,8 @@ class NormAfterLayer(Layer):
 
     def attend_with(self, attend: AttendHidden, x_BsD: Tensor, context: Context) -> Outputs:
         """See `Layer`."""
-        return (x_BsD + self.attn_out_norm(attend(x_BsD, context), context.sink),)
+        out_BsD = self.attn_out_norm(attend(x_BsD, context), context.sink)
+        return (self.add(x_BsD, out_BsD),)
 
 
 class NormAroundLayer(Layer):
@@ -189,7 +192,8 @@ class NormAroundLayer(Layer):
     def attend_with(self, attend: AttendHidden, x_BsD: Tensor, context: Context) -> Outputs:
         """See `Layer`."""
         x_BsD, h_BsD = self.attn_norm.beside(x_BsD, context.recompute, context.sink)
-        return (x_BsD + self.attn_out_norm(attend(h_BsD, context), context.sink),)
+        out_BsD = self.attn_out_norm(attend(h_BsD, context), context.sink)
+        return (self.add(x_BsD, out_BsD),)
 
 
 class ParallelLayer(Layer):
@@ -200,7 +204,7 @@ class ParallelLayer(Layer):
     def attend_with(self, attend: AttendHidden, x_BsD: Tensor, context: Context) -> Outputs:
         """See `Layer`."""
         x_BsD, h_BsD = self.attn_norm.beside(x_BsD, context.recompute, context.sink)
-        return x_BsD + attend(h_BsD, context), h_BsD
+        return self.add(x_BsD, attend(h_BsD, context)), h_BsD
 
 
 class DenseBody(Body):
@@ -221,11 +225,12 @@ class DenseBody(Body):
         self.mlp = mlp(model, DenseBodyWeights.of(model).mlp, layer_groups)
         if self.norm_behind:
             self.out_norm = norm_of_hidden(model)
+        self.add = residual_sum(model)
         self.phases = (Phase(PhaseName.mlp, self._feed_forward, ("x", "context"), outputs=("x",)),)
 
     def _feed_forward(self, x_BsD: Tensor, context: Context) -> Outputs:
         x_BsD, h_BsD = self.norm.beside(x_BsD, context.recompute, context.sink)
-        return (x_BsD + self.mlp(h_BsD, context.sink, context.recompute),)
+        return (self.add(x_BsD, self.mlp(h_BsD, context.sink, context.recompute)),)
 
 
 class NormAfterBody(DenseBody):
@@ -236,7 +241,7 @@ class NormAfterBody(DenseBody):
 
     def _feed_forward(self, x_BsD: Tensor, context: Context) -> Outputs:
         out_BsD = self.mlp(x_BsD, context.sink, context.recompute)
-        return (x_BsD + self.out_norm(out_BsD, context.sink),)
+        return (self.add(x_BsD, self.out_norm(out_BsD, context.sink)),)
 
 
 class NormAroundBody(DenseBody):
@@ -247,7 +252,7 @@ class NormAroundBody(DenseBody):
     def _feed_forward(self, x_BsD: Tensor, context: Context) -> Outputs:
         x_BsD, h_BsD = self.norm.beside(x_BsD, context.recompute, context.sink)
         out_BsD = self.mlp(h_BsD, context.sink, context.recompute)
-        return (x_BsD + self.out_norm(out_BsD, context.sink),)
+        return (self.add(x_BsD, self.out_norm(out_BsD, context.sink)),)
 
 
 class ParallelBody(Body):
@@ -256,11 +261,12 @@ class ParallelBody(Body):
     def __init__(self, model: ModelConfig, layer_groups: LayerGroups = ALONE) -> None:
         super().__init__()
         self.mlp = mlp(model, DenseBodyWeights.of(model).mlp, layer_groups)
+        self.add = residual_sum(model)
         read = ("x", "h", "context")
         self.phases = (Phase(PhaseName.mlp, self._feed_forward, read, outputs=("x",)),)
 
     def _feed_forward(self, x_BsD: Tensor, h_BsD: Tensor, context: Context) -> Outputs:
-        return (x_BsD + self.mlp(h_BsD, context.sink, context.recompute),)
+        return (self.add(x_BsD, self.mlp(h_BsD, context.sink, context.recompute)),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ from app.model.layers.layer_groups import ALONE, LayerGroups, size
 from app.model.layers.layers import Context, layer_context
 from app.model.layers.linear import (
     ColumnParallelLinear,
-    ScaledEmbedding,
-    VocabParallelEmbedding,
+    embedding_table,
     named_parameters,
 )
 from app.model.layers.logits import logits_of
@@ -72,9 +71,10 @@ class Chunk(nn.Module):
         self.first = embedding
         self.last = head
         rows = table(model)
-        embed = ScaledEmbedding if model.scale_embedding else VocabParallelEmbedding
         # registered in the order of use, which is that of the optimizer's buffers
-        self.embedding = embed(rows, layer_groups) if embedding else None
+        self.embedding = (
+            embedding_table(rows, layer_groups, model.embedding_scale) if embedding else None
+        )
         self.layers = nn.ModuleDict({str(index): layer for index, layer in layers.items()})
         self.in_order = tuple(layers.values())
         # kinds of positions of its layers
@@ -83,7 +83,7 @@ class Chunk(nn.Module):
         self.norm = norm_of_hidden(model) if head else None
         if head and not embedding and model.tie_embeddings:
             # a last stage of its own has a copy of the tied table
-            self.embedding = embed(rows, layer_groups)
+            self.embedding = embedding_table(rows, layer_groups, model.embedding_scale)
         untied = head and not model.tie_embeddings
         self.head = ColumnParallelLinear(rows, layer_groups) if untied else None
         self.logit_map = logits_of(model)

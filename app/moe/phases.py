@@ -24,6 +24,7 @@ from app.model.block import Body, Phase, RoutingReport, StepState
 from app.model.layers.layer_groups import LayerGroups, rank, size
 from app.model.layers.layers import Context, build_mlp
 from app.model.layers.norms import norm_of_hidden
+from app.model.layers.residual import residual_sum
 from app.model.layers.weight_grads import WeightGradSink
 from app.moe.capacity import within_capacity
 from app.moe.experts import Dispatched, build_experts
@@ -241,6 +242,7 @@ class MoEBody(Body, Generic[Prepared, Origin]):
         self.dispatcher = dispatcher
         self.moe = moe
         self.side = side
+        self.add = residual_sum(model)
         self.planned = planned_dispatcher(moe, layer_groups.ep, layer_groups.etp)
         self.phases = self._phase_list(self.planned.waits_for_host)
 
@@ -318,11 +320,11 @@ class MoEBody(Body, Generic[Prepared, Origin]):
     def _finish(
         self, x_BsD: Tensor, y_TD: Tensor, shared_BsD: Tensor | None = None
     ) -> tuple[Tensor]:
-        out_BsD = x_BsD + y_TD.view_as(x_BsD)
+        out_BsD = self.add(x_BsD, y_TD.view_as(x_BsD))
         if shared_BsD is None:
             return (out_BsD,)
         if self.side is not None:
             main = torch.cuda.current_stream()
             main.wait_stream(self.side)
             shared_BsD.record_stream(main)
-        return (out_BsD + shared_BsD,)
+        return (self.add(out_BsD, shared_BsD),)

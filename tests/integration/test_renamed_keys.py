@@ -363,3 +363,14 @@ def test_typed_old_name_reaches_every_rank(tmp_path: Path):
     profile = "old name: hardware.profile."
     assert code == 0
     assert wrong.count(TOLD) == 1 and wrong.count(profile) == 2 and wrong.count("\n") == 3, wrong
+
+
+@pytest.mark.parametrize(("old", "new"), [("true", 0.0), ("True", 0.0), ("false", None)])
+def test_scaled_embedding_is_a_number_now(old: str, new: float | None, tmp_path: Path):
+    assert loaded(f"model.scale_embedding={old}").model.embedding_scale == new
+    value = yaml.safe_load(old)
+    words = options(tmp_path, "experiment/e", {"model": {"scale_embedding": value}},
+                    "# @package _global_\n")  # fmt: skip
+    assert loaded(*words, "+experiment=e").model.embedding_scale == new
+    present, _ = with_new_names({"model": {"scale_embedding": value}}, saved=True)
+    assert present == {"model": {"embedding_scale": new}}

@@ -54,7 +54,10 @@ def preset_model(preset: str) -> ModelConfig:
     name, *keys = preset.split("+")
     words = [f"model={name}", *(f"model.{key}=true" for key in keys)]
     model = composed(words, 1).model
-    return dataclasses.replace(model, num_layers=DEEP, layer_types=model.layer_types[:DEEP])
+    # some vocabularies have an odd number of rows, which tp=2 refuses
+    rows = model.vocab_size + model.vocab_size % 2
+    types = model.layer_types[:DEEP]
+    return dataclasses.replace(model, num_layers=DEEP, layer_types=types, vocab_size=rows)
 
 
 def peers_of(layout: ParallelLayout, rank: int) -> LayerGroups:

@@ -50,6 +50,7 @@ MODELS = {
         sliding_window=4,
         layer_types=(SLIDING, FULL),
     ),
+    "scaled residuals": sharp(TINY, residual_scale=0.5, embedding_scale=3.0, logit_scale=2.0),
     "latent windows": sharp(LATENT, moe=None, sliding_window=4, layer_types=(SLIDING, FULL)),
     "static": sharp(TINY, moe=dataclasses.replace(TINY_MOE, dispatcher=DispatcherKind.static)),
 }

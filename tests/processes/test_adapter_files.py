@@ -32,6 +32,7 @@ from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed
 from tests.hf_folders import save_random, their_logits
 from tests.runs import batches_of, train_steps, whole_gradients, whole_parameters
+from tests.tensors.hf_parity import CASES
 
 transformers = pytest.importorskip("transformers")
 
@@ -157,6 +158,7 @@ FAMILIES = {
     "qwen3_moe": ("self_attn", "mlp", "gate"),
     "deepseek_v3": (),
     "gpt_oss": ("self_attn", "mlp", "router"),
+    "granite": (),
 }
 
 
@@ -300,3 +302,11 @@ def test_adapter_of_another_base_is_refused(
     model = run.model if change else replace(run.model, ffn_hidden_size=8)
     with pytest.raises(ConfigError, match=said):
         SavedAdapter(model, replace(LORA, init_from=str(adapter)))
+
+
+def test_adapters_of_experts_of_granite_have_no_files():
+    model = CASES["granitemoe"]()[2]
+    for targets in (("experts",), ("gate",)):
+        with pytest.raises(ConfigError, match="models of type granitemoe store body"):
+            AdapterNames.of(model, replace(LORA, targets=targets), "key", "value")
+    AdapterNames.of(model, replace(LORA, targets=("self_attn",)), "key", "value")

@@ -36,6 +36,8 @@ TABLES = [
     "qwen2_moe",
     "glm4_moe_lite",
     "kimi_k2",
+    "granite",
+    "granitemoe",
 ]
 STEPS = 5
 OPTIM = OptimConfig(lr=1e-3, warmup_steps=2, eps=1e-5, weight_decay=0.1)

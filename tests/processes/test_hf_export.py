@@ -70,6 +70,7 @@ def check_round_trip(
         ("llama-tied", {"tp": 2}, {"pp": 2, "vpp": 2}),
         ("deepseek_v3", LAYOUTS["etp2"], {}),
         ("gpt_oss", LAYOUTS["etp2"], {"tp": 2}),
+        ("granitemoe", LAYOUTS["etp2"], {"tp": 2}),
     ],
 )
 def test_out_is_what_came_in(name: str, there: Any, back: Any, tmp_path: Path):
@@ -84,7 +85,7 @@ def test_bf16_comes_out_as_it_came_in(tmp_path: Path):
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "name", ["mixtral", "olmoe", "gpt_oss", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
+    "name", ["mixtral", "olmoe", "gpt_oss", "granitemoe", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
 )
 def test_every_layout_gives_out_what_came_in(name: str, layout: str, tmp_path: Path):
     names = list(LAYOUTS)
@@ -93,7 +94,9 @@ def test_every_layout_gives_out_what_came_in(name: str, layout: str, tmp_path: P
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "qwen3", "deepseek_v2-lite"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-tied", "qwen2", "qwen3", "granite", "deepseek_v2-lite"]
+)
 def test_every_family_gives_out_what_came_in(name: str, tmp_path: Path):
     check_round_trip(name, {"pp": 2}, {"pp": 2, "vpp": 2}, tmp_path)
 

@@ -123,13 +123,16 @@ MODELS = {
         block=BlockKind.norm_around,
         norm=NormKind.rms_plus_one,
         activation=ActivationKind.gelu_tanh,
-        scale_embedding=True,
+        embedding_scale=0.0,
         qk_norm=True,
         attention_softcap=50.0,
         logit_softcap=30.0,
     ),
     "parallel": dataclasses.replace(
         DENSE, block=BlockKind.parallel, norm=NormKind.layer, logit_scale=0.5
+    ),
+    "residuals_scaled": dataclasses.replace(
+        GROUPED, residual_scale=0.3, embedding_scale=6.0, logit_scale=0.5, moe=BEFORE
     ),
     "one_kv_head": dataclasses.replace(DENSE, num_kv_heads=1, head_dim=32),
     "softmax": dataclasses.replace(DENSE, moe=SOFTMAX),

@@ -159,7 +159,7 @@ GEMMA = {
     "block": BlockKind.norm_around,
     "norm": NormKind.rms_plus_one,
     "activation": ActivationKind.gelu_tanh,
-    "scale_embedding": True,
+    "embedding_scale": 0.0,
     "query_pre_attn_scalar": 24,
 }
 
@@ -629,7 +629,57 @@ def glm4_moe_lite() -> Any:
     return transformers.Glm4MoeLiteForCausalLM, theirs, ours
 
 
+FACTORS_OF_GRANITE = {
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 0.7,
+}
+OUR_FACTORS = {"embedding_scale": 6.0, "residual_scale": 0.3, "logit_scale": 1 / 0.7}
+
+
+def granite(biased: bool = False, experts: bool = False) -> Any:
+    """Like `dense`, with four factors, and with `experts` 8 of them, top-3."""
+    kind = "GraniteMoe" if experts else "Granite"
+    biases = {} if experts else {"mlp_bias": biased}
+    routed = {"num_local_experts": 8, "num_experts_per_tok": 3} if experts else {}
+    theirs = getattr(transformers, f"{kind}Config")(
+        **HF_SIZES | {"initializer_range": 0.02},
+        **IDS,
+        **FACTORS_OF_GRANITE,
+        **biases,
+        **routed,
+        num_hidden_layers=3,
+        intermediate_size=24 if experts else 56,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_bias=biased,
+        tie_word_embeddings=not biased,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e3},
+    )
+    ours = ModelConfig(
+        **SIZES,
+        **OUR_FACTORS,
+        **attention_biases(biased),
+        **biases,
+        query_pre_attn_scalar=25.0,
+        num_layers=3,
+        ffn_hidden_size=56,
+        num_heads=4,
+        num_kv_heads=2,
+        norm_eps=1e-6,
+        rope_theta=1e3,
+        tie_embeddings=not biased,
+        moe=MoEConfig(num_experts=8, top_k=3, ffn_hidden_size=24) if experts else None,
+    )
+    return getattr(transformers, f"{kind}ForCausalLM"), theirs, ours
+
+
 CASES = {
+    "granite": granite,
+    "granite-biases": lambda: granite(biased=True),
+    "granitemoe": lambda: granite(experts=True),
+    "granitemoe-biases": lambda: granite(experts=True, biased=True),
     "llama-gqa": lambda: dense("Llama", 4, 2, width=8, tied=False),
     "llama-gqa-tied": lambda: dense("Llama", 4, 2, width=8, tied=True, theta=5e5),
     "llama-mha": lambda: dense("Llama", 4, 4, width=8, tied=False, eps=1e-2),

@@ -127,6 +127,10 @@ NORMS = {
 
 def converted(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """Our parameter names -> Hugging Face weights."""
+    hf = {
+        name.replace("block_sparse_moe.router", "mlp.gate").replace("block_sparse_moe", "mlp"): each
+        for name, each in hf.items()
+    }
     weights = {"embedding": hf["model.embed_tokens.weight"], "norm.weight": hf["model.norm.weight"]}
     if not model.tie_embeddings:
         weights["head"] = hf["lm_head.weight"]

@@ -74,7 +74,14 @@ def test_both_kinds_of_attention_are_covered():
 WORKING = {
     name: MODELS[name]
     for name in (
-        *("dense", "grouped_tied", "softmax", "sigmoid_shared_gate", "softmax_before"),
+        *(
+            "dense",
+            "grouped_tied",
+            "residuals_scaled",
+            "softmax",
+            "sigmoid_shared_gate",
+            "softmax_before",
+        ),
         *("latent", "latent_queries_as_they_are"),
     )
 }

@@ -176,6 +176,26 @@ PUBLISHED = {  # config.json of the repositories named, as published, without wh
         "sliding_window": 131072, "tie_word_embeddings": False, "use_sliding_window": False,
         "vocab_size": 151936,
     },
+    # ibm-granite/granite-3.3-8b-base
+    "granite3_8b": {
+        "model_type": "granite", "attention_bias": False, "attention_dropout": 0.0,
+        "attention_multiplier": 0.0078125, "embedding_multiplier": 12.0, "hidden_act": "silu",
+        "hidden_size": 4096, "intermediate_size": 12800, "logits_scaling": 16.0,
+        "mlp_bias": False, "num_attention_heads": 32, "num_hidden_layers": 40,
+        "num_key_value_heads": 8, "residual_multiplier": 0.22, "rms_norm_eps": 1e-05,
+        "rope_scaling": None, "rope_theta": 10000000.0, "tie_word_embeddings": True,
+        "vocab_size": 49159,
+    },
+    # ibm-granite/granite-3.1-1b-a400m-base
+    "granite3_1b_a400m": {
+        "model_type": "granitemoe", "attention_bias": False, "attention_dropout": 0.0,
+        "attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "hidden_act": "silu",
+        "hidden_size": 1024, "intermediate_size": 512, "logits_scaling": 6.0,
+        "num_attention_heads": 16, "num_experts_per_tok": 8, "num_hidden_layers": 24,
+        "num_key_value_heads": 8, "num_local_experts": 32, "residual_multiplier": 0.22,
+        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1500000,
+        "tie_word_embeddings": True, "vocab_size": 49155,
+    },
     # google/gemma-3-27b-pt, its text_config
     "gemma3_27b": {
         "model_type": "gemma3_text", "head_dim": 128, "hidden_size": 5376,

@@ -26,6 +26,11 @@ from tests.tensors.models import draw_tokens, forward
 PER_EXPERT = "{prefix}.mlp.experts.{expert}.{part}_proj.weight"
 OF_MIXTRAL = "{prefix}.block_sparse_moe.experts.{expert}.{part}.weight"
 MIXTRAL_PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
+OF_GRANITE = {
+    "experts.gate_up_proj": "input_linear.weight",
+    "experts.down_proj": "output_linear.weight",
+    "router.weight": "router.layer.weight",
+}
 STACKED = re.compile(r"(model\.layers\.\d+)\.mlp\.experts\.(gate_up|down)_proj")
 
 Named = Iterator[tuple[str, Tensor]]
@@ -40,6 +45,11 @@ def as_version_4(name: str, value: Tensor, family: str) -> Named:
     """A tensor for each expert, and other names in Mixtral."""
     if family == "mixtral" and name.endswith(".mlp.gate.weight"):
         yield name.replace(".mlp.", ".block_sparse_moe."), value
+        return
+    if family == "granitemoe":
+        for new, old in OF_GRANITE.items():
+            name = name.replace(new, old)
+        yield name, value
         return
     stacked = STACKED.fullmatch(name)
     if stacked is None or family == "gpt_oss":  # one tensor in all versions

@@ -27,7 +27,7 @@ from app.config.renamed import (
     with_new_names,
 )
 from app.engine.files.run_folder import HEADER
-from app.errors import ConfigError, say
+from app.errors import ConfigError, say, typed
 
 # prefix, key or group with its package, and the value where there is one
 OVERRIDE = re.compile(r"(\+\+|\+|~|)([^=+~]+)(?:=(.*))?", re.DOTALL)
@@ -82,8 +82,9 @@ def _present_value(key: str, value: str) -> str:
     for change in CHANGED:
         if isinstance(change, RenamedValue) and change.key == key:
             old = rf"(?<![\w.-]){re.escape(change.old)}(?![\w.-])"
-            value, count = re.subn(old, change.new.replace("\\", r"\\"), value)
-            tell([f"{key}={change.old} is now {key}={change.new}"] * bool(count))
+            new = typed(change.new)
+            value, count = re.subn(old, new.replace("\\", r"\\"), value, flags=re.IGNORECASE)
+            tell([f"{key}={change.old} is now {key}={new}"] * bool(count))
     return value
 
 

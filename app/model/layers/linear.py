@@ -316,6 +316,18 @@ class VocabParallelEmbedding(ColumnParallelLinear):
 
 
 class ScaledEmbedding(VocabParallelEmbedding):
+    """Embedding table whose rows are multiplied by a factor when they are looked up."""
+
+    def __init__(self, weight: Weight, layer_groups: LayerGroups, factor: float) -> None:
+        super().__init__(weight, layer_groups)
+        self.factor = factor
+
+    def lookup(self, tokens_BS: Tensor) -> Tensor:
+        """See `VocabParallelEmbedding`."""
+        return super().lookup(tokens_BS) * self.factor
+
+
+class RootScaledEmbedding(VocabParallelEmbedding):
     """Embedding table whose rows are multiplied by √D when they are looked up (Gemma)."""
 
     def lookup(self, tokens_BS: Tensor) -> Tensor:
@@ -323,6 +335,17 @@ class ScaledEmbedding(VocabParallelEmbedding):
         dtype, width = self.weight.dtype, self.weight.shape[1]
         # the factor is rounded to the weights' type, as `transformers` does
         return super().lookup(tokens_BS) * torch.tensor(math.sqrt(width), dtype=dtype).item()
+
+
+def embedding_table(
+    rows: Weight, layer_groups: LayerGroups, scale: float | None
+) -> VocabParallelEmbedding:
+    """Build the table; `scale` as `model.embedding_scale`."""
+    if scale == 0:
+        return RootScaledEmbedding(rows, layer_groups)
+    if scale is None or scale == 1:
+        return VocabParallelEmbedding(rows, layer_groups)
+    return ScaledEmbedding(rows, layer_groups, scale)
 
 
 class GroupedLinear(LinearModule):

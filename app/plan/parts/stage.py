@@ -205,7 +205,7 @@ def embedding(s: Sizes, weight: Weight) -> list[Operation]:
     t.op(Work.other, 0, whole, saves * weight.trained, weight=s.weight(weight), stored=True,
          kernels=kernels, trained=weight.trained)  # fmt: skip
     local = scattered(t, whole)
-    if s.model.scale_embedding:
+    if s.model.embedding_factor != 1:
         t.op(Work.other, local, local)
     return t.ops
 

@@ -277,6 +277,8 @@ class Trace:
 
     def add(self, size: int) -> int:
         """Add the sum of the residual stream and the output of the last operation."""
+        if self.sizes.model.residual_factor != 1:  # the output has a gradient of its own
+            return self.op(Work.other, 2 * size, size)
         self.ops[-1] = replace(self.ops[-1], summed=True)
         return self.op(Work.other, 2 * size, size, passes=True)
 
