@@ -77,7 +77,7 @@ class AdapterNames:
         if odd := next((each for each in found._adapted() if not found._fits(each)), None):
             rule = f"models of type {found.family.model_type} store {odd.name} otherwise than as"
             rule, advice = f"{rule} linear layers, which `peft` adapts", None
-            if odd.weight.expert:
+            if odd.weight.expert and not found._apart(odd):
                 rule = "adapts gate and up of experts by one pair of matrices, lora.targets by two"
                 advice = "name gate_up_proj in lora.targets"
             raise ConfigError(key, value, rule, advice=advice)
@@ -102,14 +102,17 @@ class AdapterNames:
 
     def _fits(self, named: NamedWeight) -> bool:
         """Return whether files can hold the adapters of a weight."""
-        line = self._line(tables.layer_of(named.name)[1])
-        if line in tables.GRANITE_EXPERTS:  # of which `transformers` has neither published name
+        if self._apart(named):
             return False
-        fit = line.fit
+        fit = self._line(tables.layer_of(named.name)[1]).fit
         if not named.weight.expert or not self.stacked:
             return fit in ONE_EACH
         two = {each.name for each in named.weight.adapters}.intersection(("gate_proj", "up_proj"))
         return not two
+
+    def _apart(self, named: NamedWeight) -> bool:
+        """Return whether versions of `transformers` have modules of other names and kinds."""
+        return self._line(tables.layer_of(named.name)[1]) in tables.GRANITE_EXPERTS
 
     def _line(self, ours: str) -> tables.NameLine:
         return next(line for line in self.family.table(self.model) if line.ours == ours)

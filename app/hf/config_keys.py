@@ -35,6 +35,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "kv_sharing_modes": (),
     # rotary positions of a part of a head
     "partial_rotary_factor": (1,),
+    # of Phi-4-mini's own code
+    "lm_head_bias": (False,),
+    "full_attn_mod": (1,),
+    "interpolate_factor": (1,),
     # layers that differ from each other, or another model inside
     "per_layer_config": ({},),
     "pruned_heads": ({},),
@@ -112,7 +116,8 @@ WITHOUT_EFFECT_IN: Mapping[str, Mapping[str, str]] = {
     "gemma3_text": {"_sliding_window_pattern": "sliding_window_pattern has its number"},
 }
 # training noise of `transformers` that is not applied here; a message says so if it is not 0
-NOT_APPLIED = ("attention_dropout", "residual_dropout", "router_jitter_noise")
+NOT_APPLIED = ("attention_dropout", "residual_dropout", "router_jitter_noise", "resid_pdrop",
+               "embd_pdrop")  # fmt: skip
 # keys of rotary positions of all types; a key that the given type does not use is refused
 ROTARY = frozenset((
     "rope_theta", "rope_type", "type", "partial_rotary_factor", "factor",

@@ -21,6 +21,7 @@ from app.hf import (
     gpt_oss,
     granite,
     olmo,
+    phi3,
     qwen_moe,
     seed_oss,
     tables,
@@ -285,6 +286,15 @@ FAMILIES = (
         gpt_oss.written_moe,
         layers=("sliding_window", "layer_types"),
         defaults=gpt_oss.DEFAULTS,
+    ),
+    Family(
+        "phi3",
+        "Phi3ForCausalLM",
+        phi3.read,
+        phi3.LINES,
+        layers=("sliding_window",),
+        more=phi3.written,
+        defaults=phi3.DEFAULTS,
     ),
     Family(
         "granite",

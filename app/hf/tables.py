@@ -82,6 +82,32 @@ def _heads_of_pairs(
         first += heads
 
 
+def heads_together(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
+    """Map all queries, then all keys, then all values, in one tensor."""
+    (name,) = theirs
+    groups, width, columns = model.num_kv_heads, model.head_width, shape[1:]
+    queries, rest = model.num_heads // groups, (0,) * len(columns)
+    apart, whole = (groups, queries + 2, width, *columns), (1, groups * (queries + 2), width)
+    their_whole = (*whole, *columns)
+    for first, heads in ((0, queries), (queries, 1), (queries + 1, 1)):
+        for group in range(groups):
+            low = groups * first + group * heads
+            ours = Block(apart, (group, first, 0, *rest), (group + 1, first + heads, *apart[2:]))
+            held = Block(their_whole, (0, low, 0, *rest), (1, low + heads, *apart[2:]))
+            rows = whole[1] * width
+            yield WeightPart(name, (rows, *columns), ours, held, tuple(range(len(apart))))
+
+
+def gate_up_together(
+    model: ModelConfig, shape: Shape, theirs: Sequence[str]
+) -> Iterator[WeightPart]:
+    """Map gate and up projections, one after the other in one tensor."""
+    (name,) = theirs
+    for number in range(2):
+        half = Block.whole(*shape).cut(0, 2, number)
+        yield WeightPart(name, (2 * shape[1], *shape[2:]), half, half, tuple(range(len(shape))))
+
+
 def gate_up(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
     """Map gate and up projections, or their biases, one after the other in ours."""
     apart = shape[1:]
@@ -212,6 +238,14 @@ NORMS_AROUND = (
 NEIGHBOURING_PAIRS = tuple(  # of rotary positions, in their queries and keys
     NameLine(ours, tuple(f"self_attn.{name}_proj.{kind}" for name in "qkv"), _heads_of_pairs)
     for ours, kind in (("attn.bqkv", "bias"), ("attn.wqkv", "weight"))
+)
+PHI3 = (
+    NameLine("attn.wqkv", ("self_attn.qkv_proj.weight",), heads_together),
+    NameLine("attn.wo", ("self_attn.o_proj.weight",), whole),
+    NameLine("body.mlp.w_up", ("mlp.gate_up_proj.weight",), gate_up_together),
+    NameLine("body.mlp.w_down", ("mlp.down_proj.weight",), whole),
+    NORM_BEFORE_ATTENTION,
+    NameLine("body.norm.weight", ("post_attention_layernorm.weight",), whole),
 )
 NORMS_BEHIND = (
     NameLine("attn_out_norm.weight", ("post_attention_layernorm.weight",), whole),

@@ -30,7 +30,7 @@ NUMBER = frozenset((
     "aux_loss_alpha", "attention_factor", "query_pre_attn_scalar", "attn_logit_softcapping",
     "final_logit_softcapping", "rope_local_base_freq", "logit_scale", "layer_norm_eps",
     "swiglu_alpha", "swiglu_limit", "embedding_multiplier", "attention_multiplier",
-    "residual_multiplier", "logits_scaling",
+    "residual_multiplier", "logits_scaling", "partial_rotary_factor",
 ))  # fmt: skip
 FLAG = frozenset(("tie_word_embeddings", "norm_topk_prob", "seq_aux", "use_sliding_window",
                   "truncate", "qkv_bias", "attention_bias", "attention_out_bias",

@@ -306,7 +306,7 @@ def test_adapter_of_another_base_is_refused(
 
 def test_adapters_of_experts_of_granite_have_no_files():
     model = CASES["granitemoe"]()[2]
-    for targets in (("experts",), ("gate",)):
+    for targets in (("experts", "gate_up_proj"), ("gate",)):
         with pytest.raises(ConfigError, match="models of type granitemoe store body"):
             AdapterNames.of(model, replace(LORA, targets=targets), "key", "value")
     AdapterNames.of(model, replace(LORA, targets=("self_attn",)), "key", "value")

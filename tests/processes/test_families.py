@@ -37,6 +37,7 @@ TABLES = [
     "glm4_moe_lite",
     "kimi_k2",
     "granite",
+    "phi3-long",
     "granitemoe",
 ]
 STEPS = 5

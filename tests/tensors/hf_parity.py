@@ -629,6 +629,38 @@ def glm4_moe_lite() -> Any:
     return transformers.Glm4MoeLiteForCausalLM, theirs, ours
 
 
+def phi3(part: float = 1.0, long: bool = False, window: int | None = None) -> Any:
+    """Like `dense`; `part` of each head is rotated, with `long` by LongRoPE beyond 15 tokens."""
+    factors = {key: each[: int(4 * part)] for key, each in FACTORS.items() if key != "factor"}
+    scaled = {f"{name.split('_')[0]}_factor": list(each) for name, each in factors.items()}
+    rotary = {"rope_type": "longrope", **scaled} if long else {"rope_type": "default"}
+    theirs = transformers.Phi3Config(
+        **HF_SIZES | {"max_position_embeddings": 60},
+        **IDS,
+        num_hidden_layers=3,
+        intermediate_size=56,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        original_max_position_embeddings=15,
+        sliding_window=window,
+        rope_parameters={"rope_theta": 1e2, "partial_rotary_factor": part, **rotary},
+        tie_word_embeddings=part != 1,
+    )
+    ours = ModelConfig(
+        **SIZES,
+        num_layers=3,
+        ffn_hidden_size=56,
+        num_heads=4,
+        num_kv_heads=2,
+        rope_theta=1e2,
+        rotary_dim=None if part == 1 else int(8 * part),
+        longrope=LongRopeConfig(15, **factors, factor=4.0) if long else None,
+        sliding_window=window,
+        tie_embeddings=part != 1,
+    )
+    return transformers.Phi3ForCausalLM, theirs, ours
+
+
 FACTORS_OF_GRANITE = {
     "embedding_multiplier": 6.0,
     "attention_multiplier": 0.2,
@@ -676,6 +708,9 @@ def granite(biased: bool = False, experts: bool = False) -> Any:
 
 
 CASES = {
+    "phi3": lambda: phi3(part=0.75, window=5),
+    "phi3-whole": phi3,
+    "phi3-long": lambda: phi3(part=0.75, long=True),
     "granite": granite,
     "granite-biases": lambda: granite(biased=True),
     "granitemoe": lambda: granite(experts=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +112,21 @@ def feed_forward(hf: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return weights
 
 
+def halved(hf: dict[str, Tensor], model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of Phi-3 as Llama has them: of queries, keys and values, of gate and up."""
+    widths = [heads * model.head_width for heads in (model.num_heads, *[model.num_kv_heads] * 2)]
+    for name, value in hf.items():
+        match name.split(".")[-2:]:
+            case ["qkv_proj", _]:
+                for letter, part in zip("qkv", value.split(widths), strict=True):
+                    yield name.replace("qkv", letter), part
+            case ["gate_up_proj", _]:
+                for half, part in zip(("gate", "up"), value.chunk(2), strict=True):
+                    yield name.replace("gate_up", half), part
+            case _:
+                yield name, value
+
+
 # of a layer, by the model's block
 NORMS = {
     BlockKind.norm_before: {"attn_norm": "input", "body.norm": "post_attention"},
@@ -127,6 +143,7 @@ NORMS = {
 
 def converted(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """Our parameter names -> Hugging Face weights."""
+    hf = dict(halved(hf, model))
     hf = {
         name.replace("block_sparse_moe.router", "mlp.gate").replace("block_sparse_moe", "mlp"): each
         for name, each in hf.items()
