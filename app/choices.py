@@ -20,6 +20,8 @@ class BlockKind(Enum):
     norm_around = "norm_around"  # x + norm(attention(norm(x))) (Gemma 2 and 3)
     # x + attention(norm(x)) + feed-forward(norm(x)), with one norm (Cohere2)
     parallel = "parallel"
+    # the same with a norm for each (GPT-NeoX)
+    parallel_norms = "parallel_norms"
 
 
 class BaseKind(Enum):
@@ -35,13 +37,18 @@ class NormKind(Enum):
     rms = "rms"  # RMSNorm
     rms_plus_one = "rms_plus_one"  # RMSNorm scaled by 1 + its weight (Gemma), also of heads
     layer = "layer"  # LayerNorm without a bias (Cohere2)
+    layer_bias = "layer_bias"  # LayerNorm with a bias
+    # the same scaled by 1 + its weight (Nemotron)
+    layer_plus_one = "layer_plus_one"
 
 
 class ActivationKind(Enum):
-    """Function of the gate of dense feed-forwards."""
+    """Function of dense feed-forwards: of the gate, or without one of the up projection."""
 
-    silu = "silu"  # SwiGLU
-    gelu_tanh = "gelu_tanh"  # GeGLU with the tanh approximation of GELU
+    silu = "silu"  # with a gate SwiGLU
+    gelu_tanh = "gelu_tanh"  # tanh approximation of GELU; with a gate GeGLU
+    gelu = "gelu"  # without a gate only
+    relu2 = "relu2"  # square of ReLU (Nemotron); without a gate only
 
 
 class Score(Enum):

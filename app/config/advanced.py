@@ -13,6 +13,7 @@ ADVANCED = (
     "model.linear_rope_factor",
     "model.qk_norm_whole",
     "model.local_rope_theta",
+    "model.mlp_gate",
     "model.query_pre_attn_scalar",
     "model.embedding_scale",
     "model.residual_scale",

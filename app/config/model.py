@@ -69,7 +69,9 @@ class ModelConfig:
     # place of norms and residual connections in a layer
     block: BlockKind = BlockKind.norm_before
     norm: NormKind = NormKind.rms  # of norms over hidden states
-    activation: ActivationKind = ActivationKind.silu  # of the gate of dense feed-forwards
+    # of the gate of dense feed-forwards; of the up projection without one
+    activation: ActivationKind = ActivationKind.silu
+    mlp_gate: bool = True  # dense feed-forwards are down(act(gate) · up); false: down(act(up))
     qk_norm: bool = False  # RMSNorm on each query and key head before the rotation
     # one RMSNorm over all query or key heads together (OLMoE), not one per head
     qk_norm_whole: bool = False

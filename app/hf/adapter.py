@@ -140,7 +140,8 @@ class AdapterNames:
                         yield own, _stacked(tensor, weight, alternates=alternates)
                         continue
                     theirs = _their_layers(line, ours)[adapter.name]
-                    tensor = tables.adapter_tensor(layer, theirs, letter)
+                    layers = self.family.layers_name
+                    tensor = tables.adapter_tensor(layer, theirs, letter, layers)
                     for part in _parts(tensor, weight):
                         yield own, part
 
@@ -178,7 +179,8 @@ class AdapterNames:
 def _their_layers(line: tables.NameLine, ours: str) -> dict[str, str]:
     """Return their name of each linear layer of a weight, by ours."""
     linears = (linear.rpartition(".")[2] for linear in LINEARS.get(ours, ("gate",)))
-    return dict(zip(linears, line.theirs, strict=True))
+    # without a gate the first is not there
+    return dict(zip([*linears][-len(line.theirs) :], line.theirs, strict=True))
 
 
 def _module(tensor: str) -> str:

@@ -92,7 +92,7 @@ REASONS: Mapping[str, tuple[str, ...]] = {
     ),
     "labels of classifiers": (
         "id2label", "label2id", "num_labels", "problem_type", "finetuning_task",
-        "task_specific_params", "tf_legacy_loss",
+        "task_specific_params", "tf_legacy_loss", "classifier_dropout",
     ),
     "ids of tokens, for texts": (
         "pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id",
@@ -117,7 +117,7 @@ WITHOUT_EFFECT_IN: Mapping[str, Mapping[str, str]] = {
 }
 # training noise of `transformers` that is not applied here; a message says so if it is not 0
 NOT_APPLIED = ("attention_dropout", "residual_dropout", "router_jitter_noise", "resid_pdrop",
-               "embd_pdrop")  # fmt: skip
+               "embd_pdrop", "embedding_dropout", "hidden_dropout")  # fmt: skip
 # keys of rotary positions of all types; a key that the given type does not use is refused
 ROTARY = frozenset((
     "rope_theta", "rope_type", "type", "partial_rotary_factor", "factor",

@@ -18,12 +18,15 @@ from app.hf import (
     exaone4,
     gemma,
     glm4_moe_lite,
+    gpt_neox,
     gpt_oss,
     granite,
+    nemotron,
     olmo,
     phi3,
     qwen_moe,
     seed_oss,
+    starcoder2,
     tables,
 )
 from app.hf import config_json as config
@@ -44,6 +47,9 @@ class Family:
     layers: tuple[str, ...] = ()  # keys of what layers differ in, of `config_json.written_layers`
     # returns keys of config.json that other families lack, or spell otherwise
     more: Callable[[ModelConfig], Mapping[str, Any]] | None = None
+    layers_name: str = tables.LAYERS  # of layers in files
+    # tensors that files have besides
+    redundant: tuple[str, ...] = ()  # ends of their names
     # type that models without variants are exported as, where an earlier family computes the same
     written_as: str | None = None
     # values of keys that config.json lacks: the defaults of the class in `transformers`
@@ -286,6 +292,32 @@ FAMILIES = (
         gpt_oss.written_moe,
         layers=("sliding_window", "layer_types"),
         defaults=gpt_oss.DEFAULTS,
+    ),
+    Family(
+        "starcoder2",
+        "Starcoder2ForCausalLM",
+        starcoder2.read,
+        starcoder2.LINES,
+        layers=("sliding_window",),
+        more=starcoder2.written,
+        defaults=starcoder2.DEFAULTS,
+    ),
+    Family(
+        "nemotron",
+        "NemotronForCausalLM",
+        nemotron.read,
+        nemotron.LINES,
+        more=nemotron.written,
+    ),
+    Family(
+        "gpt_neox",
+        "GPTNeoXForCausalLM",
+        gpt_neox.read,
+        tables.GPT_NEOX,
+        more=gpt_neox.written,
+        layers_name=gpt_neox.LAYERS,
+        redundant=gpt_neox.REDUNDANT,
+        defaults=gpt_neox.DEFAULTS,
     ),
     Family(
         "phi3",

@@ -14,7 +14,7 @@ from torch import Tensor
 from app.config import ModelConfig
 from app.hf.file_names import CONFIG_JSON
 from app.hf.files import TensorFiles
-from app.hf.tables import EMBEDDING, HEAD, mapping, router_biases
+from app.hf.tables import mapping, router_biases
 from app.hf.their_model import TheirModel
 from app.hf.weight_part import WeightPart, grouped, names
 from app.hf.write import PART_NUMEL
@@ -42,6 +42,7 @@ class Pretrained:
     def __init__(self, folder: Path, key: str) -> None:
         self.their = TheirModel.read(folder, key)
         self.files = TensorFiles(folder, key, self.their.quantised)
+        self._layers = self.their.family.layers_name
         self._table = self.their.family.table(self.their.model)
         marked = (PREDICTING.fullmatch(name) for name in self.files.file_of)
         layers = sorted(int(found[1]) for found in marked if found)
@@ -55,7 +56,7 @@ class Pretrained:
 
     def parts(self, weight: NamedWeight) -> Sequence[WeightPart]:
         """Return the parts of the files that hold a weight, in the spelling that the files use."""
-        spellings = mapping(self._table, self.model, weight).spellings
+        spellings = mapping(self._table, self.model, weight, self._layers).spellings
         for parts in spellings:
             if all(name in self.files.file_of for name in names(parts)):
                 return parts
@@ -137,9 +138,13 @@ class Pretrained:
             for weight in self.their.family.weights(self.model)
             for name in names(self.parts(weight))
         }
-        if self.model.tie_embeddings and HEAD in self.files.file_of:
-            used.add(HEAD)
-            self._check_tied()
+        (head,), (embedding,) = (
+            next(line.theirs for line in self._table if line.ours == ours)
+            for ours in ("head", "embedding")
+        )
+        if self.model.tie_embeddings and head in self.files.file_of:
+            used.add(head)
+            self._check_tied(head, embedding)
         unknown = [
             name for name in self.files.file_of if name not in used and not self._left_out(name)
         ]
@@ -147,24 +152,26 @@ class Pretrained:
             kind = self.their.family.model_type
             raise self.files.refusal(f"{_some(unknown)} unknown in models of type {kind}")
 
-    def _check_tied(self) -> None:
+    def _check_tied(self, head_name: str, embedding_name: str) -> None:
         """Compare all rows of the embedding with the head, if the files contain both."""
         shape = self.model.vocab_size, self.model.hidden_size
-        for name in (EMBEDDING, HEAD):
+        for name in (embedding_name, head_name):
             self.files.check(name, shape)
         rows = max(1, COMPARED_NUMEL // shape[1])
         for low in range(0, shape[0], rows):
             region = (low, min(low + rows, shape[0])), (0, shape[1])
-            head, embedding = (self.files.read(name, region).float() for name in (HEAD, EMBEDDING))
+            both = (self.files.read(name, region).float() for name in (head_name, embedding_name))
+            head, embedding = both
             if not head.equal(embedding):
                 row = low + int((head != embedding).any(dim=1).nonzero()[0])
-                what = f"{HEAD} differs from {EMBEDDING} in row {row}"
+                what = f"{head_name} differs from {embedding_name} in row {row}"
                 raise self.files.refusal(f"{what}, and tie_word_embeddings makes them one")
 
     def _left_out(self, name: str) -> bool:
         layer = LAYER.match(name)
         extra = layer is not None and int(layer[1]) in self._predicting
-        elsewhere = SAID_ELSEWHERE.search(name) is not None
+        redundant = name.endswith(self.their.family.redundant or "\n")
+        elsewhere = redundant or SAID_ELSEWHERE.search(name) is not None
         return extra or elsewhere or name in self.files.left_out
 
     def left_out(self) -> str | None:

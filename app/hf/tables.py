@@ -26,6 +26,7 @@ Fit = Callable[[ModelConfig, Shape, Sequence[str]], Iterator[WeightPart]]
 BIAS = "body.router.bias_E"  # router bias: a buffer, but saved like a weight
 EMBEDDING = "model.embed_tokens.weight"
 ADAPTED = "base_model.model."  # before names of modules in the files of `peft`
+LAYERS = "model.layers"
 HEAD = "lm_head.weight"  # with tied embeddings some files contain a copy
 
 
@@ -198,6 +199,18 @@ def mlp_lines(ours: str, theirs: str) -> tuple[NameLine, ...]:
     )
 
 
+def _linears(*names: tuple[str, str]) -> tuple[NameLine, ...]:
+    """Return the lines of linear layers, (our weight, their module), and of their biases."""
+    return tuple(
+        line
+        for ours, theirs in names
+        for line in (
+            NameLine(ours, (f"{theirs}.weight",), whole),
+            NameLine(ours.replace(".w", ".b"), (f"{theirs}.bias",), whole),
+        )
+    )
+
+
 WHOLE_MODEL = (
     NameLine("embedding", (EMBEDDING,), whole),
     NameLine("norm.weight", ("model.norm.weight",), whole),
@@ -246,6 +259,39 @@ PHI3 = (
     NameLine("body.mlp.w_down", ("mlp.down_proj.weight",), whole),
     NORM_BEFORE_ATTENTION,
     NameLine("body.norm.weight", ("post_attention_layernorm.weight",), whole),
+)
+NORMS_WITH_BIASES = tuple(
+    NameLine(f"{ours}.{kind}", (f"{theirs}.{kind}",), whole)
+    for ours, theirs in (
+        ("attn_norm", "input_layernorm"),
+        ("body.norm", "post_attention_layernorm"),
+    )
+    for kind in ("weight", "bias")
+)
+FINAL_BIAS = NameLine("norm.bias", ("model.norm.bias",), whole)
+STARCODER2 = _linears(
+    ("attn.wo", "self_attn.o_proj"),
+    ("body.mlp.w_up", "mlp.c_fc"),
+    ("body.mlp.w_down", "mlp.c_proj"),
+)
+NEMOTRON = _linears(
+    ("attn.wo", "self_attn.o_proj"),
+    ("body.mlp.w_up", "mlp.up_proj"),
+    ("body.mlp.w_down", "mlp.down_proj"),
+)
+GPT_NEOX = (
+    NameLine("embedding", ("gpt_neox.embed_in.weight",), whole),
+    NameLine("head", ("embed_out.weight",), whole),
+    NameLine("norm.weight", ("gpt_neox.final_layer_norm.weight",), whole),
+    NameLine("norm.bias", ("gpt_neox.final_layer_norm.bias",), whole),
+    # by head: its query, its key, its value, as ours
+    *_linears(
+        ("attn.wqkv", "attention.query_key_value"),
+        ("attn.wo", "attention.dense"),
+        ("body.mlp.w_up", "mlp.dense_h_to_4h"),
+        ("body.mlp.w_down", "mlp.dense_4h_to_h"),
+    ),
+    *NORMS_WITH_BIASES,
 )
 NORMS_BEHIND = (
     NameLine("attn_out_norm.weight", ("post_attention_layernorm.weight",), whole),
@@ -328,13 +374,17 @@ def without_query_latent(lines: Sequence[NameLine]) -> Sequence[NameLine]:
     return (*kept, QUERIES_OF_HIDDEN)
 
 
-def mapping(lines: Sequence[NameLine], model: ModelConfig, weight: NamedWeight) -> Mapping:
-    """Return the mapping of one of the model's weights. Raises KeyError without a line for it."""
+def mapping(
+    lines: Sequence[NameLine], model: ModelConfig, weight: NamedWeight, layers: str = LAYERS
+) -> Mapping:
+    """Return the mapping of one of the model's weights; `layers`: the name of layers in files.
+    Raises KeyError without a line for it.
+    """
     layer, name = layer_of(weight.name)
     found = [line for line in lines if line.ours == name]
     if not found:
         raise KeyError(weight.name)
-    prefix = "" if layer is None else f"model.layers.{layer}."
+    prefix = "" if layer is None else f"{layers}.{layer}."
     shape = weight.weight.shape
     spellings = (
         line.fit(model, shape, [prefix + theirs for theirs in line.theirs]) for line in found
@@ -342,10 +392,10 @@ def mapping(lines: Sequence[NameLine], model: ModelConfig, weight: NamedWeight) 
     return Mapping(weight, tuple(map(tuple, spellings)))
 
 
-def adapter_tensor(layer: int | None, theirs: str, letter: str) -> str:
+def adapter_tensor(layer: int | None, theirs: str, letter: str, layers: str = LAYERS) -> str:
     """Return the name in `peft` of a matrix, A or B, of the adapter of one of a layer's tensors."""
     module = theirs.removesuffix(".weight")
-    return f"{ADAPTED}model.layers.{layer}.{module}.lora_{letter}.weight"
+    return f"{ADAPTED}{layers}.{layer}.{module}.lora_{letter}.weight"
 
 
 def layer_of(name: str) -> tuple[int | None, str]:

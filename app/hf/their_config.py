@@ -31,10 +31,11 @@ NUMBER = frozenset((
     "final_logit_softcapping", "rope_local_base_freq", "logit_scale", "layer_norm_eps",
     "swiglu_alpha", "swiglu_limit", "embedding_multiplier", "attention_multiplier",
     "residual_multiplier", "logits_scaling", "partial_rotary_factor",
+    "norm_epsilon", "norm_eps", "rotary_pct", "rotary_emb_base",
 ))  # fmt: skip
 FLAG = frozenset(("tie_word_embeddings", "norm_topk_prob", "seq_aux", "use_sliding_window",
                   "truncate", "qkv_bias", "attention_bias", "attention_out_bias",
-                  "mlp_bias"))  # fmt: skip
+                  "mlp_bias", "use_bias", "use_parallel_residual"))  # fmt: skip
 SECTION = frozenset(("rope_parameters", "rope_scaling", "quantization_config"))
 TEXTS = frozenset(("layer_types", "mlp_layer_types"))
 NUMBERS = frozenset(("short_factor", "long_factor"))

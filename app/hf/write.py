@@ -134,11 +134,11 @@ class Export:
         }
 
     def _tensors(self) -> Iterator[WrittenTensor]:
-        table = self.family.table(self.model)
+        table, layers = self.family.table(self.model), self.family.layers_name
         for weight in self.family.weights(self.model):
             biased = weight.name.endswith(".bias_E")
             dtype = BIAS_DTYPE if biased else self.apart.get(weight.name, self.dtype)
-            for parts in by_tensor(mapping(table, self.model, weight).spellings[0]):
+            for parts in by_tensor(mapping(table, self.model, weight, layers).spellings[0]):
                 yield WrittenTensor(weight.name, parts, dtype)
 
     def begin(self) -> None:

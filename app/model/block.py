@@ -207,6 +207,12 @@ class ParallelLayer(Layer):
         return self.add(x_BsD, attend(h_BsD, context)), h_BsD
 
 
+class ParallelNormsLayer(Layer):
+    """attended = x + attention(norm(x)), to which the body adds feed-forward(its norm(x))."""
+
+    outputs = ("attended",)
+
+
 class DenseBody(Body):
     """Feed-forward part of a dense layer, one phase: x + mlp(norm(x)).
 
@@ -269,6 +275,22 @@ class ParallelBody(Body):
         return (self.add(x_BsD, self.mlp(h_BsD, context.sink, context.recompute)),)
 
 
+class ParallelNormsBody(Body):
+    """Feed-forward part of a `ParallelNormsLayer`, one phase: attended + mlp(norm(x))."""
+
+    def __init__(self, model: ModelConfig, layer_groups: LayerGroups = ALONE) -> None:
+        super().__init__()
+        self.norm = norm_of_hidden(model)
+        self.mlp = mlp(model, DenseBodyWeights.of(model).mlp, layer_groups)
+        self.add = residual_sum(model)
+        read = ("x", "attended", "context")
+        self.phases = (Phase(PhaseName.mlp, self._feed_forward, read, outputs=("x",)),)
+
+    def _feed_forward(self, x_BsD: Tensor, attended_BsD: Tensor, context: Context) -> Outputs:
+        _, h_BsD = self.norm.beside(x_BsD, context.recompute, context.sink)
+        return (self.add(attended_BsD, self.mlp(h_BsD, context.sink, context.recompute)),)
+
+
 @dataclass(frozen=True, slots=True)
 class BlockClasses:
     """Classes of a layer and of its dense body."""
@@ -282,6 +304,7 @@ BLOCKS = {
     BlockKind.norm_after: BlockClasses(NormAfterLayer, NormAfterBody),
     BlockKind.norm_around: BlockClasses(NormAroundLayer, NormAroundBody),
     BlockKind.parallel: BlockClasses(ParallelLayer, ParallelBody),
+    BlockKind.parallel_norms: BlockClasses(ParallelNormsLayer, ParallelNormsBody),
 }
 
 

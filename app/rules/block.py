@@ -6,10 +6,13 @@ from app.choices import ActivationKind, BlockKind, LayerType, NormKind
 from app.config import ModelConfig, Run
 from app.errors import ConfigError, Instead
 
+UNGATED_ONLY = frozenset((ActivationKind.gelu, ActivationKind.relu2))
+
 
 def check_block(run: Run) -> None:
     """Refuse keys of the model's blocks that do not fit together."""
     model = run.model
+    _check_gate(model)
     if model.moe is not None:
         usual = (("block", BlockKind.norm_before), ("activation", ActivationKind.silu))
         for name, value in usual:
@@ -32,6 +35,18 @@ def check_block(run: Run) -> None:
     if local is not None and len(set(model.layer_types)) < len(LayerType):
         rule = "is of layers with a sliding window among layers without: model.layer_types"
         raise ConfigError("model.local_rope_theta", local, rule, nearest=("null",))
+
+
+def _check_gate(model: ModelConfig) -> None:
+    if not model.mlp_gate and model.moe is not None:
+        rule, near = "models with experts have gates", (True, Instead("model.moe=null"))
+        raise ConfigError("model.mlp_gate", False, rule, nearest=near)
+    if model.mlp_gate and model.activation in UNGATED_ONLY:
+        rule = "is the activation of feed-forwards without a gate"
+        # experts have gates
+        without = () if model.moe is not None else (Instead("model.mlp_gate=false"),)
+        near = (ActivationKind.silu, *without)
+        raise ConfigError("model.activation", model.activation, rule, nearest=near)
 
 
 def _check_sinks(model: ModelConfig) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from app.choices import CpComm, DispatcherKind, LayerType
+from app.choices import ActivationKind, BlockKind, CpComm, DispatcherKind, LayerType, NormKind
 from app.config import ModelConfig, ParallelConfig, Run
 from app.engine.capture.recorder import Recorder
 from app.engine.decoding.decoder import Decoder, Model
@@ -41,9 +41,7 @@ MODELS = {
         LATENT, yarn=None, moe=None, mla=dataclasses.replace(LATENT.mla, q_lora_rank=None)
     ),
     # caches that keep the last tokens of prompts and of what follows them, and others that do not
-    "windows": sharp(
-        TINY, moe=None, rotary_dim=4, sliding_window=4, layer_types=(SLIDING, FULL)
-    ),
+    "windows": sharp(TINY, moe=None, rotary_dim=4, sliding_window=4, layer_types=(SLIDING, FULL)),
     "sinks": sharp(
         TINY,
         moe=None,
@@ -53,6 +51,14 @@ MODELS = {
         layer_types=(SLIDING, FULL),
     ),
     "scaled residuals": sharp(TINY, residual_scale=0.5, embedding_scale=3.0, logit_scale=2.0),
+    "parallel norms": sharp(
+        TINY,
+        moe=None,
+        block=BlockKind.parallel_norms,
+        norm=NormKind.layer_bias,
+        mlp_gate=False,
+        activation=ActivationKind.gelu,
+    ),
     "latent windows": sharp(LATENT, moe=None, sliding_window=4, layer_types=(SLIDING, FULL)),
     "static": sharp(TINY, moe=dataclasses.replace(TINY_MOE, dispatcher=DispatcherKind.static)),
 }

@@ -27,7 +27,17 @@ from tests.runs import TWO_MICROBATCHES, batches_of, make_run, train_steps, whol
 from tests.tensors.hf_parity import CASES
 from tests.tensors.hf_weights import converted
 
-BLOCKS = ["olmo2", "olmo3-yarn", "gemma2", "gemma3_text", "exaone4", "cohere2"]  # unlike Llama's
+BLOCKS = [
+    "olmo2",
+    "olmo3-yarn",
+    "gemma2",
+    "gemma3_text",
+    "exaone4",
+    "cohere2",
+    "starcoder2",
+    "nemotron",
+    "gpt_neox",
+]  # unlike Llama's
 TABLES = [
     "llama-biases",
     "llama-longrope",

@@ -95,7 +95,19 @@ def test_every_layout_gives_out_what_came_in(name: str, layout: str, tmp_path: P
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "name", ["llama", "llama-tied", "qwen2", "qwen3", "granite", "phi3", "deepseek_v2-lite"]
+    "name",
+    [
+        "llama",
+        "llama-tied",
+        "qwen2",
+        "qwen3",
+        "granite",
+        "phi3",
+        "starcoder2",
+        "nemotron",
+        "gpt_neox",
+        "deepseek_v2-lite",
+    ],
 )
 def test_every_family_gives_out_what_came_in(name: str, tmp_path: Path):
     check_round_trip(name, {"pp": 2}, {"pp": 2, "vpp": 2}, tmp_path)

@@ -131,6 +131,20 @@ MODELS = {
     "parallel": dataclasses.replace(
         DENSE, block=BlockKind.parallel, norm=NormKind.layer, logit_scale=0.5
     ),
+    "ungated": dataclasses.replace(
+        GROUPED,
+        norm=NormKind.layer_bias,
+        mlp_gate=False,
+        activation=ActivationKind.relu2,
+        mlp_bias=True,
+    ),
+    "parallel_norms": dataclasses.replace(
+        DENSE,
+        block=BlockKind.parallel_norms,
+        norm=NormKind.layer_plus_one,
+        mlp_gate=False,
+        activation=ActivationKind.gelu,
+    ),
     "residuals_scaled": dataclasses.replace(
         GROUPED, residual_scale=0.3, embedding_scale=6.0, logit_scale=0.5, moe=BEFORE
     ),

@@ -661,6 +661,50 @@ def phi3(part: float = 1.0, long: bool = False, window: int | None = None) -> An
     return transformers.Phi3ForCausalLM, theirs, ours
 
 
+def ungated(kind: str, biased: bool = True, act: str = "gelu", **changes: Any) -> Any:
+    """Like `dense`, without gates: StarCoder2, Nemotron or GPT-NeoX (`changes` of ours, with what
+    makes them in theirs).
+    """
+    part = 0.5 if kind != "Starcoder2" else 1.0
+    biases = {"Starcoder2": {"use_bias": biased}, "GPTNeoX": {"attention_bias": biased}}
+    own: dict[str, Any] = biases.get(kind, {"attention_bias": biased, "mlp_bias": biased})
+    parallel = changes.get("block") is BlockKind.parallel_norms
+    own |= {"use_parallel_residual": parallel} if kind == "GPTNeoX" else {}
+    own |= {"num_key_value_heads": 2} if kind != "GPTNeoX" else {}
+    own |= {"sliding_window": 5} if "sliding_window" in changes else {}
+    rotary = {"rope_type": "default", "rope_theta": 1e2}
+    theirs = getattr(transformers, f"{kind}Config")(
+        **HF_SIZES,
+        **IDS,
+        **own,
+        num_hidden_layers=3,
+        intermediate_size=56,
+        num_attention_heads=4,
+        hidden_act=act,
+        tie_word_embeddings=not biased,
+        rope_parameters=rotary if part == 1 else {**rotary, "partial_rotary_factor": part},
+    )
+    acts = {"relu2": ActivationKind.relu2, "gelu_pytorch_tanh": ActivationKind.gelu_tanh}
+    norm = NormKind.layer_plus_one if kind == "Nemotron" else NormKind.layer_bias
+    ours = ModelConfig(
+        **SIZES,
+        **attention_biases(biased),
+        **changes,
+        num_layers=3,
+        ffn_hidden_size=56,
+        num_heads=4,
+        num_kv_heads=4 if kind == "GPTNeoX" else 2,
+        rope_theta=1e2,
+        rotary_dim=None if part == 1 else 4,
+        norm=norm,
+        activation=acts.get(act, ActivationKind.gelu),
+        mlp_gate=False,
+        mlp_bias=biased or kind == "GPTNeoX",
+        tie_embeddings=not biased,
+    )
+    return getattr(transformers, f"{kind}ForCausalLM"), theirs, ours
+
+
 FACTORS_OF_GRANITE = {
     "embedding_multiplier": 6.0,
     "attention_multiplier": 0.2,
@@ -707,7 +751,14 @@ def granite(biased: bool = False, experts: bool = False) -> Any:
     return getattr(transformers, f"{kind}ForCausalLM"), theirs, ours
 
 
+NEOX = {"block": BlockKind.parallel_norms}
 CASES = {
+    "starcoder2": lambda: ungated("Starcoder2", act="gelu_pytorch_tanh", sliding_window=5),
+    "starcoder2-no-biases": lambda: ungated("Starcoder2", biased=False),
+    "nemotron": lambda: ungated("Nemotron", biased=False, act="relu2"),
+    "nemotron-biases": lambda: ungated("Nemotron", act="relu2"),
+    "gpt-neox": lambda: ungated("GPTNeoX", **NEOX),
+    "gpt-neox-sequential": lambda: ungated("GPTNeoX", biased=False),
     "phi3": lambda: phi3(part=0.75, window=5),
     "phi3-whole": phi3,
     "phi3-long": lambda: phi3(part=0.75, long=True),

@@ -15,8 +15,11 @@ def config_of_4(config: dict[str, Any]) -> dict[str, Any]:
         rotary = dict(rotary["full_attention"])
     kind = rotary.pop("rope_type")
     theta = rotary.pop("rope_theta")
+    neox = config["model_type"] == "gpt_neox"
     if "partial_rotary_factor" in rotary:
-        config["partial_rotary_factor"] = rotary.pop("partial_rotary_factor")
+        part = "rotary_pct" if neox else "partial_rotary_factor"
+        config[part] = rotary.pop("partial_rotary_factor")
     config.pop("dtype", None)
     scaling = None if kind == "default" else {named: kind, **rotary}
-    return {**config, "rope_theta": theta, "rope_scaling": scaling, "torch_dtype": "float32"}
+    base = "rotary_emb_base" if neox else "rope_theta"
+    return {**config, base: theta, "rope_scaling": scaling, "torch_dtype": "float32"}

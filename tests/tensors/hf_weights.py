@@ -60,6 +60,9 @@ def dense_mlp(hf: dict[str, Tensor], ours: str, theirs: str) -> dict[str, Tensor
     """The weights of a dense feed-forward part or of a shared expert; none where there is none."""
     found = {}
     for letter, kind in (("w", "weight"), ("b", "bias")):
+        if f"{theirs}.up_proj.{kind}" in hf and f"{theirs}.gate_proj.{kind}" not in hf:
+            up, down = (hf[f"{theirs}.{name}_proj.{kind}"] for name in ("up", "down"))
+            found |= {f"{ours}.{letter}_up": up, f"{ours}.{letter}_down": down}
         if f"{theirs}.gate_proj.{kind}" in hf:
             gate, up, down = (hf[f"{theirs}.{name}_proj.{kind}"] for name in ("gate", "up", "down"))
             found |= {f"{ours}.{letter}_up": torch.cat((gate, up)), f"{ours}.{letter}_down": down}
@@ -112,6 +115,27 @@ def feed_forward(hf: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return weights
 
 
+OTHER_NAMES = {
+    "gpt_neox.embed_in": "model.embed_tokens",
+    "gpt_neox.final_layer_norm": "model.norm",
+    "gpt_neox.layers": "model.layers",
+    "embed_out": "lm_head",
+    "attention.query_key_value": "self_attn.of_heads",
+    "attention.dense": "self_attn.o_proj",
+    "mlp.dense_h_to_4h": "mlp.up_proj",
+    "mlp.dense_4h_to_h": "mlp.down_proj",
+    "mlp.c_fc": "mlp.up_proj",
+    "mlp.c_proj": "mlp.down_proj",
+}
+
+
+def as_llama(name: str) -> str:
+    """The name that Llama, or its like without gates, has for a tensor of another family."""
+    for other, usual in OTHER_NAMES.items():
+        name = name.replace(other, usual)
+    return name
+
+
 def halved(hf: dict[str, Tensor], model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Tensors of Phi-3 as Llama has them: of queries, keys and values, of gate and up."""
     widths = [heads * model.head_width for heads in (model.num_heads, *[model.num_kv_heads] * 2)]
@@ -120,6 +144,10 @@ def halved(hf: dict[str, Tensor], model: ModelConfig) -> Iterator[tuple[str, Ten
             case ["qkv_proj", _]:
                 for letter, part in zip("qkv", value.split(widths), strict=True):
                     yield name.replace("qkv", letter), part
+            case ["of_heads", _]:  # by head: its query, its key, its value
+                parts = value.unflatten(0, (model.num_heads, 3, -1)).unbind(1)
+                for letter, part in zip("qkv", parts, strict=True):
+                    yield name.replace("of_heads", f"{letter}_proj"), part.flatten(0, 1)
             case ["gate_up_proj", _]:
                 for half, part in zip(("gate", "up"), value.chunk(2), strict=True):
                     yield name.replace("gate_up", half), part
@@ -137,24 +165,35 @@ NORMS = {
         "body.out_norm": "post_feedforward",
     },
     BlockKind.parallel: {"attn_norm": "input"},
+    BlockKind.parallel_norms: {"attn_norm": "input", "body.norm": "post_attention"},
     BlockKind.norm_after: {"attn_out_norm": "post_attention", "body.out_norm": "post_feedforward"},
 }
 
 
+def norms(hf: dict[str, Tensor], ours: str, theirs: str, block: BlockKind) -> dict[str, Tensor]:
+    """The norms of a layer; those of heads are none of them."""
+    names = {
+        f"{ours}.{own}.{leaf}": f"{theirs}.{name}_layernorm.{leaf}"
+        for own, name in NORMS[block].items()
+        for leaf in ("weight", "bias")
+    }
+    return {own: hf[name] for own, name in names.items() if name in hf}
+
+
 def converted(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """Our parameter names -> Hugging Face weights."""
-    hf = dict(halved(hf, model))
+    hf = dict(halved({as_llama(name): each for name, each in hf.items()}, model))
     hf = {
         name.replace("block_sparse_moe.router", "mlp.gate").replace("block_sparse_moe", "mlp"): each
         for name, each in hf.items()
     }
     weights = {"embedding": hf["model.embed_tokens.weight"], "norm.weight": hf["model.norm.weight"]}
+    weights |= {name[6:]: value for name, value in hf.items() if name == "model.norm.bias"}
     if not model.tie_embeddings:
         weights["head"] = hf["lm_head.weight"]
     for index in range(model.num_layers):
         ours, theirs = f"layers.{index}", f"model.layers.{index}"
-        for own, name in NORMS[model.block].items():
-            weights[f"{ours}.{own}.weight"] = hf[f"{theirs}.{name}_layernorm.weight"]
+        weights |= norms(hf, ours, theirs, model.block)
         if model.mla is None:
             of_heads = f"{theirs}.self_attn", model.num_kv_heads
             if model.block is BlockKind.parallel:

@@ -40,6 +40,12 @@ COMMENT = re.compile(r"^ *#.*$", re.MULTILINE)
 # What sources take from a configuration that no file sets: methods, and the module `json`'s file.
 # Keys of Gemma 3 with images, whose source has the model of texts too.
 OF_IMAGES = {"image_token_id", "mm_tokens_per_image", "vision_config"}
+EPSILONS = {
+    "cohere2": "layer_norm_eps",
+    "starcoder2": "norm_epsilon",
+    "nemotron": "norm_eps",
+    "gpt_neox": "layer_norm_eps",
+}
 NO_KEYS = frozenset(("get_text_config", "json", "standardize_rope_params", "validate_rope"))
 
 
@@ -63,7 +69,7 @@ def test_every_key_in_the_sources_has_a_rule(model_type: str):
         text = Path(str(import_module(f"transformers.{name}").__file__)).read_text()
         text = COMMENT.sub("", text)
         found |= {one or other for one, other in ATTRIBUTE.findall(text)}
-    epsilon = "layer_norm_eps" if model_type == "cohere2" else "rms_norm_eps"
+    epsilon = EPSILONS.get(model_type, "rms_norm_eps")
     assert {"is_causal", epsilon, "attention_chunk_size"} <= found
     others = OF_IMAGES if model_type.endswith("_text") else set()
     assert sorted(key for key in found - NO_KEYS - others if rule(model_type, key) is None) == []

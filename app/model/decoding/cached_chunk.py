@@ -76,6 +76,6 @@ def _with_memory(layer: Layer, attend: AttendHidden) -> RunPhases:
         context = value_of(values, "context", Context)
         outputs = layer.attend_with(attend, x_BsD, context)
         made = dict(zip(phases[0].outputs, outputs, strict=True))
-        return run_phases(phases[1:], {**made, "context": context}, keep)
+        return run_phases(phases[1:], {"x": x_BsD, **made, "context": context}, keep)
 
     return run

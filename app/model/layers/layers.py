@@ -307,7 +307,8 @@ class Mlp(nn.Module):
     another activation.
 
     The first half of `w_up` is the gate; with tensor parallelism, this rank's part of it.
-    `activation` takes gate and up as two halves of the last dimension.
+    `activation` takes gate and up as two halves of the last dimension, or up alone in models
+    without a gate.
     """
 
     def __init__(
@@ -382,7 +383,8 @@ def build_mlp(
 
 def mlp(model: ModelConfig, weights: MlpWeights, layer_groups: LayerGroups) -> Mlp:
     """Build the feed-forward of a dense layer, with the model's activation."""
-    return build_mlp(weights, layer_groups, ACTIVATIONS[model.activation])
+    activations = ACTIVATIONS if model.mlp_gate else UNGATED
+    return build_mlp(weights, layer_groups, activations[model.activation])
 
 
 def swiglu(both: Tensor) -> Tensor:
@@ -401,7 +403,23 @@ def geglu(both: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-ACTIVATIONS = {ActivationKind.silu: swiglu, ActivationKind.gelu_tanh: geglu}
+def gelu_tanh(up: Tensor) -> Tensor:
+    """Return gelu(up) by the tanh approximation."""
+    return F.gelu(up, approximate="tanh")
+
+
+def relu2(up: Tensor) -> Tensor:
+    """Return the square of relu(up); saves one tensor of that size."""
+    return F.relu(up).square()
+
+
+ACTIVATIONS = {ActivationKind.silu: swiglu, ActivationKind.gelu_tanh: geglu}  # of two halves
+UNGATED: dict[ActivationKind, Callable[[Tensor], Tensor]] = {
+    ActivationKind.silu: F.silu,
+    ActivationKind.gelu_tanh: gelu_tanh,
+    ActivationKind.gelu: F.gelu,
+    ActivationKind.relu2: relu2,
+}
 
 
 def expert_swiglu(both_R2F: Tensor, used: Tensor) -> Tensor:

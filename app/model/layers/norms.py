@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from app.choices import NormKind, Recompute
 from app.config import ModelConfig
@@ -61,7 +61,34 @@ class LayerNorm(RMSNorm):
         return x, out
 
 
-NORMS = {NormKind.rms: RMSNorm, NormKind.rms_plus_one: PlusOneNorm, NormKind.layer: LayerNorm}
+class BiasedLayerNorm(LayerNorm):
+    """LayerNorm with a bias."""
+
+    def __init__(self, weights: NormWeights, eps: float) -> None:
+        super().__init__(weights, eps)
+        assert weights.bias is not None
+        self.bias = nn.Parameter(torch.empty(weights.bias.shape))
+
+    def forward(self, x: Tensor, sink: WeightGradSink | None = None) -> Tensor:
+        """See `RMSNorm`."""
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class PlusOneLayerNorm(BiasedLayerNorm):
+    """LayerNorm with a bias, scaled by 1 + weight (Nemotron)."""
+
+    def forward(self, x: Tensor, sink: WeightGradSink | None = None) -> Tensor:
+        """See `RMSNorm`."""
+        return F.layer_norm(x, self.weight.shape, 1 + self.weight, self.bias, self.eps)
+
+
+NORMS = {
+    NormKind.rms: RMSNorm,
+    NormKind.rms_plus_one: PlusOneNorm,
+    NormKind.layer: LayerNorm,
+    NormKind.layer_bias: BiasedLayerNorm,
+    NormKind.layer_plus_one: PlusOneLayerNorm,
+}
 
 
 def norm_of_hidden(model: ModelConfig) -> RMSNorm:

@@ -38,7 +38,9 @@ class DenseBodyWeights(Part):
     @classmethod
     def of(cls, model: ModelConfig) -> DenseBodyWeights:
         """Build the weights of one layer."""
-        mlp = MlpWeights.of(model.hidden_size, model.ffn_hidden_size, bias=model.mlp_bias)
+        mlp = MlpWeights.of(
+            model.hidden_size, model.ffn_hidden_size, bias=model.mlp_bias, gate=model.mlp_gate
+        )
         return cls(_norm(model, BEFORE_BODY), mlp, _norm(model, BEHIND))
 
 

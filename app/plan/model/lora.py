@@ -56,7 +56,10 @@ def linears_in(name: str, part: Part, targets: tuple[str, ...]) -> tuple[str, ..
         named = any(target and f".{GATE_UP}".endswith(f".{target}") for target in targets)
         if named or getattr(part, "b_up", None) is not None:
             return (GATE_UP,)
-    return LINEARS.get(name, ())
+    linears = LINEARS.get(name, ())
+    if len(linears) > 1 and isinstance(up := getattr(part, "w_up", None), Weight):
+        return linears if up.gate_up is not None else linears[1:]
+    return linears
 
 
 def linears_within(part: Part, targets: tuple[str, ...], path: str = "") -> set[str]:

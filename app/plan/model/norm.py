@@ -8,12 +8,16 @@ from app.choices import NormKind
 from app.config import ModelConfig
 from app.plan.model.weight import Initial, Part, Weight
 
+PLUS_ONE = frozenset((NormKind.rms_plus_one, NormKind.layer_plus_one))  # scaled by 1 + weight
+BIASED = frozenset((NormKind.layer_bias, NormKind.layer_plus_one))
+
 
 @dataclass(frozen=True, slots=True)
 class NormWeights(Part):
-    """Scale of a norm, one value per element of the last dimension."""
+    """Scale of a norm and an optional bias, one value per element of the last dimension."""
 
     weight: Weight
+    bias: Weight | None = None
 
     @classmethod
     def of(cls, width: int, tp: int | None = None, *, plus_one: bool = False) -> NormWeights:
@@ -27,4 +31,8 @@ class NormWeights(Part):
     @classmethod
     def of_hidden(cls, model: ModelConfig) -> NormWeights:
         """Build a norm over hidden states."""
-        return cls.of(model.hidden_size, plus_one=model.norm is NormKind.rms_plus_one)
+        found = cls.of(model.hidden_size, plus_one=model.norm in PLUS_ONE)
+        if model.norm not in BIASED:
+            return found
+        bias = Weight((model.hidden_size,), initial=Initial.zeros, decay=False, linear=False)
+        return cls(found.weight, bias)

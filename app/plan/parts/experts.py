@@ -15,7 +15,7 @@ from app.plan.model.weight import Weight
 from app.plan.parts.dispatch_record import PlannedDispatcher, Tokens
 from app.plan.parts.dispatcher import run_dispatcher
 from app.plan.parts.fp8 import SCALE, Fp8Work
-from app.plan.parts.linear import adapters, column_parallel, norm, swiglu
+from app.plan.parts.linear import adapters, column_parallel, feed_forward, norm
 from app.plan.parts.trace import Trace, Work
 from app.plan.phases import PhaseName
 
@@ -33,7 +33,7 @@ def moe_body(t: Trace, x: int, weights: MoEBodyWeights) -> None:
         if weights.shared is not None:
             t.phase = PhaseName.shared
             with t.rerun(t.reruns(Recompute.shared), keeps=0):
-                out = swiglu(t, h, weights.shared, saved=False, part=None)
+                out = feed_forward(t, h, weights.shared, saved=False, part=None)
                 if weights.shared_gate is not None:
                     gate = column_parallel(t, h, weights.shared_gate, saved=False)
                     t.op(Work.other, gate, gate, gate)

@@ -16,12 +16,12 @@ from app.plan.parts.fp8 import RECIPES, Fp8Work, fp8_copy
 from app.plan.parts.trace import Trace, Work
 
 
-def norm(t: Trace, x: int, *, rerun: bool = False) -> int:
-    """RMSNorm of `x` bytes, which saves its input.
+def norm(t: Trace, x: int, *, rerun: bool = False, saved: bool = True) -> int:
+    """RMSNorm of `x` bytes, which saves its input; `saved`: no other operation has saved it.
 
     One backward kernel also adds the gradient of the residual.
     """
-    return t.op(Work.norm, x, x, saves=x, rerun=rerun)
+    return t.op(Work.norm, x, x, saves=x if saved else 0, rerun=rerun)
 
 
 def column_parallel(
@@ -120,12 +120,15 @@ def scattered(t: Trace, whole: int) -> int:
     return t.op(Work.other, whole, whole // parts, sends=sends)
 
 
-def swiglu(t: Trace, x: int, weights: MlpWeights, *, saved: bool, part: Recompute | None) -> int:
+def feed_forward(
+    t: Trace, x: int, weights: MlpWeights, *, saved: bool, part: Recompute | None
+) -> int:
     """Feed-forward; `part` names the recomputation of its activation."""
     up = column_parallel(t, x, weights.w_up, saved=saved)
     bias(t, up, weights.b_up)
     again = part is not None and t.reruns(part)
-    inner = t.op(Work.activation, up, up // 2, saves=up, rerun=again)
+    made = up if weights.w_up.gate_up is None else up // 2
+    inner = t.op(Work.activation, up, made, saves=up, rerun=again)
     return bias(t, row_parallel(t, inner, weights.w_down, saved=not again), weights.b_down)
 
 

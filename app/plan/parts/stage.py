@@ -9,7 +9,7 @@ from enum import Enum, auto
 from itertools import chain
 from typing import TypeVar
 
-from app.choices import Fp8Part, Recompute
+from app.choices import BlockKind, Fp8Part, Recompute
 from app.config import Fp8Config, LayerSpec, ModelConfig, Run
 from app.config.attention import Rope
 from app.plan.layout import ParallelLayout
@@ -23,7 +23,7 @@ from app.plan.model.weight import Weight
 from app.plan.parts.attention import attention
 from app.plan.parts.dispatcher import busiest_load
 from app.plan.parts.experts import moe_body
-from app.plan.parts.linear import column_parallel, norm, scattered, swiglu
+from app.plan.parts.linear import column_parallel, feed_forward, norm, scattered
 from app.plan.parts.trace import Operation, Sizes, Trace, Work, forward_only
 from app.plan.phases import PhaseName
 from app.plan.recompute import RecomputeChoice, recompute_policy
@@ -174,19 +174,20 @@ def layer(
         else:
             t.phase = PhaseName.mlp
             body = weights.body
-            h = _input(t, x, body.norm)
+            beside = s.model.block is BlockKind.parallel_norms  # of the input of attention's norm
+            h = _input(t, x, body.norm, saved=not beside)
             # in parallel to attention, which has saved the same input already
             kept = weights.attn.first.keeps_input
             shared = body.norm is None and weights.attn_norm is not None and kept
             saved = not shared and (body.norm is None or not again)
-            swiglu(t, h, body.mlp, saved=saved, part=Recompute.mlp_act)
+            feed_forward(t, h, body.mlp, saved=saved, part=Recompute.mlp_act)
             _added(t, x, body.out_norm)
     return t.ops
 
 
-def _input(t: Trace, x: int, weights: NormWeights | None) -> int:
+def _input(t: Trace, x: int, weights: NormWeights | None, *, saved: bool = True) -> int:
     """Norm of the residual stream; the stream itself without one."""
-    return x if weights is None else norm(t, x, rerun=t.reruns(Recompute.norm))
+    return x if weights is None else norm(t, x, rerun=t.reruns(Recompute.norm), saved=saved)
 
 
 def _added(t: Trace, x: int, weights: NormWeights | None) -> None:
