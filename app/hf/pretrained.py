@@ -138,11 +138,9 @@ class Pretrained:
             for weight in self.their.family.weights(self.model)
             for name in names(self.parts(weight))
         }
-        (head,), (embedding,) = (
-            next(line.theirs for line in self._table if line.ours == ours)
-            for ours in ("head", "embedding")
-        )
-        if self.model.tie_embeddings and head in self.files.file_of:
+        (embedding,) = self._names_of("embedding")
+        heads = self._names_of("head") if self.model.tie_embeddings else ()
+        for head in (name for name in heads if name in self.files.file_of):
             used.add(head)
             self._check_tied(head, embedding)
         unknown = [
@@ -151,6 +149,10 @@ class Pretrained:
         if unknown:
             kind = self.their.family.model_type
             raise self.files.refusal(f"{_some(unknown)} unknown in models of type {kind}")
+
+    def _names_of(self, ours: str) -> list[str]:
+        """Return the names that a weight outside of layers may have in files."""
+        return [name for line in self._table if line.ours == ours for name in line.theirs]
 
     def _check_tied(self, head_name: str, embedding_name: str) -> None:
         """Compare all rows of the embedding with the head, if the files contain both."""

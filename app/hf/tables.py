@@ -281,7 +281,8 @@ NEMOTRON = _linears(
 )
 GPT_NEOX = (
     NameLine("embedding", ("gpt_neox.embed_in.weight",), whole),
-    NameLine("head", ("embed_out.weight",), whole),
+    NameLine("head", ("embed_out.weight",), whole),  # as published, then as version 5 saves it
+    NameLine("head", (HEAD,), whole),
     NameLine("norm.weight", ("gpt_neox.final_layer_norm.weight",), whole),
     NameLine("norm.bias", ("gpt_neox.final_layer_norm.bias",), whole),
     # by head: its query, its key, its value, as ours

@@ -176,6 +176,31 @@ PUBLISHED = {  # config.json of the repositories named, as published, without wh
         "sliding_window": 131072, "tie_word_embeddings": False, "use_sliding_window": False,
         "vocab_size": 151936,
     },
+    # bigcode/starcoder2-3b
+    "starcoder2_3b": {
+        "model_type": "starcoder2", "activation_function": "gelu_pytorch_tanh",
+        "attention_dropout": 0.1, "embedding_dropout": 0.1, "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 3072, "intermediate_size": 12288, "mlp_type": "default",
+        "norm_epsilon": 1e-05, "norm_type": "layer_norm", "num_attention_heads": 24,
+        "num_hidden_layers": 30, "num_key_value_heads": 2, "residual_dropout": 0.1,
+        "rope_theta": 999999.4420358813, "sliding_window": 4096, "use_bias": True,
+        "vocab_size": 49152,
+    },
+    # nvidia/Minitron-4B-Base
+    "minitron_4b": {
+        "model_type": "nemotron", "attention_bias": False, "attention_dropout": 0.0,
+        "head_dim": 128, "hidden_act": "relu2", "hidden_size": 3072, "intermediate_size": 9216,
+        "mlp_bias": False, "norm_eps": 1e-05, "num_attention_heads": 24, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "partial_rotary_factor": 0.5, "rope_theta": 10000,
+        "tie_word_embeddings": False, "vocab_size": 256000,
+    },
+    # EleutherAI/pythia-1b
+    "pythia_1b": {
+        "model_type": "gpt_neox", "hidden_act": "gelu", "hidden_size": 2048,
+        "intermediate_size": 8192, "layer_norm_eps": 1e-05, "num_attention_heads": 8,
+        "num_hidden_layers": 16, "rotary_emb_base": 10000, "rotary_pct": 0.25,
+        "tie_word_embeddings": False, "use_parallel_residual": True, "vocab_size": 50304,
+    },
     # microsoft/Phi-4-mini-instruct
     "phi4_mini": {
         "model_type": "phi3", "attention_bias": False, "embd_pdrop": 0.0, "full_attn_mod": 1,

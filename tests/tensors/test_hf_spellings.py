@@ -46,6 +46,8 @@ def as_version_4(name: str, value: Tensor, family: str) -> Named:
     if family == "mixtral" and name.endswith(".mlp.gate.weight"):
         yield name.replace(".mlp.", ".block_sparse_moe."), value
         return
+    if family == "gpt_neox":
+        name = name.replace("lm_head", "embed_out")
     if family == "granitemoe":
         for new, old in OF_GRANITE.items():
             name = name.replace(new, old)
@@ -78,7 +80,11 @@ def write_by_hand(
     }
     if spell is as_version_4:  # what older versions have saved besides
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-        tensors["lm_head.weight"] = model.state_dict()["lm_head.weight"].clone()
+        head = model.state_dict()["lm_head.weight"].clone()
+        tensors |= dict(spell("lm_head.weight", head, family))
+        if family == "gpt_neox":
+            tensors["gpt_neox.layers.0.attention.bias"] = torch.ones(1, 1, 4, 4).bool()
+            tensors["gpt_neox.layers.0.attention.masked_bias"] = torch.tensor(-1e9)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     return set(tensors)
