@@ -315,7 +315,7 @@ FAMILIES = (
         gpt_neox.read,
         tables.GPT_NEOX,
         more=gpt_neox.written,
-        layers_name=gpt_neox.LAYERS,
+        layers_name=tables.LAYERS_OF_NEOX,
         redundant=gpt_neox.REDUNDANT,
         defaults=gpt_neox.DEFAULTS,
     ),

@@ -23,7 +23,6 @@ SIZES = {
     "vocab_size": "vocab_size",
     "norm_eps": "layer_norm_eps",
 }
-LAYERS = "gpt_neox.layers"
 DEFAULTS = {"use_parallel_residual": True, "attention_bias": True}
 # masks that `transformers` saved until version 4.31
 REDUNDANT = (".attention.bias", ".attention.masked_bias")

@@ -14,7 +14,7 @@ from torch import Tensor
 from app.config import ModelConfig
 from app.hf.file_names import CONFIG_JSON
 from app.hf.files import TensorFiles
-from app.hf.tables import mapping, router_biases
+from app.hf.tables import embedding_and_heads, mapping, router_biases
 from app.hf.their_model import TheirModel
 from app.hf.weight_part import WeightPart, grouped, names
 from app.hf.write import PART_NUMEL
@@ -138,21 +138,17 @@ class Pretrained:
             for weight in self.their.family.weights(self.model)
             for name in names(self.parts(weight))
         }
-        (embedding,) = self._names_of("embedding")
-        heads = self._names_of("head") if self.model.tie_embeddings else ()
-        for head in (name for name in heads if name in self.files.file_of):
-            used.add(head)
-            self._check_tied(head, embedding)
+        embedding, heads = embedding_and_heads(self._table)
+        for head in heads:
+            if self.model.tie_embeddings and head in self.files.file_of:
+                used.add(head)
+                self._check_tied(head, embedding)
         unknown = [
             name for name in self.files.file_of if name not in used and not self._left_out(name)
         ]
         if unknown:
             kind = self.their.family.model_type
             raise self.files.refusal(f"{_some(unknown)} unknown in models of type {kind}")
-
-    def _names_of(self, ours: str) -> list[str]:
-        """Return the names that a weight outside of layers may have in files."""
-        return [name for line in self._table if line.ours == ours for name in line.theirs]
 
     def _check_tied(self, head_name: str, embedding_name: str) -> None:
         """Compare all rows of the embedding with the head, if the files contain both."""

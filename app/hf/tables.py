@@ -26,7 +26,7 @@ Fit = Callable[[ModelConfig, Shape, Sequence[str]], Iterator[WeightPart]]
 BIAS = "body.router.bias_E"  # router bias: a buffer, but saved like a weight
 EMBEDDING = "model.embed_tokens.weight"
 ADAPTED = "base_model.model."  # before names of modules in the files of `peft`
-LAYERS = "model.layers"
+LAYERS, LAYERS_OF_NEOX = "model.layers", "gpt_neox.layers"
 HEAD = "lm_head.weight"  # with tied embeddings some files contain a copy
 
 
@@ -391,6 +391,14 @@ def mapping(
         line.fit(model, shape, [prefix + theirs for theirs in line.theirs]) for line in found
     )
     return Mapping(weight, tuple(map(tuple, spellings)))
+
+
+def embedding_and_heads(lines: Sequence[NameLine]) -> tuple[str, tuple[str, ...]]:
+    """Return the embedding's name in files, and those that the head may have."""
+    named: dict[str, list[str]] = {"embedding": [], "head": []}
+    for line in lines:
+        named.get(line.ours, []).extend(line.theirs)
+    return named["embedding"][0], tuple(named["head"])
 
 
 def adapter_tensor(layer: int | None, theirs: str, letter: str, layers: str = LAYERS) -> str:

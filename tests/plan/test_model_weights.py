@@ -78,7 +78,9 @@ def meta_chunk(model: ModelConfig, stage: Stage, layer_groups: LayerGroups) -> C
         return Chunk(model, layers, stage.embedding, head=stage.head, layer_groups=layer_groups)
 
 
-def block_by_name(name: str, shape: tuple[int, ...], place: ShardCoords) -> Block:
+def block_by_name(
+    name: str, shape: tuple[int, ...], place: ShardCoords, *, gate: bool = True
+) -> Block:
     """The block of which a rank's parameter has this shape, by the name's last part."""
     leaf, (index, parts) = name.rsplit(".", 1)[-1], place.tp
     if ".experts." in name:
@@ -95,6 +97,8 @@ def block_by_name(name: str, shape: tuple[int, ...], place: ShardCoords) -> Bloc
             return whole.cut(0, ep, share).cut(3, etp, part)
         whole = Block.whole(experts * ep, rows * etp, columns)
         return whole.cut(0, ep, share).cut(1, etp, part)
+    if not gate and leaf in ("b_up", "w_up"):
+        return Block.whole(shape[0] * parts, *shape[1:]).cut(0, parts, index)
     if leaf == "b_up":
         return Block.whole(2, shape[0] // 2 * parts).cut(1, parts, index)
     if leaf in ("bqkv", "sinks"):
@@ -115,6 +119,7 @@ def whole_by_name(name: str) -> bool:
     return ".experts." not in name and name.rsplit(".", 1)[-1] not in cut + biases
 
 
+PLUS_ONE = (NormKind.rms_plus_one, NormKind.layer_plus_one)
 BIASES = ("bqkv", "bo", "bias", "b_up", "b_down")
 
 
@@ -123,7 +128,7 @@ def initial_by_name(name: str, dims: int, model: ModelConfig) -> Initial:
     if leaf in BIASES:
         return Initial.zeros
     if dims == 1 and leaf != "sinks":
-        return Initial.zeros if model.norm is NormKind.rms_plus_one else Initial.ones
+        return Initial.zeros if model.norm in PLUS_ONE else Initial.ones
     return Initial.residual if leaf in ("wo", "w_down") else Initial.normal
 
 
@@ -150,7 +155,9 @@ def test_modules_plan_and_blocks_match_the_weight_records(preset: str, layout: P
                     if model.qk_norm_whole and re.search(r"\.[qk]_norm\.", name):
                         name, whole = "bqkv", False  # cut as that is
                     copy = spec.name == "embedding" and parameter.tied
-                    assert spec.block == block_by_name(f"attn.{name}", shape, place)
+                    assert spec.block == block_by_name(
+                        f"attn.{name}", shape, place, gate=model.mlp_gate
+                    )
                     assert spec.expert == parameter.expert == (".experts." in spec.name)
                     biased = name.rsplit(".", 1)[-1] in BIASES
                     assert spec.decay == (len(shape) > 1 and not biased)
