@@ -78,6 +78,14 @@ def meta_chunk(model: ModelConfig, stage: Stage, layer_groups: LayerGroups) -> C
         return Chunk(model, layers, stage.embedding, head=stage.head, layer_groups=layer_groups)
 
 
+def up_block(shape: tuple[int, ...], parts: int, index: int, *, gate: bool) -> Block:
+    """The block of an up projection or its bias, which with a gate are two parts."""
+    rows, *columns = shape
+    if gate:
+        return Block.whole(2, rows // 2 * parts, *columns).cut(1, parts, index)
+    return Block.whole(rows * parts, *columns).cut(0, parts, index)
+
+
 def block_by_name(
     name: str, shape: tuple[int, ...], place: ShardCoords, *, gate: bool = True
 ) -> Block:
@@ -97,18 +105,14 @@ def block_by_name(
             return whole.cut(0, ep, share).cut(3, etp, part)
         whole = Block.whole(experts * ep, rows * etp, columns)
         return whole.cut(0, ep, share).cut(1, etp, part)
-    if not gate and leaf in ("b_up", "w_up"):
-        return Block.whole(shape[0] * parts, *shape[1:]).cut(0, parts, index)
-    if leaf == "b_up":
-        return Block.whole(2, shape[0] // 2 * parts).cut(1, parts, index)
+    if leaf in ("b_up", "w_up"):
+        return up_block(shape, parts, index, gate=gate)
     if leaf in ("bqkv", "sinks"):
         return Block.whole(shape[0] * parts).cut(0, parts, index)
     if leaf in ("wqkv", "q_b", "kv_b", "embedding", "head"):
         return Block.whole(shape[0] * parts, shape[1]).cut(0, parts, index)
     if leaf in ("wo", "w_down"):
         return Block.whole(shape[0], shape[1] * parts).cut(1, parts, index)
-    if leaf == "w_up":
-        return Block.whole(2, shape[0] // 2 * parts, shape[1]).cut(1, parts, index)
     return Block.whole(*shape)
 
 
