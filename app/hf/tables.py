@@ -274,7 +274,7 @@ def router_bias(model: ModelConfig, router: str) -> Iterator[NamedWeight]:
 
 def router_biases(model: ModelConfig) -> Iterator[NamedWeight]:
     """Yield the biases of all routers."""
-    for layer in filter(model.is_moe_layer, range(model.num_layers)):
+    for layer in filter(model.is_moe_layer, model.all_layers):
         yield from router_bias(model, f"layers.{layer}.body.router")
 
 
