@@ -47,9 +47,9 @@ class _Split:
         seconds = [sum(times.by_kind().values()) for times in found]
         self.embedding, self.head, *per_kind = seconds
         of_kind = dict(zip(kinds, per_kind, strict=True))
-        layers = [of_kind[spec] for spec in model.layer_specs]
-        self.layers = layers[: model.num_layers]
-        self.head += sum(layers[model.num_layers :])
+        every = [of_kind[spec] for spec in model.layer_specs]
+        self.layers = every[: model.num_layers]
+        self.head += sum(every[model.num_layers :])
 
     def slowest(self, sizes: Sequence[int]) -> tuple[float, float]:
         """Return seconds of a microbatch on the slowest rank, and in the slowest stage."""

@@ -33,10 +33,10 @@ from app.hf.adapter import SavedAdapter
 from app.hf.chunks import fill_chunks, fill_main_params
 from app.hf.pretrained import Pretrained
 from app.model.adapter_dropout import AdapterDropout
+from app.model.ahead import AheadLosses, PredictingChunk
 from app.model.attention.chosen import library_attention, torch_attention
 from app.model.attention.softcap import SoftcapAttention
 from app.model.block import BLOCKS, Body, Layer, StepState
-from app.model.ahead import AheadLosses, PredictingChunk
 from app.model.chunk import Chunk
 from app.model.init import init_weights
 from app.model.layers.ahead import Ahead

@@ -53,6 +53,11 @@ class Family:
             return tables.without_query_latent(self.lines)
         return self.lines
 
+    @property
+    def predicts(self) -> bool:
+        """True if its models may have multi-token prediction."""
+        return tables.PREDICTS in self.lines
+
     def weights(self, model: ModelConfig) -> Iterator[NamedWeight]:
         """Yield the model's tensors that its files hold: weights and router biases."""
         yield from model_weights(model)
@@ -65,6 +70,8 @@ class Family:
             found |= self.written_moe(model.moe)
         layers = config.written_layers(model)
         found |= {key: layers[key] for key in self.layers}
+        if self.predicts:
+            found[tables.PREDICTED] = model.mtp.layers
         return found if self.more is None else {**found, **self.more(model)}
 
 
@@ -76,6 +83,7 @@ _DEEPSEEK = (
     *tables.EXPERTS,
     *tables.SHARED_EXPERTS,
 )
+_PREDICTING = (*_DEEPSEEK, *tables.PREDICTION)
 _QWEN_LAYERS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 _QWEN_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
 _DEEPSEEK_V3_DEFAULTS = {
@@ -86,7 +94,7 @@ _DEEPSEEK_V3_DEFAULTS = {
     "n_group": 8,
     "topk_group": 4,
     "routed_scaling_factor": 2.5,
-    "num_nextn_predict_layers": 1,
+    tables.PREDICTED: 1,
     "norm_topk_prob": True,
 }
 FAMILIES = (
@@ -255,7 +263,7 @@ FAMILIES = (
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
         config.deepseek_v3,
-        _DEEPSEEK,
+        _PREDICTING,
         config.written_deepseek,
         defaults=_DEEPSEEK_V3_DEFAULTS,
     ),
@@ -272,7 +280,7 @@ FAMILIES = (
         "kimi_k2",  # of which `transformers` has no class
         "DeepseekV3ForCausalLM",
         config.deepseek_v3,
-        _DEEPSEEK,
+        _PREDICTING,
         written_as="deepseek_v3",
         defaults=_DEEPSEEK_V3_DEFAULTS,
     ),
@@ -311,6 +319,8 @@ def family_of(model: ModelConfig, key: str, value: object) -> Family:
         try:
             fields = family.read(TheirConfig(family.written(model), NOWHERE, key))
             again = config.as_model(fields, model.name)
+            if family.predicts:
+                again = dataclasses.replace(again, mtp=model.mtp)
         except ConfigError:
             continue  # the model lacks something that this family requires
         unlike = list(differences(model, again))
@@ -361,6 +371,7 @@ def _essence(model: ModelConfig) -> dict[str, Any]:
     """Return the fields that change what a model computes, in a canonical form."""
     found = {name: _plain(getattr(model, name)) for name in ARCHITECTURE}
     found["head_dim"] = None if model.mla else model.head_width
+    found["mtp"] = {"layers": model.mtp.layers}
     found["layer_types"] = config.layer_types(model)
     found["no_rope_layers"] = config.rotated_layers(model)
     found["query_pre_attn_scalar"] = float(model.query_pre_attn_scalar or model.head_width)

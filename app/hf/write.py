@@ -23,7 +23,7 @@ from app.config import ModelConfig
 from app.errors import ConfigError
 from app.hf.families import Family
 from app.hf.file_names import INDEX, ONE_FILE
-from app.hf.tables import mapping
+from app.hf.tables import copies, mapping
 from app.hf.weight_part import WeightPart
 from app.plan.sharding.reshard import Block
 
@@ -129,6 +129,9 @@ class Export:
             for part in mapping(table, self.model, weight).spellings[0]:
                 dtype = BIAS_DTYPE if biased else self.apart.get(weight.name, self.dtype)
                 yield WrittenTensor(weight.name, part, dtype)
+        shape = self.model.vocab_size, self.model.hidden_size
+        for copy, ours in copies(self.model):
+            yield WrittenTensor(ours, WeightPart.same(copy, shape), self.dtype)
 
     def begin(self) -> None:
         """Make the temporary folder. Raises ConfigError if the target already exists."""

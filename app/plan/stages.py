@@ -78,8 +78,8 @@ def plan_stages(
     pipeline rank, over all its stages; the rest is split evenly. count_embedding and count_head
     count the embedding, and the head with its loss, as one layer of the first and last stage.
     `layout` spells the stages out instead (see `parse_layout`) and sets vpp itself: vpp=1 then
-    means unset. The last stage has `ahead` layers of multi-token prediction besides. v_shape lays out the two stages of each rank in a V (see Pipeline): the first rank
-    holds both embedding and head.
+    means unset. v_shape lays out the two stages of each rank in a V (see Pipeline): the first rank
+    holds both embedding and head. The last stage has `ahead` layers of multi-token prediction too.
 
     Raises ConfigError (a ValueError) for uneven splits, with the nearest that works.
     """
@@ -299,11 +299,9 @@ def _without_ahead(layout: object, parts: list[str], ahead: int) -> list[str]:
     """
     plain = [part.replace("m", "") for part in parts]
     if any("m" in part for part in parts):
-        near = "|".join(plain)[:-1] + "m" * ahead + "L"
+        near = "|".join(plain).removesuffix("L") + "m" * ahead + "L"
         if "|".join(parts) != near:
-            rule = f"has multi-token prediction elsewhere than in m*{ahead} right before L, at the end"
-            if not ahead:
-                rule = "has m, multi-token prediction, which model.mtp=null has not"
+            rule = f"needs model.mtp.layers={ahead} times m, multi-token prediction, right before L"
             raise ConfigError("parallel.layout", layout, rule, nearest=near)
     return plain
 
