@@ -101,12 +101,13 @@ def _used_window(config: TheirConfig) -> int | None:
 
 def rotated_layers(model: ModelConfig) -> list[int]:
     """Return 1 for each layer with rotary positions, 0 for others."""
-    return [int(spec.attention.rope is not None) for spec in model.layer_specs]
+    specs = model.layer_specs[: model.num_layers]
+    return [int(spec.attention.rope is not None) for spec in specs]
 
 
 def layer_types(model: ModelConfig) -> list[str]:
     """Return the type of each layer's attention."""
-    return [_type(spec.attention.window) for spec in model.layer_specs]
+    return [_type(spec.attention.window) for spec in model.layer_specs[: model.num_layers]]
 
 
 def _type(window: int | None) -> str:

@@ -21,6 +21,7 @@ from app.hf.tables import EMBEDDING, HEAD, mapping, router_biases
 from app.hf.their_model import TheirModel
 from app.hf.weight_part import WeightPart, grouped, names
 from app.hf.write import PART_NUMEL
+from app.plan.formatting import count_of
 from app.plan.model.stage import NamedWeight, model_weights
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.sharding.reshard import Block
@@ -53,7 +54,7 @@ class Pretrained:
         layers = sorted(int(found[1]) for found in marked if found)
         there = [layer for layer in layers if layer in self.their.predicted]
         if mtp.layers > len(there) or (mtp.layers and not self.their.family.predicts):
-            rule = f"{folder} has {len(there)} layers of multi-token prediction"
+            rule = f"{folder} has {count_of(len(there), 'layer')} of multi-token prediction"
             raise ConfigError(MTP_LAYERS, mtp.layers, rule, nearest=len(there))
         self._predicting = there[mtp.layers :]
         self._check_names()
