@@ -49,8 +49,8 @@ def folder(theirs: torch.nn.Module, tmp_path: Path) -> Path:
     theirs.save_pretrained(tmp_path / "theirs", save_original_format=True)
     width = theirs.config.hidden_size
     generator = torch.Generator().manual_seed(3)
-    names = {"enorm.weight": (width,), "hnorm.weight": (width,), "eh_proj.weight": (width, 2 * width),
-             "shared_head.norm.weight": (width,)}  # fmt: skip
+    names = dict.fromkeys(("enorm.weight", "hnorm.weight", "shared_head.norm.weight"), (width,))
+    names["eh_proj.weight"] = (width, 2 * width)
     more = {name: torch.rand(shape, generator=generator) / 4 for name, shape in names.items()}
     more["embed_tokens.weight"] = theirs.model.embed_tokens.weight.detach().clone()
     more["shared_head.head.weight"] = theirs.lm_head.weight.detach().clone()
@@ -125,9 +125,7 @@ def test_it_is_left_out_unless_asked_for(folder: Path):
     assert found.model.mtp == MTPConfig()
     assert found.left_out() == f"left out: model.layers.{DECODER}, which predicts further tokens"
     assert Pretrained(folder, KEY, ONE).left_out() is None
-    with pytest.raises(
-        ConfigError, match=r"model\.mtp\.layers=2: .* has 1 layer of .*did you mean 1"
-    ):
+    with pytest.raises(ConfigError, match=r"layers=2: .* has 1 layer of .*did you mean 1"):
         Pretrained(folder, KEY, MTPConfig(2))
 
 
@@ -135,9 +133,7 @@ def test_a_table_of_its_own_is_refused(folder: Path):
     name = f"model.layers.{DECODER}.shared_head.head.weight"
     edit_tensors(folder, lambda held: held.update({name: held[name] + 1}))
     Pretrained(folder, KEY)
-    with pytest.raises(
-        ConfigError, match=r"shared_head\.head\.weight differs from lm_head\.weight"
-    ):
+    with pytest.raises(ConfigError, match=r"\.head\.weight differs from lm_head\.weight"):
         Pretrained(folder, KEY, ONE)
 
 

@@ -1,4 +1,4 @@
-"""Multi-token prediction beside its formulas (DeepSeek-V3, arXiv 2412.19437, equations 21 to 25)."""
+"""Multi-token prediction beside its formulas (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
 
 from __future__ import annotations
 
