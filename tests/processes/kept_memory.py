@@ -31,6 +31,7 @@ from app.engine.ranks.groups import create_groups
 from app.model.chunk import Chunk
 from app.model.layers.frozen import freeze
 from app.model.layers.layer_groups import own_tokens
+from app.model.ahead import AheadLosses
 from app.model.layers.weight_grads import WeightGradQueue, WeightGradSink
 from app.model.lora import add_adapters, hold_base
 from app.moe.dispatch.paged_buffer import PagedBuffer
@@ -113,12 +114,17 @@ def measured(rank: int, run: Run) -> tuple[dict[str, int], int, int, int, int]:
     places = own_tokens(LENGTH, layout.cp, layout.coords(rank)["cp"])
     tokens, labels = torch.randint(0, run.model.vocab_size, (2, SEQUENCES, LENGTH))[:, :, places]
     positions = places.expand(SEQUENCES, -1)
-    inputs = [tokens, labels, positions]
+    ahead = None
+    if run.model.mtp.layers:
+        ahead = torch.stack([torch.stack([tokens, labels])] * run.model.mtp.layers, dim=1)
+        chunk.ahead_losses = AheadLosses(run.model.mtp.layers, cpu)
+    inputs = [tokens, labels, positions, *([] if ahead is None else [ahead])]
 
     splits = run.schedule.name is ScheduleName.zero_bubble_h1
 
     def loss(sink: WeightGradSink | None) -> Tensor:
-        context = chunk.context(positions, None, sink, recompute_policy(run).usual)
+        again = recompute_policy(run).usual
+        context = chunk.context(positions, None, sink, again, ahead_2KBS=ahead)
         out = chunk(tokens, context)
         return sum(
             (r.loss for r in out.routing if r.loss.requires_grad),
