@@ -143,13 +143,12 @@ class Pretrained:
             for weight in self.their.family.weights(self.model)
             for name in names(self.parts(weight))
         }
-        copies = [*tables.copies(self.model)]
+        copies = {copy: name for copy, name, _ in tables.copies(self.model)}
         if self.model.tie_embeddings:
-            copies.append((HEAD, "embedding"))
-        for copy, ours in copies:
-            if copy in self.files.file_of:
-                used.add(copy)
-                self._check_copy(copy, {"embedding": EMBEDDING, "head": HEAD}[ours])
+            copies[HEAD] = EMBEDDING
+        for copy in sorted(copies.keys() & self.files.file_of.keys()):
+            used.add(copy)
+            self._check_copy(copy, copies[copy])
         unknown = [
             name for name in self.files.file_of if name not in used and not self._left_out(name)
         ]

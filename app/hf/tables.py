@@ -286,14 +286,14 @@ def router_biases(model: ModelConfig) -> Iterator[NamedWeight]:
         yield from router_bias(model, f"layers.{layer}.body.router")
 
 
-def copies(model: ModelConfig) -> Iterator[tuple[str, str]]:
+def copies(model: ModelConfig) -> Iterator[tuple[str, str, str]]:
     """Yield names of tensors of which layers of multi-token prediction have copies in files: of the
-    copy, and of ours.
+    copy, of the tensor, and of our weight.
     """
     for layer in model.all_layers[model.num_layers :]:
-        yield f"model.layers.{layer}.embed_tokens.weight", "embedding"
-        head = "embedding" if model.tie_embeddings else "head"
-        yield f"model.layers.{layer}.shared_head.head.weight", head
+        yield f"model.layers.{layer}.embed_tokens.weight", EMBEDDING, "embedding"
+        head = (EMBEDDING, "embedding") if model.tie_embeddings else (HEAD, "head")
+        yield f"model.layers.{layer}.shared_head.head.weight", *head
 
 
 def without_query_latent(lines: Sequence[NameLine]) -> Sequence[NameLine]:

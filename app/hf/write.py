@@ -130,7 +130,7 @@ class Export:
                 dtype = BIAS_DTYPE if biased else self.apart.get(weight.name, self.dtype)
                 yield WrittenTensor(weight.name, part, dtype)
         shape = self.model.vocab_size, self.model.hidden_size
-        for copy, ours in copies(self.model):
+        for copy, _, ours in copies(self.model):
             yield WrittenTensor(ours, WeightPart.same(copy, shape), self.dtype)
 
     def begin(self) -> None:

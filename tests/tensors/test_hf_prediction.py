@@ -25,9 +25,8 @@ from app.model.chunk import Chunk
 from app.plan.sharding.blocks import ShardCoords
 from tests.hf_folders import FAMILIES, KEY, edit_config, edit_tensors, load_file, transformers
 from tests.tensors.hf_parity import CASES
-from tests.tensors.hf_weights import spread_weights
+from tests.tensors.hf_weights import Held, spread_weights
 from tests.tensors.models import draw_tokens, make_chunk
-from tests.tensors.test_hf_writing import Held
 
 ONE = MTPConfig(1, 0.5)
 DECODER = 3  # layers
