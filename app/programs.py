@@ -11,7 +11,7 @@ from pathlib import Path
 # not resolved: a checkout may link to another one's `app`, and has its own conf/
 PACKAGE = Path(__file__).parent
 INSTALLED = (PACKAGE / "conf").is_dir()  # a wheel holds conf/ and docs/ inside the package
-DOCS = (PACKAGE if INSTALLED else PACKAGE.parent) / "docs"
+FILES = PACKAGE if INSTALLED else PACKAGE.parent  # folder of conf/ and docs/
 COMMANDS = (
     "train",
     "plan",
@@ -29,7 +29,7 @@ OURS = re.compile(
     rf"python -m app\.cli\.(?P<command>{'|'.join(COMMANDS)})\b"
     r"|(?P<launcher>\btorchrun .*)\btrain\.py\b"  # takes a script or a module, no command
     r"|(?:python )?\btrain\.py\b"
-    r"|\bdocs/(?P<page>[\w-]+\.md)\b"
+    r"|\bdocs/(?P<page>[\w-]+\.md)\b|\b(?P<options>conf)/(?=<)"
 )
 
 
@@ -59,7 +59,7 @@ def speaker(program: str) -> str:
 
 def page(name: str) -> str:
     """Return where to read a page of docs/: in a checkout as `docs/NAME`, elsewhere its path."""
-    return str(DOCS / name) if by_command() else f"docs/{name}"
+    return str(FILES / "docs" / name) if by_command() else f"docs/{name}"
 
 
 def with_names(text: str) -> str:
@@ -71,6 +71,8 @@ def with_names(text: str) -> str:
     def here(found: re.Match[str]) -> str:
         if found["page"]:
             return page(found["page"])
+        if found["options"]:
+            return f"{FILES / found['options']}/"
         if found["launcher"]:
             return f"{found['launcher']}-m app.cli.train"
         return command_name(found["command"] or "train")

@@ -41,8 +41,7 @@ def main(config: DictConfig) -> float | None:
 def command(parent: int) -> None:
     """Run the command line of a process that `parent` has started; SystemExit where it fails."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises instead of printing and exiting with 1
-    # inherited by ranks and jobs of sweeps, which run this file
-    os.environ.update(child_paths(os.environ))
+    os.environ.update(child_paths(os.environ))  # inherited by ranks and jobs of sweeps
     take_name(os.environ)
     print_every_character()
     register_schema()

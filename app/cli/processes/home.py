@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from app.programs import INSTALLED, PACKAGE
+from app.programs import FILES, INSTALLED, PACKAGE
 
-CONF = (PACKAGE if INSTALLED else PACKAGE.parent) / "conf"
+CONF = FILES / "conf"
 # relative paths of options (--config-path) start here
 BASE = Path() if INSTALLED else PACKAGE.parent
 
