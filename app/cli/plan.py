@@ -38,6 +38,7 @@ from app.plan.formatting import literal_text
 from app.planner.export import DECODING, WHAT, Decoding, layout_json, plan_json
 from app.planner.plan import Plan
 from app.planner.suggestion import Suggestion
+from app.programs import with_names
 from app.version import VERSION, Version
 
 # folder for files
@@ -83,7 +84,7 @@ Examples:
 
 Exit code: 0; 1 if memory is shown (what=all, memory, decoding) and the run, or a single text,
 does not fit; 2 for a mistake.
-Options and keys: python train.py --help. How to read the output: docs/planning.md."""
+Options and keys: python train.py --help. How to read the output: docs/planning.md"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +186,7 @@ def _spelled_out(override: str) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Plan, print, write files; return the exit code."""
     if {"--help", "-h"} & set(arguments):
-        print(HELP)
+        print(with_names(HELP))
         return 0
     with readable_errors("plan", speak=True, asked=lambda: _asked(arguments)):
         asked = parse(arguments)

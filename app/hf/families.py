@@ -28,6 +28,7 @@ from app.hf import config_json as config
 from app.hf.tables import NameLine
 from app.hf.their_config import NOWHERE, TheirConfig, shortened
 from app.plan.model.stage import NamedWeight, model_weights
+from app.programs import page
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,8 +304,8 @@ def family_named(found: TheirConfig) -> Family:
         if family.model_type == kind:
             return family
     raise found.refusal(
-        f"models of type {kind} are not supported; docs/hugging-face-keys.md has a table of those "
-        "that are"
+        f"models of type {kind} are not supported; {page('hugging-face-keys.md')} has a table of "
+        "those that are"
     )
 
 

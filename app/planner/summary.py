@@ -10,6 +10,7 @@ from app.plan.formatting import GIB, amount, count_of
 from app.plan.parts.dispatcher import run_dispatcher, tokens_per_rank
 from app.plan.sharding.frozen import counts
 from app.planner.plan import Plan
+from app.programs import command_name
 
 SHOWN_PARTS = 4  # largest parts of the memory shown
 
@@ -82,6 +83,6 @@ def memory_line(plan: Plan, gpu_memory: int) -> str:
     parts = ", ".join(f"{part.name} {part.bytes / GIB:.1f}" for part in largest)
     warning = ""
     if busiest.total > gpu_memory:
-        how = "python -m app.cli.plan with the same overrides says what to change"
+        how = f"{command_name('plan')} with the same overrides says what to change"
         warning = f"; it will not fit: {how}"
     return f"{busiest.total / GIB:.1f} GiB of {gpu_memory / GIB:.1f} expected: {parts}{warning}"

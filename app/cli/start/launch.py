@@ -58,6 +58,7 @@ from app.data.tokenizer_files import bring_tokenizer
 from app.errors import ConfigError, FirstOf, OwnError, warn
 from app.plan.formatting import gib
 from app.planner.plan import Plan
+from app.programs import command_name, speaker
 from app.shell import shell_line
 
 # device files of NVIDIA, AMD and WSL: without any, there is no GPU and torch need not be loaded
@@ -111,7 +112,8 @@ def check_cpu(plan: Plan, ranks_here: int | None = None) -> None:
     if kept > memory:
         room = gib(memory)
         rule = f"its ranks keep {gib(kept)} GiB between steps, and this host has {room} GiB"
-        advice = "python -m app.cli.plan what=memory with the same overrides shows each part"
+        program = command_name("plan")
+        advice = f"{program} what=memory with the same overrides shows each part"
         raise ConfigError("train.device", "cpu", rule, advice=advice)
 
 
@@ -128,7 +130,7 @@ def mistakes_in_one_line(launch: Launch, arguments: Sequence[str]) -> AbstractCo
     Ranks of other hosts wait for it too: their launcher may host the rendezvous of all.
     """
     return readable_errors(
-        "train.py",
+        "train",
         speak=launch.rank == 0,
         when_stopped=_when_stopped(launch, arguments),
         asked=partial(asked_start, arguments, launch),
@@ -220,7 +222,7 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
     from app.engine.run.train import train
     from app.engine.start.start import preflight
 
-    said = f"train.py: {_when_stopped(launch, sys.argv[1:])}"
+    said = f"{speaker('train')}: {_when_stopped(launch, sys.argv[1:])}"
     interrupt_then_end(said if launch.rank == 0 else "")
     attempt = Attempt(
         launch.requeues,
@@ -356,6 +358,5 @@ def _refuse_sweep(arguments: Sequence[str], launch: Launch) -> None:
         raise ConfigError("hydra/launcher", "basic", rule, advice=TORCHRUN)
     if launch.world_size is not None:
         rule = f"one of {launch.world_size} ranks, but a sweep starts the ranks of each job"
-        raise ConfigError(
-            "--multirun", f"rank {launch.rank}", rule, advice="start it as python train.py -m …"
-        )
+        advice = f"start it as {command_name('train')} -m …"
+        raise ConfigError("--multirun", f"rank {launch.rank}", rule, advice=advice)
