@@ -15,7 +15,7 @@ from app.errors import typed as as_typed
 RATE = "optim.lr"
 FINE_TUNING = ("finetune", "finetune_lora")
 TRIALS = ("moe_tiny", "dense_tiny", "pretrained")  # options of model that the defaults suit
-MANY_TOKENS = 1e9  # the standard library has 0.01 billion
+MANY_TOKENS = 1e9  # the standard library has a few hundredths of that
 WHOLE_RUNS = {"small": "pretrain_small", "deepseek_v3_like": "deepseek_v3_2048"}  # others: as named
 
 
@@ -67,8 +67,9 @@ def trial_data(run: Run) -> Iterator[str]:
     """Yield a line for a long run that is left with the default documents, which are few."""
     if run.data.sources or run.data.source is not Source.stdlib:
         return
-    if run.train.tokens is not None and run.train.tokens >= MANY_TOKENS:
+    tokens = run.steps * run.train.global_batch * run.train.seq_len
+    if tokens >= MANY_TOKENS:
         yield (
-            f"train.tokens={as_typed(run.train.tokens)} of data=stdlib, the default, are the same "
-            "few files many times over: give documents, like data=jsonl data.path='texts/*.jsonl'"
+            f"{tokens / 1e9:.3g} billion tokens of data=stdlib, the default, are the same few files "
+            "many times over: give documents, like data=jsonl data.path='texts/*.jsonl'"
         )
