@@ -1,9 +1,10 @@
-"""A published model at the learning rate of random weights is noticed by starts and plans."""
+"""Choices that are seldom meant are noticed by starts and plans, in one line each."""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import pytest
 from app.cli import plan
 from app.cli.options.arguments import Typed
 from app.cli.options.compose import load_typed
-from app.cli.start.usual_rate import usual_rate
+from app.cli.processes.home import CONF
+from app.cli.start.notices import WHOLE_RUNS, notices
 from tests.pretrained_model import save_pretrained
 from tests.programs import run_forked
 from tests.training import ROOT, corpus_in
@@ -36,7 +38,7 @@ def words(tmp_path: Path) -> tuple[str, ...]:
 
 def said(*words: str) -> list[str]:
     typed = Typed(words)
-    return [*usual_rate(load_typed(typed), typed)]
+    return [*notices(load_typed(typed), typed)]
 
 
 def test_default_rate_of_pretrained_models_is_told(words: tuple[str, ...]):
@@ -45,6 +47,46 @@ def test_default_rate_of_pretrained_models_is_told(words: tuple[str, ...]):
     for name in ("finetune", "finetune_lora"):
         assert said(words[1], f"+experiment={name}") == []
     assert said("model=dense_tiny") == []
+
+
+def test_large_models_chosen_alone_are_told():
+    run = load_typed(Typed(("model=llama3_8b",)))
+    line = "model={} alone trains in fp32 on sequences of 128 tokens, the defaults: "
+    for model, advice in (
+        ("llama3_8b", "+experiment=llama3_8b sets a whole run of it"),
+        ("small", "+experiment=pretrain_small sets a whole run of it"),
+        ("qwen3_8b", "type precision=bf16 train.seq_len=4096, for example"),
+    ):
+        named = replace(run, model=replace(run.model, name=model))
+        assert [*notices(named, Typed())] == [line.format(model) + advice]
+    for name in ("dense_tiny", "my_own"):
+        assert [*notices(replace(run, model=replace(run.model, name=name)), Typed())] == []
+    for typed in ("precision=fp32", "precision.params=float32", "train.seq_len=128"):
+        assert [*notices(run, Typed((typed,)))] == []
+    assert said("+experiment=small") == []
+
+
+@pytest.mark.full
+def test_experiments_set_what_the_line_promises():
+    """Models and experiments that the line names together."""
+    for path in sorted((CONF / "experiment").glob("*.yaml")):
+        if (CONF / "model" / path.name).is_file():
+            assert load_typed(Typed((f"+experiment={path.stem}",))).model.name == path.stem
+    for model, experiment in WHOLE_RUNS.items():
+        assert load_typed(Typed((f"+experiment={experiment}",))).model.name == model
+
+
+def test_long_runs_on_the_default_documents_are_told():
+    typed = Typed(("+experiment=llama3_8b",))
+    run = load_typed(typed)
+    assert [*notices(run, typed)] == [
+        "160 billion tokens of data=stdlib, the default, are the same few files many times over: "
+        "give documents, like data=jsonl data.path=corpus.jsonl"
+    ]
+    assert [*notices(run, typed, trains=False)] == []
+    short = replace(run, train=replace(run.train, steps=100))
+    assert [*notices(short, typed)] == []
+    assert said(*typed.overrides, "data=jsonl", "data.path=corpus.jsonl") == []
 
 
 def test_plans_tell_the_default_rate(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
@@ -61,5 +103,8 @@ def test_starts_tell_the_default_rate_once(tmp_path: Path):
     words = [*kept, "model=pretrained", "model.init_from=theirs", "train.steps=1",
              "data.tokenizer=theirs"]  # fmt: skip
     line = [sys.executable, str(ROOT / "train.py"), *words, "run_dir=run", "parallel.dp=2"]
-    done = run_forked(tmp_path, line)
-    assert done.returncode == 0 and done.stderr.count(f"train.py: {SAID}\n") == 1, done.stderr
+    done = run_forked(tmp_path, [*line, "+experiment=smoke", "checkpoint=none"])
+    assert done.returncode == 0, done.stderr
+    overlaid = "train.py: checkpoint=none: +experiment=smoke sets checkpoint.interval=5 over it;"
+    for each in (f"train.py: {SAID}\n", overlaid):
+        assert done.stderr.count(each) == 1, done.stderr

@@ -71,5 +71,5 @@ def trial_data(run: Run) -> Iterator[str]:
     if tokens >= MANY_TOKENS:
         yield (
             f"{tokens / 1e9:.3g} billion tokens of data=stdlib, the default, are the same few files "
-            "many times over: give documents, like data=jsonl data.path='texts/*.jsonl'"
+            "many times over: give documents, like data=jsonl data.path=corpus.jsonl"
         )
