@@ -97,14 +97,17 @@ def test_plans_tell_the_default_rate(words: tuple[str, ...], capsys: pytest.Capt
 
 
 @pytest.mark.full
-def test_starts_tell_the_default_rate_once(tmp_path: Path):
+def test_starts_of_several_ranks_tell_notices_once(tmp_path: Path):
     save_pretrained(tmp_path / "theirs", experts=0)
     kept = [word for word in corpus_in(tmp_path / "corpus") if not word.startswith("model")]
     words = [*kept, "model=pretrained", "model.init_from=theirs", "train.steps=1",
              "data.tokenizer=theirs"]  # fmt: skip
     line = [sys.executable, str(ROOT / "train.py"), *words, "run_dir=run", "parallel.dp=2"]
-    done = run_forked(tmp_path, [*line, "+experiment=smoke", "checkpoint=none"])
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/own.yaml").write_text("# @package _global_\noptim: {beta1: 0.8}\n")
+    own = "--config-dir", str(tmp_path), "+experiment=own", "optim=adamw"
+    done = run_forked(tmp_path, [*line, *own])
     assert done.returncode == 0, done.stderr
-    overlaid = "train.py: checkpoint=none: +experiment=smoke sets checkpoint.interval=5 over it;"
+    overlaid = "train.py: optim=adamw: +experiment=own sets optim.beta1=0.8 over it;"
     for each in (f"train.py: {SAID}\n", overlaid):
         assert done.stderr.count(each) == 1, done.stderr
