@@ -30,8 +30,7 @@ from app.cli.options.messages import readable_errors
 from app.cli.options.unknown import no_such_flag
 from app.cli.plan_views.tables import print_comparison, print_plan
 from app.cli.processes.output import exit_by
-from app.cli.start.overlaid import overlaid
-from app.cli.start.usual_rate import usual_rate
+from app.cli.start.notices import notices
 from app.config import Run
 from app.errors import ConfigError, nearest, warn
 from app.plan.formatting import literal_text
@@ -112,11 +111,11 @@ class PlanView:
 
     @classmethod
     def of(cls, typed: Typed) -> PlanView:
-        """Plan the run that is asked for; warn about options that an experiment overrides. Raises
-        ConfigError, and what composing raises.
+        """Plan the run that is asked for, and print notices about it. Raises ConfigError, and what
+        composing raises.
         """
         plan = Plan(load_typed(typed))
-        for line in (*overlaid(typed), *usual_rate(plan.run, typed)):
+        for line in notices(plan.run, typed, trains=False):
             warn(line, "plan")
         return cls(plan)
 

@@ -25,9 +25,8 @@ from app.cli.processes.environment import environment_kept, waiting_threads
 from app.cli.processes.launcher import NOTED_IN, STARTED_AS, Launch, started_as
 from app.cli.start.kept import streams_kept, torch_kept
 from app.cli.start.launch import asked_run, check_packages, plan_here
-from app.cli.start.overlaid import overlaid
+from app.cli.start.notices import notices
 from app.cli.start.ranks import ranks_command, wait_for_ranks
-from app.cli.start.usual_rate import usual_rate
 from app.data.tokenizer_files import bring_tokenizer
 from app.engine.files.signals import INTERRUPTED
 from app.errors import ConfigError, warn
@@ -91,12 +90,10 @@ def _outcome(
 ) -> Outcome:
     """Load the configuration and train. Raises ConfigError."""
     typed = typed_given(words)
-    for line in overlaid(typed):
-        warn(line)
     beside = words_for_plain(typed, sweeps=False)
     typed = dataclasses.replace(typed, overrides=(*beside, *typed.overrides))
     run = load_typed(typed)
-    for line in usual_rate(run, typed):
+    for line in notices(run, typed):
         warn(line)
     bring_tokenizer(run.data.tokenizer, True)
     check_packages(run)
