@@ -361,6 +361,7 @@ def _essence(model: ModelConfig) -> dict[str, Any]:
     """Return the fields that change what a model computes, in a canonical form."""
     found = {name: _plain(getattr(model, name)) for name in ARCHITECTURE}
     found["head_dim"] = None if model.mla else model.head_width
+    found["rotary_dim"] = None if model.mla else model.rope.width
     found["layer_types"] = config.layer_types(model)
     found["no_rope_layers"] = config.rotated_layers(model)
     found["query_pre_attn_scalar"] = float(model.query_pre_attn_scalar or model.head_width)
