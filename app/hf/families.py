@@ -17,6 +17,7 @@ from app.hf import (
     cohere2,
     exaone4,
     gemma,
+    glm4_moe,
     glm4_moe_lite,
     gpt_oss,
     olmo,
@@ -267,6 +268,15 @@ FAMILIES = (
         config.written_deepseek,
         more=glm4_moe_lite.written,
         defaults=glm4_moe_lite.DEFAULTS,
+    ),
+    Family(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        glm4_moe.read,
+        (*_GROUPED, *tables.EXPERTS, *tables.SHARED_EXPERTS),
+        config.written_deepseek,
+        more=glm4_moe.written,
+        defaults=glm4_moe.DEFAULTS,
     ),
     Family(
         "kimi_k2",  # of which `transformers` has no class
