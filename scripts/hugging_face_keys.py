@@ -60,6 +60,7 @@ MODELS = {
     "qwen2_moe": "Qwen1.5-MoE, Qwen2 with experts",
     "seed_oss": "Seed-OSS",
     "glm4_moe_lite": "GLM-4.7-Flash",
+    "glm4_moe": "GLM-4.5, GLM-4.5-Air, GLM-4.6",
     "kimi_k2": "Kimi-K2",
     "deepseek_v2": "DeepSeek-V2, V2-Lite",
     "deepseek_v3": "DeepSeek-V3, R1",
@@ -75,8 +76,9 @@ COLUMNS: Mapping[str, tuple[frozenset[str], tuple[str, ...]]] = {
     BY_LAYER: (frozenset(), ()),
     "biases of attention": (frozenset(("qkv_bias", "attention_bias")), ("qkv_bias",)),
     "biases of feed-forwards": (frozenset(("mlp_bias",)), ()),
-    "norms of queries and keys": (frozenset(), ("qk_norm",)),
+    "norms of queries and keys": (frozenset(("use_qk_norm",)), ("qk_norm",)),
     "layers without positions": (frozenset(("no_rope_layers",)), ()),
+    "positions of a part of heads": (frozenset(("partial_rotary_factor",)), ()),
 }
 # of the keys that have to be neutral, those of variants that published models have
 SPOKEN = frozenset((
@@ -105,7 +107,7 @@ type is `rope_type` or `type`. A key that the type does not take is refused.
 
 | type | keys |
 |---|---|
-| `default` | `rope_theta`, `partial_rotary_factor` (has to be 1) |
+| `default` | `rope_theta`, `partial_rotary_factor` (has to be 1 unless the family has it) |
 | `llama3` | the same, {llama3} |
 | `yarn` | the same, {yarn}, `attention_factor`, `truncate` (not null) |
 | `linear`, `dynamic` | the same as `default`, `factor` |
@@ -152,6 +154,8 @@ def _with_defaults(model_type: str) -> TheirModel:
     sizes = {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
     known = {name: value for name, value in sizes.items() if name in values}
     rotary: dict[str, Any] = {"rope_theta": 1e4, "rope_type": "default"}
+    if "partial_rotary_factor" in values["rope_parameters"]:
+        rotary["partial_rotary_factor"] = 1.0  # heads may be too narrow for less
     if "sliding_attention" in values["rope_parameters"]:
         rotary = {"full_attention": rotary, "sliding_attention": rotary}
     with tempfile.TemporaryDirectory() as folder:

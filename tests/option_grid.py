@@ -73,6 +73,7 @@ NUMBERS: dict[str, tuple[Value, ...]] = {
     "model.num_layers": (2, 3),
     "model.num_kv_heads": (2, 4),
     "model.head_dim": (None, 16),
+    "model.rotary_dim": (None, 4),
     "model.sliding_window": (None, 5),
     "model.no_rope_layers": ((), (1, 0)),
     "model.local_rope_theta": (None, 1e3),

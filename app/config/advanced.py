@@ -9,6 +9,7 @@ ADVANCED = (
     "model.llama3_rope",
     "model.longrope",
     "model.dynamic_rope",
+    "model.rotary_dim",
     "model.linear_rope_factor",
     "model.qk_norm_whole",
     "model.local_rope_theta",

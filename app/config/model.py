@@ -71,6 +71,8 @@ class ModelConfig:
     head_dim: int | None = None  # width of a head; null: hidden_size / num_heads
     vocab_size: int = 264  # rows of the embedding; at least the tokenizer's
     rope_theta: float = 10000.0  # base of the rotary frequencies
+    # leading values of a query or key head that are rotated; null: all
+    rotary_dim: int | None = None
     linear_rope_factor: float = 1.0  # divisor of all rotary frequencies (linear scaling)
     # base of the rotary frequencies, unscaled, of layers of type sliding_attention among others;
     # null: the same frequencies in all layers
@@ -176,6 +178,7 @@ class ModelConfig:
                 "rotary positions need an even head width",
                 nearest=self.head_width + 1,
             )
+        self._check_rotary_dim()
         self._check_scaled_width()
 
     def _check_scaling(self) -> None:
@@ -190,6 +193,19 @@ class ModelConfig:
             rule = f"cannot be combined with model.{used[0]}: both scale the rotary frequencies"
             value, near = ("{…}", ("null",)) if name in used else (linear, 1.0)
             raise ConfigError(f"model.{name}", value, rule, nearest=near)
+
+    def _check_rotary_dim(self) -> None:
+        width, key = self.rotary_dim, "model.rotary_dim"
+        if width is None:
+            return
+        if self.mla is not None:
+            rule = "multi-head latent attention rotates model.mla.qk_rope_head_dim values"
+            raise ConfigError(key, width, rule, nearest=("null",))
+        if not 2 <= width <= self.head_width:
+            rule = f"must be 2 to the width of a head, {self.head_width}"
+            raise ConfigError(key, width, rule, nearest=2 if width < 2 else self.head_width)
+        if width % 2:
+            raise ConfigError(key, width, "rotary positions need an even width", nearest=width - 1)
 
     def _check_scaled_width(self) -> None:
         pairs = self.rope.width // 2
@@ -332,9 +348,9 @@ class ModelConfig:
     @property
     def rope(self) -> Rope:
         """Rotary positions of its attention; of layers without a window if they have their own."""
-        width = self.head_width if self.mla is None else self.mla.qk_rope_head_dim
+        heads = self.rotary_dim or self.head_width
         return Rope(
-            width,
+            heads if self.mla is None else self.mla.qk_rope_head_dim,
             self.rope_theta,
             self.yarn,
             self.llama3_rope,

@@ -17,6 +17,7 @@ from app.hf import (
     cohere2,
     exaone4,
     gemma,
+    glm4_moe,
     glm4_moe_lite,
     gpt_oss,
     olmo,
@@ -278,6 +279,15 @@ FAMILIES = (
         defaults=glm4_moe_lite.DEFAULTS,
     ),
     Family(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        glm4_moe.read,
+        (*_GROUPED, *tables.EXPERTS, *tables.SHARED_EXPERTS, *tables.PREDICTION),
+        config.written_deepseek,
+        more=glm4_moe.written,
+        defaults=glm4_moe.DEFAULTS,
+    ),
+    Family(
         "kimi_k2",  # of which `transformers` has no class
         "DeepseekV3ForCausalLM",
         config.deepseek_v3,
@@ -373,6 +383,7 @@ def _essence(model: ModelConfig) -> dict[str, Any]:
     found = {name: _plain(getattr(model, name)) for name in ARCHITECTURE}
     found["head_dim"] = None if model.mla else model.head_width
     found["mtp"] = {"layers": model.mtp.layers}
+    found["rotary_dim"] = None if model.mla else model.rope.width
     found["layer_types"] = config.layer_types(model)
     found["no_rope_layers"] = config.rotated_layers(model)
     found["query_pre_attn_scalar"] = float(model.query_pre_attn_scalar or model.head_width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -31,6 +32,7 @@ LLAMA3 = {
     "high_turns": "high_freq_factor",
 }
 UNSCALED: Mapping[str, Any] = {**dict.fromkeys(SCALINGS), "linear_rope_factor": 1.0}
+PART = "partial_rotary_factor"
 THETA = 10000.0  # default base of rotary frequencies
 
 
@@ -39,11 +41,48 @@ def rotary(config: TheirConfig, *, latent: bool) -> dict[str, Any]:
     return rotary_of(config, _rotary_section(config), latent=latent)
 
 
-def rotary_of(config: TheirConfig, said: TheirConfig, *, latent: bool = False) -> dict[str, Any]:
-    """Return base and scaling of the rotary frequencies that a section describes."""
+def rotary_of_part(config: TheirConfig, usual: float | None = None) -> dict[str, Any]:
+    """Return rotary positions of the first values of each head: partial_rotary_factor of them, of
+    the section before that outside; `usual`: where both are missing.
+    """
+    said = _rotary_section(config)
+    factor, outside = said.value(PART), config.value(PART)
+    if factor is None:
+        # null outside is 1 to `transformers`, and its own default when it has saved that
+        factor = usual if outside is None and PART not in config.values else config.need(PART)
+    if factor is None:
+        raise config.refusal(f"{PART} is missing")
+    whole = head_width(config)
+    width = int(whole * factor)
+    found = rotary_of(config, said, partial=True)
+    return {**found, "rotary_dim": None if width == whole else width}
+
+
+def head_width(config: TheirConfig) -> int:
+    """Return the width of a head, by head_dim or the number of heads."""
+    usual = config.need("hidden_size") // max(1, config.need("num_attention_heads"))
+    return int(config.get("head_dim", usual))
+
+
+def written_factor(model: ModelConfig) -> float:
+    """Return the partial_rotary_factor of rotary_dim; readers multiply it by the width of a head
+    and cut off the fraction, which rounding must not bring one below.
+    """
+    width, rotated = model.head_width, model.rope.width
+    factor = rotated / width
+    return factor if int(width * factor) == rotated else math.nextafter(factor, 2)
+
+
+def rotary_of(
+    config: TheirConfig, said: TheirConfig, *, latent: bool = False, partial: bool = False
+) -> dict[str, Any]:
+    """Return base and scaling of the rotary frequencies that a section describes; `partial`: of a
+    family that rotates a part of each head.
+    """
     if sections := [name for name, value in said.values.items() if isinstance(value, dict)]:
         raise said.refusal(f"{said.name(sections[0])} is a section: other positions in some layers")
-    said.only("partial_rotary_factor", 1)
+    if not partial:
+        said.only(PART, 1)
     theta = float(said.get("rope_theta", config.get("rope_theta", THETA)))
     kind = said.get("rope_type", said.get("type", "default"))
     lengths = [

@@ -29,11 +29,11 @@ NUMBER = frozenset((
     "low_freq_factor", "high_freq_factor", "router_aux_loss_coef", "routed_scaling_factor",
     "aux_loss_alpha", "attention_factor", "query_pre_attn_scalar", "attn_logit_softcapping",
     "final_logit_softcapping", "rope_local_base_freq", "logit_scale", "layer_norm_eps",
-    "swiglu_alpha", "swiglu_limit",
+    "swiglu_alpha", "swiglu_limit", "partial_rotary_factor",
 ))  # fmt: skip
 FLAG = frozenset(("tie_word_embeddings", "norm_topk_prob", "seq_aux", "use_sliding_window",
                   "truncate", "qkv_bias", "attention_bias", "attention_out_bias",
-                  "mlp_bias"))  # fmt: skip
+                  "mlp_bias", "use_qk_norm"))  # fmt: skip
 SECTION = frozenset(("rope_parameters", "rope_scaling", "quantization_config"))
 TEXTS = frozenset(("layer_types", "mlp_layer_types"))
 NUMBERS = frozenset(("short_factor", "long_factor"))

@@ -28,7 +28,9 @@ GRID = ModelConfig(
     qk_norm=True,
     moe=MOE,
 )
-PLAIN = dataclasses.replace(GRID, moe=None, tie_embeddings=True, qkv_bias=True, qk_norm_whole=True)
+PLAIN = dataclasses.replace(
+    GRID, moe=None, tie_embeddings=True, qkv_bias=True, qk_norm_whole=True, rotary_dim=2
+)
 MODELS = {"moe": GRID, "dense": PLAIN}
 SEQUENCES, SEQ_LEN = 4, 32  # of a step
 LARGEST = 8  # world

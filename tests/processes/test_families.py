@@ -35,6 +35,7 @@ TABLES = [
     "seed_oss",
     "qwen2_moe",
     "glm4_moe_lite",
+    "glm4_moe",
     "kimi_k2",
 ]
 STEPS = 5

@@ -61,7 +61,7 @@ CUT = {
         dataclasses.replace(GROUPED, qk_norm_whole=True, qkv_bias=True, mlp_bias=True),
         {"tp": 2},
     ),
-    "cp 2": (DENSE, {"cp": 2}),
+    "cp 2": (dataclasses.replace(DENSE, rotary_dim=4), {"cp": 2}),
     "cp 4": (GROUPED, {"cp": 4}),
     "cp 2 heads": (DENSE, {"cp": 2, "cp_comm_type": CpComm.all_to_all}),
     "cp 4 heads": (GROUPED, {"cp": 4, "cp_comm_type": CpComm.all_to_all}),

@@ -109,7 +109,7 @@ LATENT = dataclasses.replace(
 
 MODELS = {
     "dense": DENSE,
-    "qk_norm": dataclasses.replace(DENSE, qk_norm=True),
+    "qk_norm": dataclasses.replace(DENSE, qk_norm=True, rotary_dim=4),
     "biases": dataclasses.replace(
         DENSE, num_kv_heads=4, qkv_bias=True, attn_out_bias=True, mlp_bias=True
     ),

@@ -15,6 +15,8 @@ def config_of_4(config: dict[str, Any]) -> dict[str, Any]:
         rotary = dict(rotary["full_attention"])
     kind = rotary.pop("rope_type")
     theta = rotary.pop("rope_theta")
+    if "partial_rotary_factor" in rotary:
+        config["partial_rotary_factor"] = rotary.pop("partial_rotary_factor")
     config.pop("dtype", None)
     scaling = None if kind == "default" else {named: kind, **rotary}
     return {**config, "rope_theta": theta, "rope_scaling": scaling, "torch_dtype": "float32"}

@@ -12,7 +12,7 @@ from app.config.attention import Rope
 from app.kernels.attention.heads import HeadNorms, split_and_rotate
 from app.kernels.rms_norm import rms_norm, rms_norm_beside
 from app.kernels.swiglu import geglu, swiglu
-from app.model.layers.layers import RotaryTable, rotate
+from app.model.layers.layers import RotaryTable, rotate, rotate_part
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -103,12 +103,16 @@ def head_cases(
     dtype: torch.dtype,
     tables: int,
     norms: bool,
+    rotated: int | None = None,
 ) -> tuple[Callable[..., Outputs], Callable[..., Outputs], Outputs]:
-    """The kernel, the plain version and arguments for both."""
+    """The kernel, the plain version and arguments for both; `rotated`: values of a head that are,
+    None: all.
+    """
     positions = torch.randint(
         0, 4096, (tables, length), generator=torch.Generator().manual_seed(3)
     ).to(DEVICE)
-    table = RotaryTable.of(positions, Rope(width, 10000.0))
+    table = RotaryTable.of(positions, Rope(rotated or width, 10000.0))
+    turn = rotate if rotated is None else rotate_part
 
     def kernel(qkv: Tensor, *weights: Tensor) -> Outputs:
         given = HeadNorms(*weights, EPS) if norms else None
@@ -129,7 +133,7 @@ def head_cases(
                 F.rms_norm(x, (width,), weight, EPS)
                 for x, weight in zip(pair, weights, strict=True)
             )
-        return (*(rotate(x, table) for x in pair), v.squeeze(3))
+        return (*(turn(x, table) for x in pair), v.squeeze(3))
 
     qkv = normal(batch, length, groups * (queries + 2) * width, dtype=dtype)
     return (

@@ -95,7 +95,7 @@ def test_defaults_are_those_of_the_class(family: Any):
     theirs = config_class(family.model_type)()
     rotary = theirs.rope_parameters
     rotary = rotary.get("full_attention", rotary)
-    values = {**theirs.to_dict(), "rope_theta": rotary["rope_theta"]}
+    values = {**rotary, **theirs.to_dict(), "rope_theta": rotary["rope_theta"]}
     if "sliding_window" in family.defaults:
         values["sliding_window"] = type(theirs).sliding_window  # dropped where it is not used
     usual = {"rope_theta": 10000.0}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +123,19 @@ def test_heads(batch, length, groups, queries, width, tables, strided, dtype, no
             norms=norms,
         ),
         strided=strided,
+    )
+
+
+@pytest.mark.cover(1)
+@pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("width", "rotated"), [(12, 2), (16, 8), (24, 22), (8, 8)])
+def test_heads_of_which_a_part_is_rotated(width, rotated, dtype, norms):
+    check(
+        *head_cases(
+            2, 5, 2, queries=3, width=width, dtype=dtype, tables=2, norms=norms, rotated=rotated
+        ),
+        strided=True,
     )
 
 
@@ -255,11 +269,15 @@ def test_a_residual_block_is_the_same_with_kernels(
 
 
 @pytest.mark.parametrize("parts", [(), (Recompute.attn_core,)], ids=["kept", "again"])
-@pytest.mark.parametrize("qk_norm", [False, True], ids=["plain", "norms"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"qk_norm": True}, {"qk_norm": True, "rotary_dim": 6}],
+    ids=["plain", "norms", "part"],
+)
 def test_attention_is_the_same_with_kernels(
-    qk_norm: bool, parts: tuple[Recompute, ...], switch: Callable[[bool], None]
+    changes: dict[str, Any], parts: tuple[Recompute, ...], switch: Callable[[bool], None]
 ):
-    model = dataclasses.replace(MODEL, qk_norm=qk_norm)
+    model = dataclasses.replace(MODEL, **changes)
     module = Attention(model.layer_specs[0].attention)
     set_parameters(module)
     table = RotaryTable.of(torch.arange(6, device=DEVICE).expand(2, 6), model.rope)

@@ -1,11 +1,13 @@
 """Split of `wqkv`'s output into contiguous queries, keys and values, with norms and rotary
 positions, in one pass.
 
-A program takes some tokens and some key/value heads with their query heads, and holds the two
-halves of one head at a time.
+A program takes some tokens and some key/value heads with their query heads, and holds one head at a
+time as two tiles: the left and the right values of its pairs. Pairs lie across the halves of the
+rotated part, then across the halves of the rest.
 
 Shapes: B sequences, S tokens of each, T = B·S, G key/value heads, P query heads per key/value head,
-N = G·P, H head width, h = H / 2, F = G·(P + 2)·H, C tokens of a program, J programs.
+N = G·P, H head width, h = H / 2, R ≤ H rotated width of a head, F = G·(P + 2)·H, C tokens of a
+program, J programs.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ class HeadNorms:
 
 def split_and_rotate(
     qkv_BSF: Tensor,
-    cos_BS1H: Tensor,
-    sin_BS1H: Tensor,
+    cos_BS1R: Tensor,
+    sin_BS1R: Tensor,
     num_kv_heads: int,
     queries_per_kv: int,
     norms: HeadNorms | None,
@@ -42,14 +44,16 @@ def split_and_rotate(
     rounded once from fp32.
 
     `qkv_BSF` holds, per key/value head, its P query heads, its key, its value. The tables are fp32
-    with two equal halves (Su et al. 2021, rotating the two halves of a head); their B may be 1. H
-    is even. Saves the tables for backward, and `qkv_BSF` if there are norms. fp32, bf16 or fp16.
+    with two equal halves (Su et al. 2021, rotating the two halves of a head's first R values);
+    their B may be 1. H and R are even. Saves the tables for backward, and `qkv_BSF` if there are
+    norms. fp32, bf16 or fp16.
     """
-    tiling = _Tiling(qkv_BSF.shape, num_kv_heads, queries_per_kv, norms=norms)
+    rotated = cos_BS1R.shape[3]
+    tiling = _Tiling(qkv_BSF.shape, num_kv_heads, queries_per_kv, rotated=rotated, norms=norms)
     heads: tuple[Tensor, Tensor, Tensor] = _SplitAndRotate.apply(
         qkv_BSF.contiguous(),
-        cos_BS1H.contiguous(),
-        sin_BS1H.contiguous(),
+        cos_BS1R.contiguous(),
+        sin_BS1R.contiguous(),
         norms.query_H if norms else None,
         norms.key_H if norms else None,
         tiling,
@@ -61,7 +65,12 @@ class _Tiling:
     """Tiling by shape alone, so that equal runs add in the same order."""
 
     def __init__(
-        self, shape: torch.Size, num_kv_heads: int, queries_per_kv: int, norms: HeadNorms | None
+        self,
+        shape: torch.Size,
+        num_kv_heads: int,
+        queries_per_kv: int,
+        rotated: int,
+        norms: HeadNorms | None,
     ) -> None:
         self.shape = shape
         self.eps = norms.eps if norms else 0.0
@@ -72,6 +81,7 @@ class _Tiling:
             "G": num_kv_heads,
             "P": queries_per_kv,
             "H": width,
+            "R": rotated,
             "NORMS": norms is not None,
             "TAKEN": tiling.taken,
             "C": tiling.height,
@@ -86,7 +96,7 @@ class _Tiling:
             for heads in (kv_heads * queries, kv_heads, kv_heads)
         )
 
-    def sizes(self, cos_BS1H: Tensor) -> dict[str, float]:
+    def sizes(self, cos_BS1R: Tensor) -> dict[str, float]:
         """Return sizes that both kernels take; `table_stride` lies between the tables of two
         sequences.
         """
@@ -95,7 +105,7 @@ class _Tiling:
             "eps": self.eps,
             "tokens": batch * length,
             "length": length,
-            "table_stride": 0 if cos_BS1H.shape[0] == 1 else cos_BS1H.stride(0),
+            "table_stride": 0 if cos_BS1R.shape[0] == 1 else cos_BS1R.stride(0),
         }
 
 
@@ -104,8 +114,8 @@ class _SplitAndRotate(torch.autograd.Function):
     def forward(
         ctx: Any,
         qkv_BSF: Tensor,
-        cos_BS1H: Tensor,
-        sin_BS1H: Tensor,
+        cos_BS1R: Tensor,
+        sin_BS1R: Tensor,
         query_H: Tensor | None,
         key_H: Tensor | None,
         tiling: _Tiling,
@@ -113,17 +123,17 @@ class _SplitAndRotate(torch.autograd.Function):
         ctx.tiling = tiling
         q_BSNH, k_BSGH, v_BSGH = tiling.outputs(qkv_BSF)
         kept = () if query_H is None else (qkv_BSF, query_H, key_H)
-        ctx.save_for_backward(cos_BS1H, sin_BS1H, *kept)
+        ctx.save_for_backward(cos_BS1R, sin_BS1R, *kept)
         heads_forward[tiling.grid](
             qkv_TF=qkv_BSF,
             q_TNH=q_BSNH,
             k_TGH=k_BSGH,
             v_TGH=v_BSGH,
-            cos_TH=cos_BS1H,
-            sin_TH=sin_BS1H,
+            cos_TR=cos_BS1R,
+            sin_TR=sin_BS1R,
             query_H=query_H,
             key_H=key_H,
-            **tiling.sizes(cos_BS1H),
+            **tiling.sizes(cos_BS1R),
             **tiling.constants,
         )
         return q_BSNH, k_BSGH, v_BSGH
@@ -132,7 +142,7 @@ class _SplitAndRotate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tiling = ctx.tiling
-        cos_BS1H, sin_BS1H, *kept = ctx.saved_tensors
+        cos_BS1R, sin_BS1R, *kept = ctx.saved_tensors
         qkv_BSF, query_H, key_H = kept or (None, None, None)
         dq, dk, dv = (grad if grad.stride(3) == 1 else grad.contiguous() for grad in grads)
         grad_BSF = dq.new_empty(tiling.shape)
@@ -156,12 +166,12 @@ class _SplitAndRotate(torch.autograd.Function):
             v_of_head=dv.stride(2),
             grad_TF=grad_BSF,
             partial_J2H=partial_J2H,
-            cos_TH=cos_BS1H,
-            sin_TH=sin_BS1H,
+            cos_TR=cos_BS1R,
+            sin_TR=sin_BS1R,
             qkv_TF=qkv_BSF,
             query_H=query_H,
             key_H=key_H,
-            **tiling.sizes(cos_BS1H),
+            **tiling.sizes(cos_BS1R),
             **tiling.constants,
         )
         if partial_J2H is None or query_H is None:

@@ -19,31 +19,60 @@ def _place(
     HALF: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
     """Return this program's first key/value head; its tokens, their sequences and positions;
-    columns; and the mask of the tile.
+    pairs of a head's values; and the mask of the tile.
     """
     parts: tl.constexpr = G // TAKEN
     token = tl.program_id(0) // parts * C + tl.arange(0, C)[:, None]
     # offsets may exceed 32 bits
     sequence = (token // length).to(tl.int64)
     place = (token % length).to(tl.int64)
-    column = tl.arange(0, HALF)[None, :]
+    pair = tl.arange(0, HALF)[None, :]
     first = (tl.program_id(0) % parts).to(tl.int64) * TAKEN
-    return first, token.to(tl.int64), sequence, place, column, (token < tokens) & (column < H // 2)
+    return first, token.to(tl.int64), sequence, place, pair, (token < tokens) & (pair < H // 2)
 
 
 @jit
-def _load(pointers: tl.tensor, exists: tl.tensor, H: tl.constexpr) -> tuple[tl.tensor, ...]:
-    """Load both halves of a head in fp32; masked values are zero."""
+def _pairs(pair: tl.tensor, H: tl.constexpr, R: tl.constexpr) -> tuple[tl.tensor, ...]:
+    """Return the column of each pair's left value, and how far behind it its right value is."""
+    if R == H:
+        return pair, H // 2
+    rotated = pair < R // 2
+    column = tl.where(rotated, pair, pair + R // 2)
+    return column, tl.where(rotated, R // 2, (H - R) // 2)
+
+
+@jit
+def _table(
+    cos_TR: tl.tensor,
+    sin_TR: tl.tensor,
+    start: tl.tensor,
+    pair: tl.tensor,
+    exists: tl.tensor,
+    H: tl.constexpr,
+    R: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """Load cosines and sines from `start` on; those of pairs that are not rotated are 1 and 0."""
+    if R == H:
+        cos = tl.load(cos_TR + start + pair, mask=exists, other=0.0)
+        return cos, tl.load(sin_TR + start + pair, mask=exists, other=0.0)
+    turns = exists & (pair < R // 2)
+    cos = tl.load(cos_TR + start + pair, mask=turns, other=1.0)
+    return cos, tl.load(sin_TR + start + pair, mask=turns, other=0.0)
+
+
+@jit
+def _load(pointers: tl.tensor, apart: tl.tensor, exists: tl.tensor) -> tuple[tl.tensor, ...]:
+    """Load both values of a head's pairs in fp32; masked values are zero."""
     left = tl.load(pointers, mask=exists, other=0.0).to(tl.float32)
-    return left, tl.load(pointers + H // 2, mask=exists, other=0.0).to(tl.float32)
+    return left, tl.load(pointers + apart, mask=exists, other=0.0).to(tl.float32)
 
 
 @jit
 def _store(
-    pointers: tl.tensor, left: tl.tensor, right: tl.tensor, exists: tl.tensor, H: tl.constexpr
+    pointers: tl.tensor, apart: tl.tensor, left: tl.tensor, right: tl.tensor, exists: tl.tensor
 ) -> None:
     tl.store(pointers, left, mask=exists)
-    tl.store(pointers + H // 2, right, mask=exists)
+    tl.store(pointers + apart, right, mask=exists)
 
 
 @jit
@@ -67,20 +96,22 @@ def _one_forward(
     cos: tl.tensor,
     sin: tl.tensor,
     column: tl.tensor,
+    apart: tl.tensor,
+    used: tl.tensor,
     exists: tl.tensor,
     eps: float,
     H: tl.constexpr,
     NORMS: tl.constexpr,
 ) -> None:
     """Normalise and rotate a query or a key."""
-    left, right = _load(source, exists, H)
+    left, right = _load(source, apart, exists)
     if NORMS:
         inverse = _inverse_rms(left, right, eps, H=H)
-        weight_left, weight_right = _load(weight_H + column, column < H // 2, H)
+        weight_left, weight_right = _load(weight_H + column, apart, used)
         left = left * inverse * weight_left
         right = right * inverse * weight_right
     left, right = _rotated(left, right, cos, sin=sin)
-    _store(target, left, right, exists=exists, H=H)
+    _store(target, apart, left, right=right, exists=exists)
 
 
 @jit
@@ -89,8 +120,8 @@ def heads_forward(
     q_TNH: tl.tensor,
     k_TGH: tl.tensor,
     v_TGH: tl.tensor,
-    cos_TH: tl.tensor,
-    sin_TH: tl.tensor,
+    cos_TR: tl.tensor,
+    sin_TR: tl.tensor,
     query_H: tl.tensor,
     key_H: tl.tensor,
     eps: float,
@@ -100,17 +131,20 @@ def heads_forward(
     G: tl.constexpr,
     P: tl.constexpr,
     H: tl.constexpr,
+    R: tl.constexpr,
     NORMS: tl.constexpr,
     TAKEN: tl.constexpr,
     C: tl.constexpr,
     HALF: tl.constexpr,
 ) -> None:
     """Normalise and rotate the queries, keys and values of some tokens and groups of heads."""
-    first, token, sequence, place, column, exists = _place(
+    first, token, sequence, place, pair, exists = _place(
         tokens, length, G, H=H, TAKEN=TAKEN, C=C, HALF=HALF
     )
-    cos = tl.load(cos_TH + sequence * table_stride + place * H + column, mask=exists, other=0.0)
-    sin = tl.load(sin_TH + sequence * table_stride + place * H + column, mask=exists, other=0.0)
+    column, apart = _pairs(pair, H, R)
+    start = sequence * table_stride + place * R
+    used = pair < H // 2
+    cos, sin = _table(cos_TR, sin_TR, start, pair=pair, exists=exists, H=H, R=R)
     for index in tl.static_range(TAKEN):
         group = first + index
         source = qkv_TF + (token * G + group) * (P + 2) * H + column
@@ -124,6 +158,8 @@ def heads_forward(
                 cos=cos,
                 sin=sin,
                 column=column,
+                apart=apart,
+                used=used,
                 exists=exists,
                 eps=eps,
                 H=H,
@@ -136,13 +172,15 @@ def heads_forward(
             cos=cos,
             sin=sin,
             column=column,
+            apart=apart,
+            used=used,
             exists=exists,
             eps=eps,
             H=H,
             NORMS=NORMS,
         )
-        left, right = _load(source + (P + 1) * H, exists, H)
-        _store(v_TGH + key, left, right, exists=exists, H=H)
+        left, right = _load(source + (P + 1) * H, apart, exists)
+        _store(v_TGH + key, apart, left, right=right, exists=exists)
 
 
 @jit
@@ -156,6 +194,8 @@ def _one_backward(
     cos: tl.tensor,
     sin: tl.tensor,
     column: tl.tensor,
+    apart: tl.tensor,
+    used: tl.tensor,
     exists: tl.tensor,
     eps: float,
     H: tl.constexpr,
@@ -164,22 +204,22 @@ def _one_backward(
     """Write the gradient of a query or key to that of `qkv`; return the weight gradient's partial
     sums: C × h.
     """
-    left, right = _load(grad, exists, H)
+    left, right = _load(grad, apart, exists)
     left, right = _rotated(left, right, cos, sin=-sin)
     if NORMS:
-        x_left, x_right = _load(source, exists, H)
+        x_left, x_right = _load(source, apart, exists)
         inverse = _inverse_rms(x_left, x_right, eps, H=H)
         x_left = x_left * inverse
         x_right = x_right * inverse
         sum_left = sum_left + left * x_left
         sum_right = sum_right + right * x_right
-        weight_left, weight_right = _load(weight_H + column, column < H // 2, H)
+        weight_left, weight_right = _load(weight_H + column, apart, used)
         left = left * weight_left
         right = right * weight_right
         along = tl.sum(left * x_left + right * x_right, 1)[:, None] / H
         left = (left - x_left * along) * inverse
         right = (right - x_right * along) * inverse
-    _store(target, left, right, exists=exists, H=H)
+    _store(target, apart, left, right=right, exists=exists)
     return sum_left, sum_right
 
 
@@ -199,8 +239,8 @@ def heads_backward(
     v_of_head: int,
     grad_TF: tl.tensor,
     partial_J2H: tl.tensor,
-    cos_TH: tl.tensor,
-    sin_TH: tl.tensor,
+    cos_TR: tl.tensor,
+    sin_TR: tl.tensor,
     qkv_TF: tl.tensor,
     query_H: tl.tensor,
     key_H: tl.tensor,
@@ -211,6 +251,7 @@ def heads_backward(
     G: tl.constexpr,
     P: tl.constexpr,
     H: tl.constexpr,
+    R: tl.constexpr,
     NORMS: tl.constexpr,
     TAKEN: tl.constexpr,
     C: tl.constexpr,
@@ -219,11 +260,13 @@ def heads_backward(
     """Compute the gradient of `qkv`; output gradients may have any strides except in a head's
     values.
     """
-    first, token, sequence, place, column, exists = _place(
+    first, token, sequence, place, pair, exists = _place(
         tokens, length, G, H=H, TAKEN=TAKEN, C=C, HALF=HALF
     )
-    cos = tl.load(cos_TH + sequence * table_stride + place * H + column, mask=exists, other=0.0)
-    sin = tl.load(sin_TH + sequence * table_stride + place * H + column, mask=exists, other=0.0)
+    column, apart = _pairs(pair, H, R)
+    start = sequence * table_stride + place * R
+    used = pair < H // 2
+    cos, sin = _table(cos_TR, sin_TR, start, pair=pair, exists=exists, H=H, R=R)
     dq += sequence * q_of_sequence + place * q_of_token + column
     dk += sequence * k_of_sequence + place * k_of_token + column
     dv += sequence * v_of_sequence + place * v_of_token + column
@@ -251,6 +294,8 @@ def heads_backward(
                 cos=cos,
                 sin=sin,
                 column=column,
+                apart=apart,
+                used=used,
                 exists=exists,
                 eps=eps,
                 H=H,
@@ -269,26 +314,28 @@ def heads_backward(
             cos=cos,
             sin=sin,
             column=column,
+            apart=apart,
+            used=used,
             exists=exists,
             eps=eps,
             H=H,
             NORMS=NORMS,
         )
-        left, right = _load(dv + group * v_of_head, exists, H)
-        _store(target + (P + 1) * H, left, right, exists=exists, H=H)
+        left, right = _load(dv + group * v_of_head, apart, exists)
+        _store(target + (P + 1) * H, apart, left, right=right, exists=exists)
     if NORMS:
         sums = partial_J2H + tl.program_id(0).to(tl.int64) * 2 * H + column
         _store(
             sums,
+            apart,
             tl.sum(q_left, 0)[None, :],
-            tl.sum(q_right, 0)[None, :],
-            exists=column < H // 2,
-            H=H,
+            right=tl.sum(q_right, 0)[None, :],
+            exists=used,
         )
         _store(
             sums + H,
+            apart,
             tl.sum(k_left, 0)[None, :],
-            tl.sum(k_right, 0)[None, :],
-            exists=column < H // 2,
-            H=H,
+            right=tl.sum(k_right, 0)[None, :],
+            exists=used,
         )

@@ -29,6 +29,7 @@ from app.model.layers.layers import (
     interleaved_to_halves,
     norm_all_heads,
     rotate,
+    rotate_part,
 )
 from app.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 from app.model.layers.norms import PlusOneNorm
@@ -68,6 +69,8 @@ class Attention(nn.Module):
         self.layer_groups = layer_groups
         self.num_kv_heads = spec.kv_heads // size(layer_groups.tp)
         self.queries_per_kv = spec.heads // spec.kv_heads
+        partly = spec.rope is not None and spec.rope.width < spec.width
+        self.rotate = rotate_part if partly else rotate
         weights = AttentionWeights.of(spec)
         bias = weights.bqkv
         self.bqkv = (
@@ -134,7 +137,7 @@ class Attention(nn.Module):
         if isinstance(self.q_norm, RMSNorm):
             q_BSNH, k_BSGH = self.q_norm(q_BSNH), self.k_norm(k_BSGH)
         if table is not None:
-            q_BSNH, k_BSGH = rotate(q_BSNH, table), rotate(k_BSGH, table)
+            q_BSNH, k_BSGH = self.rotate(q_BSNH, table), self.rotate(k_BSGH, table)
         return q_BSNH, k_BSGH, v.squeeze(3)
 
     def _all_normed(self, qkv: Tensor) -> Tensor:

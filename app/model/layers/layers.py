@@ -299,6 +299,12 @@ def rotate(x_BSNH: Tensor, table: RotaryTable) -> Tensor:
     return (x_BSNH * table.cos_BS1H + rotated * table.sin_BS1H).to(x_BSNH.dtype)
 
 
+def rotate_part(x_BSNH: Tensor, table: RotaryTable) -> Tensor:
+    """Apply rotary positions to the first values of every head, as many as the table has."""
+    width = table.cos_BS1H.shape[-1]
+    return torch.cat((rotate(x_BSNH[..., :width], table), x_BSNH[..., width:]), dim=-1)
+
+
 class Mlp(nn.Module):
     """SwiGLU of a dense layer or shared expert: silu(x·gate) · (x·up) · down (Shazeer 2020), or
     another activation.
