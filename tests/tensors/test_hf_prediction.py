@@ -1,4 +1,4 @@
-"""Multi-token prediction in the files of DeepSeek-V3: read, computed with the layer of
+"""Multi-token prediction in the files of DeepSeek-V3 and GLM-4.5: read, computed with the layer of
 `transformers`, and written again bit by bit.
 """
 
@@ -32,10 +32,10 @@ ONE = MTPConfig(1, 0.5)
 DECODER = 3  # layers
 
 
-@pytest.fixture(scope="module")
-def theirs() -> torch.nn.Module:
+@pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe"])
+def theirs(request: pytest.FixtureRequest) -> torch.nn.Module:
     """A model whose last layer is the one that will predict ahead."""
-    build, config, _ = CASES[FAMILIES["deepseek_v3"]]()
+    build, config, _ = CASES[FAMILIES[request.param]]()
     config.num_hidden_layers = DECODER + 1
     model = build(config).eval()
     spread_weights(model)
