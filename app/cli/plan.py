@@ -75,9 +75,9 @@ Usage:  python -m app.cli.plan [what=…] [--json] [out=FOLDER] [gpu_memory_gib=
   --config-dir FOLDER  options of your own beside conf/; --config-path and --config-name as in Hydra
 
 Examples:
-  python -m app.cli.plan +experiment=small hardware=h200
+  python -m app.cli.plan +experiment=llama3_8b parallel.world_size=64
   python -m app.cli.plan +experiment=deepseek_v3_2048 parallel.world_size=4096
-  python -m app.cli.plan what=groups model=llama3_8b parallel.world_size=8 parallel.tp=4
+  python -m app.cli.plan what=groups +experiment=mixtral_8x7b hardware=h200
   python -m app.cli.plan what=layouts +experiment=deepseek_v3_2048 tokens=14.8e12 slower=25
   python -m app.cli.plan what=memory --json model=dense_tiny gpu_memory_gib=1
 
