@@ -70,6 +70,6 @@ def trial_data(run: Run) -> Iterator[str]:
     tokens = run.steps * run.train.global_batch * run.train.seq_len
     if tokens >= MANY_TOKENS:
         yield (
-            f"{tokens / 1e9:.3g} billion tokens of data=stdlib, the default, are the same few files "
-            "many times over: give documents, like data=jsonl data.path=corpus.jsonl"
+            f"{tokens / 1e9:.3g} billion tokens of data=stdlib, the default, are the same few "
+            "files many times over: give documents, like data=jsonl data.path=corpus.jsonl"
         )
