@@ -25,6 +25,7 @@ COMMANDS = (
     "calibrate",
 )
 PREFIX = "graphfold-"
+TYPED = frozenset(PREFIX + name for name in COMMANDS)
 OURS = re.compile(
     rf"python -m app\.cli\.(?P<command>{'|'.join(COMMANDS)})\b"
     r"|(?P<launcher>\btorchrun .*)\btrain\.py\b"  # takes a script or a module, no command
@@ -38,7 +39,7 @@ def by_command() -> bool:
     checkout if this process was started by one. Ranks get the name of their parent
     (`app.cli.processes.launcher.take_name`).
     """
-    return INSTALLED or Path(sys.argv[0]).name.startswith(PREFIX)
+    return INSTALLED or Path(sys.argv[0]).name in TYPED
 
 
 def command_name(program: str) -> str:

@@ -146,7 +146,8 @@ def test_messages_name_the_commands(capsys: pytest.CaptureFixture[str]):
 
 def test_ranks_call_themselves_as_their_parent(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "argv", ["app/cli/train.py", "model=moe_tiny"])
-    take_name({STARTED_AS: "python train.py"})
+    for name in ("python train.py", "graphfold-mine"):  # a user's own program
+        take_name({STARTED_AS: name})
     assert programs.command_name("plan") == "python -m app.cli.plan"
     take_name({STARTED_AS: "graphfold-train"})
     assert sys.argv[1:] == ["model=moe_tiny"]

@@ -14,7 +14,7 @@ from pathlib import Path
 from app.cli.processes.parent import end_with_parent
 from app.engine.ranks.address import LOOPBACK, loopback_address
 from app.errors import ConfigError
-from app.programs import PACKAGE, PREFIX, command_name
+from app.programs import PACKAGE, TYPED, command_name
 
 STARTED_AS = "GRAPHFOLD_STARTED_AS"  # variable: command by which the parent of the ranks was typed
 # variable: file into which rank 0 writes the name of its run folder, for the parent of the ranks
@@ -126,7 +126,7 @@ def started_as(program: str) -> str:
 
 def take_name(env: Mapping[str, str]) -> None:
     """Let a rank or a job call the programs as the process that has started it does."""
-    if env.get(STARTED_AS, "").startswith(PREFIX):
+    if env.get(STARTED_AS) in TYPED:
         sys.argv[0] = env[STARTED_AS]
 
 
