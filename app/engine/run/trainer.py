@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,11 @@ from app.engine.files.run_folder import (
 )
 from app.engine.files.signals import StopRequest
 from app.engine.ranks.agreement import rank_zero_says
+from app.engine.report.beside import tracking
 from app.engine.report.metrics import Meter, Stopwatch
 from app.engine.report.pace import pace_of
 from app.engine.report.sinks import Console, JsonLines, Sink
 from app.engine.report.summary import print_opening, sum_up
-from app.engine.report.trackers import TensorBoard, Wandb
 from app.engine.run.bad_steps import BadSteps
 from app.engine.run.ready import StartTimes
 from app.engine.run.worse import WorseInARow
@@ -150,7 +150,13 @@ class Trainer:
                 settings=settings,
             )
         listening = self.request.listening(attempt.end_process)
-        with listening, self._all_saved(), self._sinks() as sinks:
+        # trackers close last: a slow one must not hold up a checkpoint before a deadline
+        with (
+            listening,
+            self._tracking() as trackers,
+            self._all_saved(),
+            self._sinks(trackers) as sinks,
+        ):
             validated = self._train(sinks)
             text = None if self.stops else self._sample(sinks)
         rank_zero_says(self.engine.groups, lambda: self._check_files(sinks))
@@ -204,6 +210,7 @@ class Trainer:
             self.saver.wait()
         # torchrun kills the other ranks as soon as one exits with a non-zero code
         self.engine.groups.barrier()
+        self.engine.watchdog.rest("finishing the experiment trackers")
 
     def _open_folder(self, attempt: Attempt) -> Path:
         folder = create_run_folder(self.run, self.start.run_dir)
@@ -297,27 +304,31 @@ class Trainer:
             command = attempt.command
             attempt.tell(self.request.farewell(self.progress.step, self.saved, command=command))
 
+    def _tracking(self) -> AbstractContextManager[Sequence[Sink]]:
+        """Open the experiment trackers of this run; none except on rank 0."""
+        if not self.is_rank_zero:
+            return nullcontext(())
+        step = self.progress.step
+        return tracking(self.engine.plan, self.run_dir, step, version=self._program())
+
     @contextmanager
-    def _sinks(self) -> Iterator[Sequence[Sink]]:
-        """Open the loggers of this run, and close them after the block; none except on rank 0."""
+    def _sinks(self, trackers: Sequence[Sink]) -> Iterator[Sequence[Sink]]:
+        """Open metrics.jsonl and the console, and close them after the block.
+
+        Yields all loggers of this run; none except on rank 0.
+        """
         with ExitStack() as stack:
             sinks: list[Sink] = []
-            for make in self._sink_makers():
+            if self.is_rank_zero:
                 with writing(self.run_dir):
-                    sinks.append(make())
-                stack.callback(sinks[-1].close)
+                    lines = JsonLines(self.run_dir, gone=self.request.ask)
+                stack.callback(lines.close)
+                sinks += [lines, *trackers]
+            if self.prints_progress:
+                console = Console(self.run, self.progress.step)
+                stack.callback(console.close)
+                sinks.append(console)
             yield sinks
-
-    def _sink_makers(self) -> Iterator[Callable[[], Sink]]:
-        if not self.is_rank_zero:
-            return
-        yield lambda: JsonLines(self.run_dir, gone=self.request.ask)
-        if self.run.log.wandb:
-            yield lambda: Wandb(self.engine.plan, self.run_dir, self._program())
-        if self.run.log.tensorboard:
-            yield lambda: TensorBoard(self.engine.plan, self.run_dir, self.progress.step)
-        if self.run.log.console:
-            yield lambda: Console(self.run, self.progress.step)
 
     def step(self, stopwatch: Stopwatch) -> StepReport:
         """Train on the next global batch; `stopwatch` measures time from step to step."""
