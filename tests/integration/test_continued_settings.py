@@ -187,7 +187,8 @@ def opening(said: str, name: str) -> list[str]:
 
 
 def test_run_continues_by_its_folder_alone(trained: Path):
-    done = program(trained, "resume=a", "train.steps=6", "checkpoint.keep_last=3", "optim.lr=0.002")
+    typed = ("train.steps=6", "checkpoint.keep_last=3", "optim.lr=0.002", "log.verbose=true")
+    done = program(trained, "resume=a", *typed)
     assert done.returncode == 0, done.stderr
     assert opening(done.stdout, "settings") == ["of a/config.yaml; what is typed counts over them"]
     assert opening(done.stdout, "resumed") == ["a/checkpoints/step-00000004, after step 4"]

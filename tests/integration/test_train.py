@@ -80,7 +80,8 @@ def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def whole(tmp_path_factory: pytest.TempPathFactory, corpus: str) -> tuple[Path, str]:
     """Folder and output of an uninterrupted run of 12 steps, with a Weights & Biases run."""
     folder = tmp_path_factory.mktemp("whole")
-    done = run(folder, command(corpus, "train.steps=12", "run_dir=run", "log.wandb=true"))
+    told = ("log.wandb=true", "log.verbose=true")
+    done = run(folder, command(corpus, "train.steps=12", "run_dir=run", *told))
     assert done.returncode == 0, done.stderr
     return folder / "run", done.stdout
 
@@ -154,6 +155,7 @@ def test_metrics_that_are_asked_for(tmp_path: Path, corpus: str):
         "model.moe.capacity_factor=1",
         "precision.loss_scale=8",
         "log.interval=1",
+        "log.verbose=true",
         "cuda_graph=partial",
         "precision.fp8.recipe=delayed",
         "precision.fp8.amax_history=1",

@@ -259,7 +259,9 @@ class Recording:
     """Stands in for the package wandb, and for its run."""
 
     def __init__(self, step: int = 0) -> None:
-        self.step, self.rows, self.asked = step, list[tuple[int, dict[str, Any]]](), dict[str, Any]()
+        self.step = step
+        self.rows: list[tuple[int, dict[str, Any]]] = []
+        self.asked: dict[str, Any] = {}
         self.login_calls = 0
 
     def init(self, **options: Any) -> Recording:
@@ -279,10 +281,10 @@ class Recording:
     def define_metric(self, name: str, step_metric: str) -> None:
         assert (name, step_metric) == ("*", "step")
 
-    def Settings(self, **options: Any) -> None:  # noqa: N802, its name
+    def Settings(self, **options: Any) -> None:
         pass
 
-    def Html(self, page: str) -> str:  # noqa: N802, its name
+    def Html(self, page: str) -> str:
         return page
 
     def save(self, *args: Any, **options: Any) -> None:
@@ -337,9 +339,7 @@ def test_wandb_online_without_login_is_offline(
     assert capsys.readouterr().out.startswith("log.wandb_mode=online, but nobody is logged in")
 
 
-def test_training_does_not_wait_for_a_slow_tracker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_training_does_not_wait_for_a_slow_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     started = threading.Event()
     recording = Recording()
 

@@ -38,9 +38,10 @@ from app.engine.files.signals import StopRequest
 from app.engine.ranks.agreement import rank_zero_says
 from app.engine.report.beside import tracking
 from app.engine.report.metrics import Meter, Stopwatch
+from app.engine.report.opening import print_opening
 from app.engine.report.pace import pace_of
 from app.engine.report.sinks import Console, JsonLines, Sink
-from app.engine.report.summary import print_opening, sum_up
+from app.engine.report.summary import sum_up
 from app.engine.run.bad_steps import BadSteps
 from app.engine.run.ready import StartTimes
 from app.engine.run.worse import WorseInARow
@@ -139,16 +140,8 @@ class Trainer:
         self.lock = lock
         self.engine.watchdog.rest("opening the run folder")
         self.run_dir = rank_zero_says(self.engine.groups, lambda: self._open_folder(attempt))
-        if self.prints_progress:
-            settings, version = attempt.settings, self._program()
-            print_opening(
-                self.engine,
-                self.run_dir,
-                self.start,
-                data=self.data,
-                version=version,
-                settings=settings,
-            )
+        if self.is_rank_zero:
+            self._print_opening(attempt.settings)
         listening = self.request.listening(attempt.end_process)
         # trackers close last: a slow one must not hold up a checkpoint before a deadline
         with (
@@ -177,6 +170,21 @@ class Trainer:
             )
             note_end(self.run_dir, self.progress.step)
         return True
+
+    def _print_opening(self, settings: str | None) -> None:
+        """Print what the run is; with log=none only its folder, for a program that reads it."""
+        if not self.prints_progress:
+            print(self.run_dir, flush=True)
+            return
+        version = self._program()
+        print_opening(
+            self.engine,
+            str(self.run_dir),
+            self.start,
+            data=self.data,
+            version=version,
+            settings=settings,
+        )
 
     def _export(self) -> None:
         """Export the checkpoint of the last step as a Hugging Face model."""
@@ -272,19 +280,21 @@ class Trainer:
             sink.note(f"step {self.progress.step}/{self.run.steps}  {text}")
 
     def _tell_ready(self, sinks: Sequence[Sink]) -> None:
-        """Report start-up times after the first step of this process."""
-        if self.training_step.taken != 1:
+        """Report start-up times after the first step of this process, with log.verbose."""
+        if self.training_step.taken != 1 or not self.run.log.verbose:
             return
         self.times.end("first step")
         for sink in sinks:
             sink.note(f"step {self.progress.step}/{self.run.steps}  {self.times}")
 
     def _tell_graphs(self, sinks: Sequence[Sink]) -> None:
-        """Report captured graphs beside the plan, after the step that captured them."""
+        """Report captured graphs beside the plan, after the step that captured them, with
+        log.verbose.
+        """
         engine = self.engine
         recorder = engine.recorder
         captured_now = self.training_step.taken == self.run.cuda_graph.warmup_steps + 1
-        if not sinks or recorder is None or not captured_now:
+        if not sinks or recorder is None or not (captured_now and self.run.log.verbose):
             return
         plan = engine.plan.graphs[engine.groups.pp_rank]
         text = GraphFacts.of(recorder).beside(plan.num_graphs if plan else 1)
@@ -458,7 +468,7 @@ class Trainer:
         prompt, end = rank_zero_says(self.engine.groups, lambda: found)
         self.engine.watchdog.note("a sample")
         text = sample_text(
-            self.engine, self.data.tokenizer, prompt, end=end, aloud=self.is_rank_zero
+            self.engine, self.data.tokenizer, prompt, end=end, aloud=self.prints_progress
         )
         self.engine.watchdog.rest("the end of the run")
         if text is not None:
