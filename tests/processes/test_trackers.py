@@ -258,8 +258,8 @@ def test_missing_package_refused_before_writing(tmp_path: Path, monkeypatch: pyt
 class Recording:
     """Stands in for the package wandb, and for its run."""
 
-    def __init__(self, step: int = 0) -> None:
-        self.step = step
+    def __init__(self, step: int = 0, fault: str | None = None) -> None:
+        self.step, self.fault = step, fault
         self.rows: list[tuple[int, dict[str, Any]]] = []
         self.asked: dict[str, Any] = {}
         self.login_calls = 0
@@ -272,6 +272,8 @@ class Recording:
 
     def login(self, prompt: bool) -> bool:
         self.login_calls += 1
+        if self.fault is not None:
+            raise RuntimeError(self.fault)
         return False
 
     def log(self, row: dict[str, Any], step: int, commit: bool) -> None:
@@ -330,13 +332,21 @@ def test_resumed_folder_continues_its_wandb_run(tmp_path: Path, monkeypatch: pyt
     assert second.rows[0][0] == 31, "the server's counter goes on"
 
 
+@pytest.mark.parametrize(
+    ("fault", "told"), [(None, "nobody is logged in (`wandb login`)"), ("no route", "no route")]
+)
 def test_wandb_online_without_login_is_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fault: str | None,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
-    recording = Recording()
+    recording = Recording(fault=fault)
     wandb_of(tmp_path, recording, monkeypatch, "log.wandb_mode=online")
     assert recording.login_calls == 1 and recording.asked["mode"] == "offline"
-    assert capsys.readouterr().out.startswith("log.wandb_mode=online, but nobody is logged in")
+    said = f"train.py: log.wandb_mode=online: {told}; recording offline, "
+    assert capsys.readouterr().err == f"{said}`wandb sync` uploads it later\n"
 
 
 def test_training_does_not_wait_for_a_slow_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

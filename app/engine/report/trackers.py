@@ -6,7 +6,6 @@ import dataclasses
 import re
 import secrets
 import shutil
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,7 +17,7 @@ from app.choices import WandbMode
 from app.engine.files.run_folder import PLAN, plain
 from app.engine.report.sinks import Sink
 from app.engine.step.records import RollbackReport, StepReport, ValidationReport
-from app.errors import say, warn
+from app.errors import warn
 from app.plan.formatting import drawable
 from app.planner.plan import Plan
 from app.planner.summary import degree_sizes
@@ -223,12 +222,15 @@ def recorded_id(file: Path) -> str | None:
 
 
 def _logged_in(login: Callable[..., bool]) -> bool:
-    """Return whether the stored credentials work; if not, print that recording is offline."""
-    known = login(prompt=False)
-    if not known:
-        what = "log.wandb_mode=online, but nobody is logged in (`wandb login`)"
-        say(f"{what}: recording offline; `wandb sync` uploads it later", sys.stdout)
-    return known
+    """Return whether the stored credentials work; if not, print why recording is offline."""
+    why = "nobody is logged in (`wandb login`)"
+    try:
+        if login(prompt=False):
+            return True
+    except Exception as error:  # the server refuses them, or cannot be reached
+        why = str(error)
+    warn(f"log.wandb_mode=online: {why}; recording offline, `wandb sync` uploads it later")
+    return False
 
 
 class TensorBoard(Tracker):
