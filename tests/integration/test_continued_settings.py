@@ -195,6 +195,7 @@ def test_run_continues_by_its_folder_alone(trained: Path):
     assert opening(done.stdout, "changed") == [
         "optim.lr: 0.003 -> 0.002",
         "checkpoint.keep_last: 2 -> 3",
+        "log.verbose: False -> True",
         "train.steps: 4 -> 6",
     ]
     done = program(trained, "resume=a/checkpoints/step-00000004", "train.steps=5", "run_dir=b")
