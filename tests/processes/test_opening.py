@@ -37,7 +37,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def opening(
     capsys: pytest.CaptureFixture[str], *overrides: str, device: torch.device = CPU,
-    padding: float = 0.0, ranks: int = 1,
+    padding: float = 0.0, ranks: int = 1, settings: str | None = None,
 ) -> list[tuple[str, str]]:  # fmt: skip
     """Return the rows that a run prints, as (heading, text)."""
     sequences = SimpleNamespace(padding=padding, documents=10**9)
@@ -49,7 +49,7 @@ def opening(
         Start, SimpleNamespace(checkpoint=None, manifest=None, passed_over=None, changes=())
     )
     version = Version("1.2", None, None)
-    print_opening(engine, "runs/x", start, data=data, version=version, settings="of runs/a")
+    print_opening(engine, "runs/x", start, data=data, version=version, settings=settings)
     said = capsys.readouterr().out
     assert said.endswith("\n\n")
     return [(line[:12].strip(), line[14:]) for line in said.splitlines()[:-1]]
@@ -88,17 +88,20 @@ def test_warnings_are_told_without_log_verbose(capsys: pytest.CaptureFixture[str
                  "documents, also where more would fit"),
         ("WARNING", "model.moe.force_balance sends tokens to experts in turn: for timing only"),
     ]  # fmt: skip
-    assert "data" not in dict(opening(capsys, padding=0.02))
+    rows = opening(capsys, padding=0.02, settings="of runs/a")
+    assert "data" not in dict(rows) and rows[-1] == ("settings", "of runs/a")
     large = ("model=llama3_8b", "hardware=h100", "precision=bf16")
     planned = dict(opening(capsys, *large, device=GPU))["planned"]
     assert "; it will not fit: python -m app.cli.plan" in planned
 
 
 def test_log_verbose_tells_everything(capsys: pytest.CaptureFixture[str]):
-    rows = dict(opening(capsys, *H100, "log.verbose=true", device=GPU, padding=0.02))
+    rows = dict(
+        opening(capsys, *H100, "log.verbose=true", device=GPU, padding=0.02, settings="of a")
+    )
     assert {"model", "layout", "step", "run", "device", "folder", "memory", "attention", "planned",
             "data", "version", "settings"} <= set(rows)  # fmt: skip
-    assert rows["version"] == "1.2, commit not known" and rows["settings"] == "of runs/a"
+    assert rows["version"] == "1.2, commit not known" and rows["settings"] == "of a"
     assert rows["memory"].count(",") > 2 and "by speeds" in rows["planned"]
 
 

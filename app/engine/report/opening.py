@@ -38,18 +38,18 @@ def print_opening(
     """Print what a run trains, where, whether it fits and how fast; what it resumes; warnings.
 
     With log.verbose also layout, batch, kernels, captured parts, known slow paths and their costs.
-    `settings` names the run whose settings it took, if any.
+    `settings` names the run whose settings it took, if any, and keys renamed since.
     """
     run = engine.plan.run
     if run.log.verbose:
         rows = [*_details(engine, folder, data), ("version", version.short)]
-        rows += [("settings", settings)] if settings is not None else []
     else:
         rows = [*_calm(engine, folder, data)]
     rows += [("data", text) for text in _cut(data)]
     if run.model.moe and run.model.moe.force_balance:
         text = "model.moe.force_balance sends tokens to experts in turn: for timing only"
         rows.append(("WARNING", text))
+    rows += [("settings", settings)] if settings is not None else []
     rows += _continued(run, start, version)
     for name, text in rows:
         print(f"{name:>12}  {text}")
