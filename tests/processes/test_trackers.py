@@ -57,6 +57,13 @@ def test_every_metric_has_its_panel():
     assert in_panels(report) == {"val/loss": 2.5, "val/tokens": 64, "perf/time": 7.0, **by_source}
 
 
+def test_losses_of_later_tokens_have_names():
+    """A metric without a panel would end a tracker's recording."""
+    numbers = dict.fromkeys(f.name for f in dataclasses.fields(StepReport)) | {"by_source": None}
+    found = in_panels(StepReport(**numbers | {"mtp_loss": {"1": 2.5}}))
+    assert found["train/mtp_loss/1"] == 2.5
+
+
 def test_names_in_trackers_do_not_stutter():
     some = {key: NAMES[key] for key in ("loss", "moe_load_worst", "memory_peak_gib", "graph_count")}
     assert list(some.values()) == [

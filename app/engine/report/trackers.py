@@ -29,8 +29,8 @@ FLUSH_S = 10  # seconds after which TensorBoard can show recorded values
 TENSORBOARD = "tensorboard"  # folder in the run folder
 # Panel -> its metrics, by their keys in metrics.jsonl; `step` is the axis of all.
 PANELS = {
-    "train": ("loss", "aux_loss", "z_loss", "lr", "weight_decay", "grad_norm", "skipped",
-              "loss_scale", "tokens", "epochs", "rollback_from", "rollbacks"),
+    "train": ("loss", "aux_loss", "z_loss", "mtp_loss", "lr", "weight_decay", "grad_norm",
+              "skipped", "loss_scale", "tokens", "epochs", "rollback_from", "rollbacks"),
     "val": ("val_loss", "val_tokens"),
     "perf": ("time", "step_ms", "data_wait_ms", "checkpoint_blocked_ms", "tokens_per_s",
              "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu"),
