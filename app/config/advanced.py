@@ -72,6 +72,7 @@ ADVANCED = (
     "lora.rslora",
     "lora.base",
     "log.group",
+    "log.verbose",
     "train.max_bad_steps",
     "train.max_rollbacks",
 )

@@ -54,6 +54,15 @@ def pace_line(plan: Plan, device: torch.device) -> str | None:
     return f"{planned}, by speeds measured on {profile.gpu}"
 
 
+def planned_step(plan: Plan, device_name: str) -> str:
+    """Return the planned step time in short; empty without a profile of such a GPU."""
+    profile = measured(plan.run)
+    if profile is None or not profile_fits(profile, device_name):
+        return ""
+    about = "about " if profile.scaled else ""
+    return f"{about}{figures(plan.step_seconds * 1e3)} ms per step"
+
+
 def pace_of(engine: Engine) -> Pace | None:
     """Build the comparison for an engine on a GPU with a measured profile, else None."""
     if engine.plan.profile is None or engine.device.type != "cuda":
