@@ -1,4 +1,4 @@
-"""What lies elsewhere in a wheel than here: conf/, which goes into the package.
+"""What lies elsewhere in a wheel than here: conf/ and docs/, which go into the package.
 
 All else is in pyproject.toml.
 """
@@ -9,12 +9,14 @@ setup(
     packages=[
         *find_packages(include=["app", "app.*", "graphfold", "graphfold.*"]),
         "app.conf",
+        "app.docs",
         "hydra_plugins",
     ],
-    package_dir={"app.conf": "conf"},
+    package_dir={"app.conf": "conf", "app.docs": "docs"},
     package_data={
         "app": ["py.typed", "cli/options/*.txt"],
         "app.conf": ["*.yaml", "*/*.yaml"],
+        "app.docs": ["*.md", "*.svg", "*/*.svg"],
         "graphfold": ["py.typed"],
     },
 )

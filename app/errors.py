@@ -15,6 +15,8 @@ from math import isqrt
 from pathlib import Path
 from typing import TextIO
 
+from app.programs import speaker
+
 GRAMMAR = frozenset("|()*'\"\\{}=")  # characters that Hydra's grammar does not read as text
 MOST_DIVISOR = 1 << 20  # of candidate divisors: bounds the search for large numbers
 # characters that would break a message into several lines
@@ -152,9 +154,9 @@ def say(line: str, stream: TextIO) -> None:
     print(f"{lead}{line}", file=stream, flush=True)
 
 
-def warn(text: str, program: str = "train.py") -> None:
-    """Print a one-line warning to stderr; the program continues."""
-    say(f"{program}: {text}", sys.stderr)
+def warn(text: str, program: str = "train") -> None:
+    """Print a one-line warning of a program to stderr; it continues."""
+    say(f"{speaker(program)}: {text}", sys.stderr)
 
 
 def no_room(error: BaseException) -> bool:

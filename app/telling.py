@@ -45,13 +45,14 @@ def telling(
         seconds = FIRST_S
         while not over.wait(seconds):
             told.set()
-            line = f"{what}: {come()}{_since(began)} so far"
+            now = f": {come()}{_since(began)} so far"
             if stream.isatty():
-                room = os.get_terminal_size(stream.fileno()).columns or 80
-                print(f"{CLEAR}{line[: room - 1]}", end="", file=stream, flush=True)
+                room = (os.get_terminal_size(stream.fileno()).columns or 80) - 1
+                line = f"{what[: max(room - len(now), 0)]}{now}"  # progress outlasts the name
+                print(f"{CLEAR}{line[:room]}", end="", file=stream, flush=True)
                 seconds = REDRAWN_S
             else:
-                say(line, stream)
+                say(f"{what}{now}", stream)
                 seconds = EVERY_S
 
     thread = threading.Thread(target=tell, daemon=True, name="telling")

@@ -59,6 +59,7 @@ DEFAULTS = (
     "data=text",
     "data.path=app/**/*.py",
     "log=console",
+    "log.verbose=true",
     "log.interval=1",
     "train.sample_tokens=0",
     "checkpoint.interval=20",

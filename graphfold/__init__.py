@@ -6,6 +6,10 @@ Importing this package loads no torch; planning does not either.
 
 from __future__ import annotations
 
+from graphfold._shadowed import import_app
+
+import_app()  # before the imports from it
+
 from app import __version__
 from app.errors import ConfigError
 from graphfold.models import Model, load

@@ -60,6 +60,7 @@ MODELS = {
     "qwen2_moe": "Qwen1.5-MoE, Qwen2 with experts",
     "seed_oss": "Seed-OSS",
     "glm4_moe_lite": "GLM-4.7-Flash",
+    "glm4_moe": "GLM-4.5, GLM-4.5-Air, GLM-4.6",
     "kimi_k2": "Kimi-K2",
     "starcoder2": "StarCoder2",
     "nemotron": "Nemotron, Minitron",
@@ -81,7 +82,7 @@ COLUMNS: Mapping[str, tuple[frozenset[str], tuple[str, ...]]] = {
     BY_LAYER: (frozenset(), ()),
     "biases of attention": (frozenset(("qkv_bias", "attention_bias")), ("qkv_bias",)),
     "biases of feed-forwards": (frozenset(("mlp_bias",)), ()),
-    "norms of queries and keys": (frozenset(), ("qk_norm",)),
+    "norms of queries and keys": (frozenset(("use_qk_norm",)), ("qk_norm",)),
     "layers without positions": (frozenset(("no_rope_layers",)), ()),
     "positions of a part of heads": (frozenset(("partial_rotary_factor",)), ()),
 }

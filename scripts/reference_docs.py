@@ -69,7 +69,8 @@ COMMANDS_HEAD = """\
 
 Every program and its arguments. A program that ends because of a mistake prints one line and exits
 with 2; all exit codes: [messages.md](messages.md#exit-codes). Keys and options that most of them
-take as overrides: [keys.md](keys.md).
+take as overrides: [keys.md](keys.md). Messages and `--help` of an installed program name the others
+as they are installed, and pages by the path at which the package has them.
 
 `{command}` writes this page from the programs' `--help`.
 

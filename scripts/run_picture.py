@@ -40,7 +40,7 @@ DPI = 130  # pixels per inch
 POINTS = 11.2  # size of the terminal's letters, of which COLUMNS fill a line
 LEFT_OUT = "…"
 PAPER, INK, DIM, PROMPT = "#0d1117", "#e6edf3", "#8b949e", "#7ee787"  # colours of the terminal
-BASELINES = re.compile(r"^  (bigram|trigram) +([\d.]+)$", re.MULTILINE)
+BASELINES = re.compile(r"^  (bigram|trigram) +([\d.]+)\b", re.MULTILINE)
 
 
 def trained(overrides: Sequence[str], folder: Path) -> str:

@@ -100,6 +100,8 @@ NUMBERS: dict[str, tuple[Value, ...]] = {
     "model.moe.z_loss_coeff": (0.0, 0.001),
     "model.moe.bias_update_rate": (0.0, 0.01),
     "model.moe.jitter_eps": (0.0, 0.1),
+    "model.mtp.layers": (0, 1),
+    "model.mtp.loss_weight": (0.1, 1.0),
     "model.moe.static.factor": (1.5, 1.0),
     "model.moe.static.paged_buffer": (None, 2.0),
     "model.moe.echo.spares": (0, 1),

@@ -100,14 +100,14 @@ def test_launcher_decides_the_world():
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit), readable_errors("train.py", speak=False):
+    with pytest.raises(SystemExit), readable_errors("train", speak=False):
         load("train.steps=0")
     assert capsys.readouterr() == ("", "")
 
 
 def test_other_ranks_let_the_one_that_speaks_finish():
     began = time.monotonic()
-    with pytest.raises(SystemExit), readable_errors("train.py", speak=False, silent_s=0.1):
+    with pytest.raises(SystemExit), readable_errors("train", speak=False, silent_s=0.1):
         load("train.steps=0")
     assert time.monotonic() - began >= 0.1
 
@@ -120,7 +120,7 @@ def test_ctrl_c_while_a_mistake_is_told_ends_at_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(advice, "tried", interrupted)
     monkeypatch.setattr(time, "sleep", interrupted)
     asked = lambda: Asked(Typed(), load_typed)  # noqa: E731
-    with pytest.raises(SystemExit) as ended, readable_errors("train.py", speak, asked=asked):
+    with pytest.raises(SystemExit) as ended, readable_errors("train", speak, asked=asked):
         load("parallel.ep=3")
     assert ended.value.code == 130
 
@@ -133,20 +133,20 @@ def test_a_launcher_does_not_cut_off_the_rank_that_speaks(capsys: pytest.Capture
         os.kill(os.getpid(), signal.SIGTERM)
         return Asked(Typed(("parallel.ep=3",)), load_typed)
 
-    with pytest.raises(SystemExit), readable_errors("train.py", speak=True, asked=asked):
+    with pytest.raises(SystemExit), readable_errors("train", speak=True, asked=asked):
         load_typed(Typed(("parallel.ep=3",)))
     assert "nearest that works: parallel.ep=2 parallel.dp=2\n" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_ctrl_c_that_a_library_turned_into_an_error_is_ctrl_c(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as ended, readable_errors("train.py", speak=True):
+    with pytest.raises(SystemExit) as ended, readable_errors("train", speak=True):
         try:
             raise KeyboardInterrupt
         finally:
             threading.Lock().release()
     assert (ended.value.code, capsys.readouterr().err) == (130, "\ntrain.py: stopped\n")
-    with pytest.raises(RuntimeError), readable_errors("train.py", speak=True):
+    with pytest.raises(RuntimeError), readable_errors("train", speak=True):
         threading.Lock().release()
 
 

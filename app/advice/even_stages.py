@@ -22,6 +22,7 @@ def even_layout(plan: Plan) -> str | None:
     if plan.profile is None or plan.stages.pp == 1:
         return None
     sizes = [len(stage.layers) for stage in plan.stages.in_order]
+    sizes[-1] -= plan.run.model.mtp.layers  # these stay
     split = _Split(plan)
     moved = _moved(sizes, split)
     if split.slowest(moved)[0] > (1 - GAIN) * split.slowest(sizes)[0]:
@@ -46,7 +47,9 @@ class _Split:
         seconds = [sum(times.by_kind().values()) for times in found]
         self.embedding, self.head, *per_kind = seconds
         of_kind = dict(zip(kinds, per_kind, strict=True))
-        self.layers = [of_kind[spec] for spec in model.layer_specs]
+        every = [of_kind[spec] for spec in model.layer_specs]
+        self.layers = every[: model.num_layers]
+        self.head += sum(every[model.num_layers :])
 
     def slowest(self, sizes: Sequence[int]) -> tuple[float, float]:
         """Return seconds of a microbatch on the slowest rank, and in the slowest stage."""

@@ -32,8 +32,8 @@ Usage:  python -m app.cli.calibrate [name=NAME] [out=FOLDER]
         torchrun --nproc-per-node N -m app.cli.calibrate [...]   links between N GPUs too
 
   name=NAME    name of the new option, used as hardware=NAME; default: the GPU's name + _here
-  out=FOLDER   folder for hardware/NAME.yaml; default: ~/.config/graphfold, which train.py and the
-               plan command search; give them --config-dir FOLDER for any other
+  out=FOLDER   folder for hardware/NAME.yaml; default: ~/.config/graphfold, which all programs
+               search; give them --config-dir FOLDER for any other
 
 Takes a minute or two on an idle GPU. Afterwards: python -m app.cli.plan hardware=NAME ...
 docs/planning.md says what is measured and how planned times are computed."""

@@ -15,7 +15,7 @@ from app.cli.processes.ctrl_c import stop_quietly
 def train() -> None:
     """Train (`python train.py`)."""
     parent = os.getppid()  # before the slow imports: a launcher may die during them
-    _loaded("train", "train.py").command(parent)
+    _loaded("train").command(parent)
 
 
 def plan() -> None:
@@ -64,7 +64,7 @@ def calibrate() -> None:
 
 
 def _run(program: str) -> None:
-    main = _loaded(program, program).main
+    main = _loaded(program).main
     from app.cli.processes.output import exit_by
 
     exit_by(main)
@@ -72,9 +72,9 @@ def _run(program: str) -> None:
 
 def _run_rank(program: str) -> None:
     parent = os.getppid()  # as in `train`
-    sys.exit(_loaded(program, program).main(sys.argv[1:], parent))
+    sys.exit(_loaded(program).main(sys.argv[1:], parent))
 
 
-def _loaded(module: str, called: str) -> ModuleType:
-    stop_quietly(called)  # before the imports, which take seconds
-    return import_module(f"app.cli.{module}")
+def _loaded(program: str) -> ModuleType:
+    stop_quietly(program)  # before the imports, which take seconds
+    return import_module(f"app.cli.{program}")

@@ -5,7 +5,6 @@ Needs no GPU and no network, and never holds the whole model in memory.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,8 +18,9 @@ from app.cli.processes.output import exit_by
 from app.engine.export.export import Exported, export_adapter, export_checkpoint
 from app.engine.export.imported import import_model
 from app.engine.start.resume import checkpoint_at
-from app.errors import ConfigError, nearest, say
+from app.errors import ConfigError, nearest, warn
 from app.hf.hub import model_folder
+from app.programs import with_names
 from app.telling import telling
 
 FROM, TO, ADAPTER = WAYS = ("from-hf", "to-hf", "to-peft")
@@ -78,13 +78,13 @@ def to_peft(source: Path, folder: Path) -> None:
 
 
 def _warn(text: str) -> None:
-    say(f"convert: {text}", sys.stderr)
+    warn(text, "convert")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the conversion that the arguments ask for; return the exit code."""
     if not arguments or {"--help", "-h"} & set(arguments):
-        print(HELP)
+        print(with_names(HELP))
         return 0
     with readable_errors("convert", speak=True):
         interrupt_again()  # Ctrl-C raises from here on, so that partly written files are removed

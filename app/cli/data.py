@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, pairwise
 from operator import itemgetter
 from textwrap import wrap
@@ -19,7 +20,7 @@ import numpy as np
 from app.cli.options.arguments import Typed
 from app.cli.options.compose import load_typed
 from app.cli.options.messages import readable_errors
-from app.cli.options.unknown import no_such_flag
+from app.cli.options.request import Words
 from app.cli.processes.output import exit_by, table_width
 from app.data.blend import BlendReader
 from app.data.corpora import Corpora, all_left_out, load_all, prepare_all
@@ -30,9 +31,11 @@ from app.data.tokenizer import Tokenizer
 from app.engine.start.start import check_tokenizer
 from app.errors import ConfigError, warn
 from app.plan.formatting import count_of
+from app.programs import with_names
 
 INSPECT = "inspect"
-NUMBERS = {"--sequence": 0, "--over": 100}  # and what they are by default
+OWN = ("--sequence", "--over")
+OVER = 100  # by default
 WIDTH = 100  # columns unless the terminal or COLUMNS says otherwise
 HELP = """\
 == Graphfold: show what training reads ==
@@ -66,24 +69,12 @@ class InspectRequest:
         if not arguments or arguments[0] != INSPECT:
             word = arguments[0] if arguments else ""
             raise ConfigError("command", word, f"must be {INSPECT}")
-        numbers, overrides = dict(NUMBERS), list[str]()
-        words = iter(arguments[1:])
-        for word in words:
-            key, equals, value = word.partition("=")
-            if key in NUMBERS:
-                numbers[key] = _whole(key, value if equals else next(words, ""))
-            else:
-                overrides.append(word)
-        if error := no_such_flag(overrides, tuple(NUMBERS)):
-            raise error
-        return cls(numbers["--sequence"], numbers["--over"], typed=Typed.parse(overrides))
-
-
-def _whole(key: str, text: str) -> int:
-    least = int(key == "--over")
-    if not text.isdecimal() or int(text) < least:
-        raise ConfigError(key, text, f"must be a whole number from {least} on")
-    return int(text)
+        words = Words.of_flags(arguments[1:], OWN, "data")
+        return cls(
+            words.whole("--sequence", 0, least=0),
+            words.whole("--over", OVER),
+            typed=Typed.parse(words.overrides),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,16 +168,17 @@ def _conversation(part: SequencePart, tokenizer: Tokenizer, head: str, room: int
 
 def inspect(asked: InspectRequest) -> Iterator[str]:
     """Yield what is printed. Raises ConfigError for what training would refuse."""
+    say = partial(warn, program="data")
     run = load_typed(asked.typed)
     tokenizer = check_tokenizer(run)
     found_data = Corpora.find(run.data)
-    folders = prepare_all(run.data, tokenizer, found_data, say=warn)
+    folders = prepare_all(run.data, tokenizer, found_data, say=say)
     for line in all_left_out(folders, found_data):
-        warn(line)
+        say(line)
     length = run.train.seq_len
     dataset, _ = load_all(run.data, length, run.train.seed, tokenizer=tokenizer, folders=folders)
     if dataset.cut:
-        warn(dataset.cut)
+        say(dataset.cut)
     sequences = dataset.sequences
     reader = sequences.reader(run.dp, run.train.micro_batch, 0, None)
     shares, shown, source = Shares(), list[SequencePart](), ""
@@ -221,7 +213,7 @@ def inspect(asked: InspectRequest) -> Iterator[str]:
 def main(arguments: Sequence[str]) -> int:
     """Print what was asked for; return the exit code."""
     if {"--help", "-h"} & set(arguments):
-        print(HELP)
+        print(with_names(HELP))
         return 0
     with readable_errors("data", speak=True):
         for line in inspect(InspectRequest.parse(arguments)):

@@ -30,14 +30,14 @@ from app.cli.options.messages import readable_errors
 from app.cli.options.unknown import no_such_flag
 from app.cli.plan_views.tables import print_comparison, print_plan
 from app.cli.processes.output import exit_by
-from app.cli.start.overlaid import overlaid
-from app.cli.start.usual_rate import usual_rate
+from app.cli.start.notices import notices
 from app.config import Run
 from app.errors import ConfigError, nearest, warn
 from app.plan.formatting import literal_text
 from app.planner.export import DECODING, WHAT, Decoding, layout_json, plan_json
 from app.planner.plan import Plan
 from app.planner.suggestion import Suggestion
+from app.programs import with_names
 from app.version import VERSION, Version
 
 # folder for files
@@ -75,15 +75,15 @@ Usage:  python -m app.cli.plan [what=…] [--json] [out=FOLDER] [gpu_memory_gib=
   --config-dir FOLDER  options of your own beside conf/; --config-path and --config-name as in Hydra
 
 Examples:
-  python -m app.cli.plan +experiment=small hardware=h200
+  python -m app.cli.plan +experiment=llama3_8b parallel.world_size=64
   python -m app.cli.plan +experiment=deepseek_v3_2048 parallel.world_size=4096
-  python -m app.cli.plan what=groups model=llama3_8b parallel.world_size=8 parallel.tp=4
+  python -m app.cli.plan what=groups +experiment=mixtral_8x7b hardware=h200
   python -m app.cli.plan what=layouts +experiment=deepseek_v3_2048 tokens=14.8e12 slower=25
   python -m app.cli.plan what=memory --json model=dense_tiny gpu_memory_gib=1
 
 Exit code: 0; 1 if memory is shown (what=all, memory, decoding) and the run, or a single text,
 does not fit; 2 for a mistake.
-Options and keys: python train.py --help. How to read the output: docs/planning.md."""
+Options and keys: python train.py --help. How to read the output: docs/planning.md"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +111,11 @@ class PlanView:
 
     @classmethod
     def of(cls, typed: Typed) -> PlanView:
-        """Plan the run that is asked for; warn about options that an experiment overrides. Raises
-        ConfigError, and what composing raises.
+        """Plan the run that is asked for, and print notices about it. Raises ConfigError, and what
+        composing raises.
         """
         plan = Plan(load_typed(typed))
-        for line in (*overlaid(typed), *usual_rate(plan.run, typed)):
+        for line in notices(plan.run, typed, trains=False):
             warn(line, "plan")
         return cls(plan)
 
@@ -185,7 +185,7 @@ def _spelled_out(override: str) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Plan, print, write files; return the exit code."""
     if {"--help", "-h"} & set(arguments):
-        print(HELP)
+        print(with_names(HELP))
         return 0
     with readable_errors("plan", speak=True, asked=lambda: _asked(arguments)):
         asked = parse(arguments)

@@ -27,6 +27,7 @@ from app.cli.options.messages import readable_errors
 from app.cli.processes.output import exit_by, table_width
 from app.cli.run_report.table import COLUMNS, Report, cells, read_report
 from app.errors import ConfigError
+from app.programs import command_name, with_names
 
 TEXT, CSV, PAGE = "report.txt", "report.csv", "report.html"
 
@@ -100,7 +101,7 @@ def report(folder: Path) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Report on the folder named; return the exit code."""
     if {"--help", "-h"} & set(arguments):
-        print(HELP)
+        print(with_names(HELP))
         return 0
     with readable_errors("report", speak=True):
         if len(arguments) != 1 or arguments[0].startswith("-"):
@@ -108,7 +109,7 @@ def main(arguments: Sequence[str]) -> int:
                 "arguments",
                 " ".join(arguments),
                 "must be exactly one folder",
-                advice="for example python -m app.cli.report sweeps/<name>",
+                advice=f"for example {command_name('report')} sweeps/<name>",
             )
         report(Path(arguments[0]))
     return 0

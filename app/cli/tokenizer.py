@@ -14,14 +14,16 @@ if __name__ == "__main__":
 from app.cli.options.arguments import Typed
 from app.cli.options.compose import load_typed
 from app.cli.options.messages import readable_errors
-from app.cli.options.unknown import no_such_flag
+from app.cli.options.request import Words
 from app.cli.processes.output import exit_by
 from app.data.train_tokenizer import END, Wanted, trained
 from app.errors import ConfigError
 from app.plan.formatting import amount, count_of
+from app.programs import command_name, with_names
 from app.shell import shell_line
 
-OPTIONS = {"--out": "", "--size": "8192", "--special": "", "--bytes": "1e9"}  # by default
+OWN = ("--out", "--size", "--special", "--bytes")
+SIZE, BYTES = 8192, 10**9  # by default
 HELP = """\
 == Graphfold: train a tokenizer ==
 Usage:  python -m app.cli.tokenizer --out FOLDER [--size N] [--special A,B] [--bytes N] [override …]
@@ -51,31 +53,22 @@ class TokenizerRequest:
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> TokenizerRequest:
         """Separate this command's own options from overrides. Raises ConfigError."""
-        given, overrides = dict(OPTIONS), list[str]()
-        words = iter(arguments)
-        for word in words:
-            key, equals, value = word.partition("=")
-            if key in OPTIONS:
-                given[key] = value if equals else next(words, "")
-            else:
-                overrides.append(word)
-        if error := no_such_flag(overrides, tuple(OPTIONS)):
-            raise error
-        if not given["--out"]:
+        words = Words.of_flags(arguments, OWN, "tokenizer")
+        out = words.text("--out")
+        if not out:
             raise ConfigError("--out", "", "the folder of the new tokenizer is missing")
-        special = tuple(token for token in given["--special"].split(",") if token)
-        wanted = Wanted(_count("--size", given), special, _count("--bytes", given))
-        return cls(Path(given["--out"]), wanted, words=tuple(overrides))
+        listed = next(reversed(words.texts("--special")), "")
+        special = tuple(token for token in listed.split(",") if token)
+        wanted = Wanted(_count(words, "--size", SIZE), special, _count(words, "--bytes", BYTES))
+        return cls(Path(out), wanted, words=words.overrides)
 
 
-def _count(key: str, given: dict[str, str]) -> int:
-    try:
-        found = int(float(given[key]))
-    except (ValueError, OverflowError):
-        found = 0
-    if found < 1:
-        raise ConfigError(key, given[key], "must be a number from 1 on")
-    return found
+def _count(words: Words, key: str, default: int) -> int:
+    """Return an option that may be typed as 1e9. Raises ConfigError."""
+    found = float(words.number(key, default))
+    if found < 1 or not found.is_integer():
+        raise ConfigError(key, words.text(key), "must be a whole number from 1 on", default)
+    return int(found)
 
 
 def lines(asked: TokenizerRequest) -> Iterator[str]:
@@ -92,13 +85,14 @@ def lines(asked: TokenizerRequest) -> Iterator[str]:
     if found.bytes_per_token is not None:
         yield f"{found.bytes_per_token:.2f} bytes per token on documents that were left out"
     train = [word for word in asked.words if not word.startswith("data.tokenizer=")]
-    yield f"next: {shell_line(['python', 'train.py', *train, f'data.tokenizer={asked.out}'])}"
+    overrides = shell_line([*train, f"data.tokenizer={asked.out}"])
+    yield f"next: {command_name('train')} {overrides}"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Train a tokenizer; return the exit code."""
     if {"--help", "-h"} & set(arguments):
-        print(HELP)
+        print(with_names(HELP))
         return 0
     with readable_errors("tokenizer", speak=True):
         for line in lines(TokenizerRequest.parse(arguments)):

@@ -9,7 +9,7 @@ from app.cli.processes.ctrl_c import interrupt_again, stop_quietly
 
 if __name__ == "__main__":
     # before the imports, which take seconds: Ctrl-C meanwhile prints one line
-    stop_quietly("train.py", speak=os.environ.get("RANK", "0") == "0")
+    stop_quietly("train", speak=os.environ.get("RANK", "0") == "0")
 
 import hydra
 from omegaconf import DictConfig
@@ -18,7 +18,7 @@ from app.cli.options.arguments import CONFIG_NAME
 from app.cli.options.compose import register_schema
 from app.cli.options.messages import readable_errors
 from app.cli.processes.home import CONF, child_paths
-from app.cli.processes.launcher import Launch
+from app.cli.processes.launcher import Launch, take_name
 from app.cli.start import launch as start
 from app.engine.report.lasting import print_every_character
 
@@ -41,14 +41,14 @@ def main(config: DictConfig) -> float | None:
 def command(parent: int) -> None:
     """Run the command line of a process that `parent` has started; SystemExit where it fails."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises instead of printing and exiting with 1
-    # inherited by ranks and jobs of sweeps, which run this file
-    os.environ.update(child_paths(os.environ))
+    os.environ.update(child_paths(os.environ))  # inherited by ranks and jobs of sweeps
+    take_name(os.environ)
     print_every_character()
     register_schema()
-    with readable_errors("train.py", speak=True):
+    with readable_errors("train", speak=True):
         launch = Launch.from_environment(os.environ)
     launch.end_with_launcher(parent)
-    stop_quietly("train.py", speak=launch.rank == 0)
+    stop_quietly("train", speak=launch.rank == 0)
     with start.mistakes_in_one_line(launch, sys.argv[1:]):
         sys.argv[1:] = start.checked_arguments(sys.argv[1:], launch)
         if any(word.startswith("hydra/sweeper=") for word in sys.argv):

@@ -26,6 +26,7 @@ ADVANCED = (
     "model.moe.group_best",
     "model.moe.norm_topk_prob",
     "model.moe.jitter_eps",
+    "model.mtp",
     # experts: how tokens and replicas travel, and what plans assume
     "model.moe.shared_overlap",
     "model.moe.planned_imbalance",
@@ -73,6 +74,7 @@ ADVANCED = (
     "lora.rslora",
     "lora.base",
     "log.group",
+    "log.verbose",
     "train.max_bad_steps",
     "train.max_rollbacks",
 )

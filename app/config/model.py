@@ -37,6 +37,22 @@ class LayerSpec:
 
     attention: AttentionSpec
     routed: bool  # has routed experts instead of a dense feed-forward
+    predicts: bool = False  # predicts a further token, behind the decoder's layers
+
+
+@dataclass(frozen=True, slots=True)
+class MTPConfig:
+    """Multi-token prediction: layers behind the decoder, each of which predicts one more token
+    ahead (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+    """
+
+    layers: int = 0  # tokens predicted beyond the next one, each by a layer of its own
+    # factor λ on the mean of their losses, which is added to the loss of the next token
+    loss_weight: float = 0.1
+
+    def __post_init__(self) -> None:
+        at_least("model.mtp", self, 0, "layers")
+        above_zero("model.mtp", self, "loss_weight")
 
 
 @dataclass(frozen=True)
@@ -107,6 +123,7 @@ class ModelConfig:
     init_from: str | None = None
     mla: MLAConfig | None = None  # null: grouped-query attention
     moe: MoEConfig | None = None  # null: every layer is dense
+    mtp: MTPConfig = MTPConfig()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layer_types", tuple(self.layer_types))
@@ -283,13 +300,27 @@ class ModelConfig:
         own = None if self.mla is None else self.mla.norm_eps
         return self.norm_eps if own is None else own
 
+    @property
+    def all_layers(self) -> range:
+        """Decoder layers, then those of multi-token prediction."""
+        return range(self.num_layers + self.mtp.layers)
+
+    @property
+    def copies_embedding(self) -> bool:
+        """Return whether the last stage has a copy of the first one's embedding."""
+        return self.tie_embeddings or self.mtp.layers > 0
+
     @cached_property
     def layer_specs(self) -> tuple[LayerSpec, ...]:
-        """Decoder layers in order; equal ones are one object."""
+        """All layers in order; equal ones are one object."""
         kinds: dict[LayerSpec, LayerSpec] = {}
         listed = (
-            LayerSpec(self._attention(layer), self.is_moe_layer(layer))
-            for layer in range(self.num_layers)
+            LayerSpec(
+                self._attention(min(layer, self.num_layers - 1)),
+                self.is_moe_layer(layer),
+                predicts=layer >= self.num_layers,
+            )
+            for layer in self.all_layers
         )
         return tuple(kinds.setdefault(spec, spec) for spec in listed)
 

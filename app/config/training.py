@@ -352,7 +352,9 @@ class LogConfig:
     """Reports: how often, and where besides metrics.jsonl."""
 
     interval: int = 10  # steps between report lines
-    console: bool = True  # live progress line
+    console: bool = True  # opening, live progress line and result; false: only the run folder
+    # the opening also has layout, kernels, slow paths and versions; times of the start and capture
+    verbose: bool = False
     wandb: bool = True  # a Weights & Biases run
     wandb_mode: WandbMode = WandbMode.offline  # where that run goes
     project: str = "graphfold"  # Weights & Biases project

@@ -45,6 +45,8 @@ class Batch:
     # int32; where the documents of each whole sequence end, padded with S; None: not kept apart
     ends_BD: torch.Tensor | None
     sources_B: torch.Tensor | None = None  # of each sequence, its place in a blend; None: no blend
+    # inputs and labels of K layers of multi-token prediction (`app.model.ahead`); None: none runs
+    ahead_2KBS: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,13 @@ from app.hf.adapter import SavedAdapter
 from app.hf.chunks import fill_chunks, fill_main_params
 from app.hf.pretrained import Pretrained
 from app.model.adapter_dropout import AdapterDropout
+from app.model.ahead import AheadLosses, PredictingChunk
 from app.model.attention.chosen import library_attention, torch_attention
 from app.model.attention.softcap import SoftcapAttention
 from app.model.block import BLOCKS, Body, Layer, StepState
 from app.model.chunk import Chunk
 from app.model.init import init_weights
+from app.model.layers.ahead import Ahead
 from app.model.layers.attend import Attend, TorchAttention
 from app.model.layers.frozen import freeze, start_backward_at
 from app.model.layers.layer_groups import LayerGroups, own_tokens
@@ -184,6 +186,12 @@ def _states(
         yield fp8
     if dropout is not None:
         yield dropout
+    if run.model.mtp.layers:
+        losses = AheadLosses(run.model.mtp.layers, device)
+        for chunk in chunks:
+            if isinstance(chunk, PredictingChunk):
+                chunk.ahead_losses = losses
+        yield losses
     if run.data.parts:
         yield SourceLosses([source.label for source, _ in run.data.parts], device)
 
@@ -309,8 +317,9 @@ def build_recorder(run: Run, device: torch.device) -> Recorder | None:
 
 def _wait_for_parameters(chunk: Chunk, optimizer: DistributedOptimizer) -> None:
     """Make each module's forward wait for its own parameters only (optim.overlap_params)."""
-    inner = [*chunk.layers.values(), *([] if chunk.norm is None else [chunk.norm])]
-    own = [chunk.embedding.weight] if chunk.first and chunk.embedding is not None else []
+    around = [each for each in chunk.modules() if isinstance(each, Ahead)]
+    inner = [*chunk.layers.values(), *around, *([] if chunk.norm is None else [chunk.norm])]
+    own = [chunk.embedding.weight] if chunk.looks_up and chunk.embedding is not None else []
     for module, params in ((chunk, own), *((module, module.parameters()) for module in inner)):
         wait = optimizer.gate([param for param in params if param.requires_grad])
         module.register_forward_pre_hook(wait)
@@ -344,7 +353,9 @@ def build_chunks(
                 index: build_layer(run.model, index, layer_groups, dispatcher=dispatcher, side=side)
                 for index in stage.layers
             }
-            chunk = Chunk(
+            predicts = stage.head and run.model.mtp.layers
+            kind = PredictingChunk if predicts else Chunk
+            chunk = kind(
                 run.model,
                 layers,
                 stage.embedding,
@@ -384,7 +395,10 @@ def build_layer(
         body = MoEBody(model, model.moe, dispatcher, layer_groups=layer_groups, side=side)
     else:
         body = block.dense(model, layer_groups)
-    return block.layer(model, spec.attention, body, layer_groups)
+    layer = block.layer(model, spec.attention, body, layer_groups)
+    if spec.predicts:
+        layer.ahead = Ahead(model, layer_groups)
+    return layer
 
 
 def _materialise(

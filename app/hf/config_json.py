@@ -101,12 +101,13 @@ def _used_window(config: TheirConfig) -> int | None:
 
 def rotated_layers(model: ModelConfig) -> list[int]:
     """Return 1 for each layer with rotary positions, 0 for others."""
-    return [int(spec.attention.rope is not None) for spec in model.layer_specs]
+    specs = model.layer_specs[: model.num_layers]
+    return [int(spec.attention.rope is not None) for spec in specs]
 
 
 def layer_types(model: ModelConfig) -> list[str]:
     """Return the type of each layer's attention."""
-    return [_type(spec.attention.window) for spec in model.layer_specs]
+    return [_type(spec.attention.window) for spec in model.layer_specs[: model.num_layers]]
 
 
 def _type(window: int | None) -> str:
@@ -271,6 +272,11 @@ def deepseek_v3(config: TheirConfig) -> dict[str, Any]:
     config.only("scoring_func", "sigmoid")
     config.only("topk_method", "noaux_tc")
     config.only("rope_interleave", True)
+    return _deepseek(config, sigmoid_router(config))
+
+
+def sigmoid_router(config: TheirConfig) -> dict[str, Any]:
+    """Return the fields of DeepSeek-V3's router."""
     several = config.need("num_experts_per_tok") > 1
     normalizes = bool(config.value("norm_topk_prob"))  # null there is false
     groups = _groups(config, needed=True)
@@ -279,7 +285,7 @@ def deepseek_v3(config: TheirConfig) -> dict[str, Any]:
     if groups["groups"] > 1:
         moe |= {**groups, "group_best": 2}
     moe["num_experts"] = config.either("n_routed_experts", "num_local_experts")
-    return _deepseek(config, moe)
+    return moe
 
 
 def _groups(config: TheirConfig, needed: bool) -> dict[str, Any]:
@@ -292,8 +298,19 @@ def _deepseek(config: TheirConfig, moe: dict[str, Any]) -> dict[str, Any]:
     rotated = config.need("qk_rope_head_dim")
     config.only("head_dim", rotated)  # there the width of rotary parts
     config.only("qk_head_dim", rotated + config.need("qk_nope_head_dim"))
+    moe |= deepseek_experts(config)
+    latent = {**config.renamed({k: v for k, v in LATENT.items() if k != "q_lora_rank"})}
+    latent["q_lora_rank"] = config.get("q_lora_rank", None)
+    latent["norm_eps"] = None if config.need("rms_norm_eps") == LATENT_EPS else LATENT_EPS
+    dense_ffn = config.need("intermediate_size")
+    fields = common(config, latent=True)
+    return {**fields, "ffn_hidden_size": dense_ffn, "mla": latent, "moe": moe}
+
+
+def deepseek_experts(config: TheirConfig) -> dict[str, Any]:
+    """Return the sizes of DeepSeek's experts, and losses."""
     ffn = config.need("moe_intermediate_size")
-    moe |= {
+    return {
         "top_k": config.need("num_experts_per_tok"),
         "ffn_hidden_size": ffn,
         "first_k_dense": config.get("first_k_dense_replace", 0),
@@ -302,12 +319,6 @@ def _deepseek(config: TheirConfig, moe: dict[str, Any]) -> dict[str, Any]:
         "aux_loss_coeff": config.get("aux_loss_alpha", 0.0001),
         "balance": Balance.sequence if config.get("seq_aux", True) else Balance.microbatch,
     }
-    latent = {**config.renamed({k: v for k, v in LATENT.items() if k != "q_lora_rank"})}
-    latent["q_lora_rank"] = config.get("q_lora_rank", None)
-    latent["norm_eps"] = None if config.need("rms_norm_eps") == LATENT_EPS else LATENT_EPS
-    dense_ffn = config.need("intermediate_size")
-    fields = common(config, latent=True)
-    return {**fields, "ffn_hidden_size": dense_ffn, "mla": latent, "moe": moe}
 
 
 def written(model: ModelConfig, family: str, architecture: str) -> dict[str, Any]:

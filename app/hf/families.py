@@ -17,6 +17,7 @@ from app.hf import (
     cohere2,
     exaone4,
     gemma,
+    glm4_moe,
     glm4_moe_lite,
     gpt_neox,
     gpt_oss,
@@ -33,6 +34,7 @@ from app.hf import config_json as config
 from app.hf.tables import NameLine
 from app.hf.their_config import NOWHERE, TheirConfig, shortened
 from app.plan.model.stage import NamedWeight, model_weights
+from app.programs import page
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,11 @@ class Family:
             return tables.without_query_latent(self.lines)
         return self.lines
 
+    @property
+    def predicts(self) -> bool:
+        """True if its models may have multi-token prediction."""
+        return tables.PREDICTS in self.lines
+
     def weights(self, model: ModelConfig) -> Iterator[NamedWeight]:
         """Yield the model's tensors that its files hold: weights and router biases."""
         yield from model_weights(model)
@@ -73,6 +80,8 @@ class Family:
             found |= self.written_moe(model.moe)
         layers = config.written_layers(model)
         found |= {key: layers[key] for key in self.layers}
+        if self.predicts:
+            found[tables.PREDICTED] = model.mtp.layers
         return found if self.more is None else {**found, **self.more(model)}
 
 
@@ -84,6 +93,7 @@ _DEEPSEEK = (
     *tables.EXPERTS,
     *tables.SHARED_EXPERTS,
 )
+_PREDICTING = (*_DEEPSEEK, *tables.PREDICTION)
 _QWEN_LAYERS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 _QWEN_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
 _DEEPSEEK_V3_DEFAULTS = {
@@ -94,7 +104,7 @@ _DEEPSEEK_V3_DEFAULTS = {
     "n_group": 8,
     "topk_group": 4,
     "routed_scaling_factor": 2.5,
-    "num_nextn_predict_layers": 1,
+    tables.PREDICTED: 1,
     "norm_topk_prob": True,
 }
 FAMILIES = (
@@ -263,7 +273,7 @@ FAMILIES = (
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
         config.deepseek_v3,
-        _DEEPSEEK,
+        _PREDICTING,
         config.written_deepseek,
         defaults=_DEEPSEEK_V3_DEFAULTS,
     ),
@@ -277,10 +287,19 @@ FAMILIES = (
         defaults=glm4_moe_lite.DEFAULTS,
     ),
     Family(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        glm4_moe.read,
+        (*_GROUPED, *tables.EXPERTS, *tables.SHARED_EXPERTS, *tables.PREDICTION),
+        config.written_deepseek,
+        more=glm4_moe.written,
+        defaults=glm4_moe.DEFAULTS,
+    ),
+    Family(
         "kimi_k2",  # of which `transformers` has no class
         "DeepseekV3ForCausalLM",
         config.deepseek_v3,
-        _DEEPSEEK,
+        _PREDICTING,
         written_as="deepseek_v3",
         defaults=_DEEPSEEK_V3_DEFAULTS,
     ),
@@ -355,8 +374,8 @@ def family_named(found: TheirConfig) -> Family:
         if family.model_type == kind:
             return family
     raise found.refusal(
-        f"models of type {kind} are not supported; docs/hugging-face-keys.md has a table of those "
-        "that are"
+        f"models of type {kind} are not supported; {page('hugging-face-keys.md')} has a table of "
+        "those that are"
     )
 
 
@@ -371,6 +390,8 @@ def family_of(model: ModelConfig, key: str, value: object) -> Family:
         try:
             fields = family.read(TheirConfig(family.written(model), NOWHERE, key))
             again = config.as_model(fields, model.name)
+            if family.predicts:
+                again = dataclasses.replace(again, mtp=model.mtp)
         except ConfigError:
             continue  # the model lacks something that this family requires
         unlike = list(differences(model, again))
@@ -421,6 +442,7 @@ def _essence(model: ModelConfig) -> dict[str, Any]:
     """Return the fields that change what a model computes, in a canonical form."""
     found = {name: _plain(getattr(model, name)) for name in ARCHITECTURE}
     found["head_dim"] = None if model.mla else model.head_width
+    found["mtp"] = {"layers": model.mtp.layers}
     found["rotary_dim"] = None if model.mla else model.rope.width
     found["layer_types"] = config.layer_types(model)
     found["no_rope_layers"] = config.rotated_layers(model)

@@ -13,6 +13,7 @@ from app.data.hub_files import explained, folder_like, may_be_on_hub, wait_for_c
 from app.data.special_tokens import SPECIAL_TOKENS_MAP
 from app.errors import ConfigError
 from app.hf.file_names import CONFIG_JSON, EXPORTED, INDEX, ONE_FILE, PICKLE, PICKLE_INDEX
+from app.programs import command_name
 
 CHAT_TEMPLATES = "additional_chat_templates"  # folder of named chat templates
 # files needed besides the weights: configurations and tokenizer, no code
@@ -117,7 +118,7 @@ def _run_instead(path: Path, name: str, key: str) -> ConfigError:
     rule = "is a run, and a model is a Hugging Face folder"
     if (path / EXPORTED / CONFIG_JSON).is_file():
         return ConfigError(key, name, rule, nearest=f"{name.rstrip('/')}/{EXPORTED}")
-    advice = f"python -m app.cli.convert to-hf {name} FOLDER writes one"
+    advice = f"{command_name('convert')} to-hf {name} FOLDER writes one"
     return ConfigError(key, name, rule, advice=advice)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import reduce
 from math import prod
 from pathlib import Path
@@ -11,13 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from app.config import ModelConfig
+from app.config import MTPConfig
+from app.errors import ConfigError
+from app.hf import tables
 from app.hf.file_names import CONFIG_JSON
 from app.hf.files import TensorFiles
-from app.hf.tables import embedding_and_heads, mapping, router_biases
+from app.hf.tables import mapping, router_biases
 from app.hf.their_model import TheirModel
 from app.hf.weight_part import WeightPart, grouped, names
 from app.hf.write import PART_NUMEL
+from app.plan.formatting import count_of
 from app.plan.model.stage import NamedWeight, model_weights
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.sharding.reshard import Block
@@ -28,6 +32,7 @@ SAID_ELSEWHERE = re.compile(r"\.rotary_emb\.inv_freq$")
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 # tensors that only multi-token prediction layers have
 PREDICTING = re.compile(r"model\.layers\.(\d+)\.eh_proj\.weight")
+MTP_LAYERS = "model.mtp.layers"
 MOST_NAMED = 3  # most tensors named in a message
 COMPARED_NUMEL = 2**22  # elements of head and embedding compared at a time
 
@@ -36,23 +41,24 @@ class Pretrained:
     """Weights of a model, checked to be complete and without unknown tensors. Every rank opens them
     itself.
 
-    Raises ConfigError, naming file and tensor.
+    `mtp`: the layers of multi-token prediction that are read; others are left out. Raises
+    ConfigError, naming file and tensor.
     """
 
-    def __init__(self, folder: Path, key: str) -> None:
+    def __init__(self, folder: Path, key: str, mtp: MTPConfig = MTPConfig()) -> None:  # noqa: B008 - frozen
         self.their = TheirModel.read(folder, key)
+        self.model = replace(self.their.model, mtp=mtp)
         self.files = TensorFiles(folder, key, self.their.quantised)
         self._layers = self.their.family.layers_name
         self._table = self.their.family.table(self.their.model)
         marked = (PREDICTING.fullmatch(name) for name in self.files.file_of)
         layers = sorted(int(found[1]) for found in marked if found)
-        self._predicting = [layer for layer in layers if layer in self.their.predicted]
+        there = [layer for layer in layers if layer in self.their.predicted]
+        if mtp.layers > len(there) or (mtp.layers and not self.their.family.predicts):
+            rule = f"{folder} has {count_of(len(there), 'layer')} of multi-token prediction"
+            raise ConfigError(MTP_LAYERS, mtp.layers, rule, nearest=len(there))
+        self._predicting = there[mtp.layers :]
         self._check_names()
-
-    @property
-    def model(self) -> ModelConfig:
-        """Return the model that its config.json describes."""
-        return self.their.model
 
     def parts(self, weight: NamedWeight) -> Sequence[WeightPart]:
         """Return the parts of the files that hold a weight, in the spelling that the files use."""
@@ -138,11 +144,13 @@ class Pretrained:
             for weight in self.their.family.weights(self.model)
             for name in names(self.parts(weight))
         }
-        embedding, heads = embedding_and_heads(self._table)
-        for head in heads:
-            if self.model.tie_embeddings and head in self.files.file_of:
-                used.add(head)
-                self._check_tied(head, embedding)
+        copies = {copy: name for copy, name, _ in tables.copies(self.model)}
+        if self.model.tie_embeddings:
+            embedding, heads = tables.embedding_and_heads(self._table)
+            copies |= dict.fromkeys(heads, embedding)
+        for copy in sorted(copies.keys() & self.files.file_of.keys()):
+            used.add(copy)
+            self._check_copy(copy, copies[copy])
         unknown = [
             name for name in self.files.file_of if name not in used and not self._left_out(name)
         ]
@@ -150,20 +158,22 @@ class Pretrained:
             kind = self.their.family.model_type
             raise self.files.refusal(f"{_some(unknown)} unknown in models of type {kind}")
 
-    def _check_tied(self, head_name: str, embedding_name: str) -> None:
-        """Compare all rows of the embedding with the head, if the files contain both."""
+    def _check_copy(self, copy: str, name: str) -> None:
+        """Compare all rows of a table of tokens with those of its copy in the files."""
         shape = self.model.vocab_size, self.model.hidden_size
-        for name in (embedding_name, head_name):
-            self.files.check(name, shape)
+        for each in (name, copy):
+            self.files.check(each, shape)
         rows = max(1, COMPARED_NUMEL // shape[1])
         for low in range(0, shape[0], rows):
             region = (low, min(low + rows, shape[0])), (0, shape[1])
-            both = (self.files.read(name, region).float() for name in (head_name, embedding_name))
-            head, embedding = both
-            if not head.equal(embedding):
-                row = low + int((head != embedding).any(dim=1).nonzero()[0])
-                what = f"{head_name} differs from {embedding_name} in row {row}"
-                raise self.files.refusal(f"{what}, and tie_word_embeddings makes them one")
+            one, other = (self.files.read(each, region).float() for each in (copy, name))
+            if not one.equal(other):
+                row = low + int((one != other).any(dim=1).nonzero()[0])
+                tied = copy in tables.embedding_and_heads(self._table)[1]
+                why = "tie_word_embeddings makes" if tied else "this model has"
+                raise self.files.refusal(
+                    f"{copy} differs from {name} in row {row}, and {why} them one"
+                )
 
     def _left_out(self, name: str) -> bool:
         layer = LAYER.match(name)

@@ -65,8 +65,8 @@ def head_width(config: TheirConfig) -> int:
 
 
 def written_factor(model: ModelConfig) -> float:
-    """Return the partial_rotary_factor that times a head's width is not below rotary_dim,
-    as it is cut off to a whole number.
+    """Return the partial_rotary_factor of rotary_dim; readers multiply it by the width of a head
+    and cut off the fraction, which rounding must not bring one below.
     """
     width, rotated = model.head_width, model.rope.width
     factor = rotated / width

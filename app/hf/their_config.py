@@ -35,7 +35,7 @@ NUMBER = frozenset((
 ))  # fmt: skip
 FLAG = frozenset(("tie_word_embeddings", "norm_topk_prob", "seq_aux", "use_sliding_window",
                   "truncate", "qkv_bias", "attention_bias", "attention_out_bias",
-                  "mlp_bias", "use_bias", "use_parallel_residual"))  # fmt: skip
+                  "mlp_bias", "use_qk_norm", "use_bias", "use_parallel_residual"))  # fmt: skip
 SECTION = frozenset(("rope_parameters", "rope_scaling", "quantization_config"))
 TEXTS = frozenset(("layer_types", "mlp_layer_types"))
 NUMBERS = frozenset(("short_factor", "long_factor"))

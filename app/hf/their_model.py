@@ -11,9 +11,10 @@ from app.hf.config_json import as_model
 from app.hf.config_keys import check_neutral, left_out
 from app.hf.families import Family, family_named
 from app.hf.quantisation import Quantisation
+from app.hf.tables import PREDICTED
 from app.hf.their_config import TheirConfig
 
-PREDICT_LAYERS = "num_nextn_predict_layers", "num_mtp_layers"  # one number under two names
+PREDICT_LAYERS = PREDICTED, "num_mtp_layers"  # one number under two names
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from app.config import ModelConfig
 from app.errors import ConfigError
 from app.hf.families import Family
 from app.hf.file_names import INDEX, ONE_FILE
-from app.hf.tables import mapping
+from app.hf.tables import copies, mapping
 from app.hf.weight_part import WeightPart, by_tensor
 from app.plan.sharding.reshard import Block
 
@@ -140,6 +140,9 @@ class Export:
             dtype = BIAS_DTYPE if biased else self.apart.get(weight.name, self.dtype)
             for parts in by_tensor(mapping(table, self.model, weight, layers).spellings[0]):
                 yield WrittenTensor(weight.name, parts, dtype)
+        shape = self.model.vocab_size, self.model.hidden_size
+        for copy, _, ours in copies(self.model):
+            yield WrittenTensor(ours, (WeightPart.same(copy, shape),), self.dtype)
 
     def begin(self) -> None:
         """Make the temporary folder. Raises ConfigError if the target already exists."""

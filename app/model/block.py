@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from app.choices import BlockKind, Recompute
 from app.config import AttentionSpec, ModelConfig
 from app.model.attention.modules import attention
+from app.model.layers.ahead import Ahead
 from app.model.layers.layer_groups import ALONE, LayerGroups
 from app.model.layers.layers import Context, RMSNorm, mlp
 from app.model.layers.norms import norm_of_hidden
@@ -145,6 +146,8 @@ class Layer(nn.Module):
         layer_groups: LayerGroups = ALONE,
     ) -> None:
         super().__init__()
+        # set where the layer predicts a further token; then its input is not the layer's before
+        self.ahead: Ahead | None = None
         if self.norm_before:
             self.attn_norm = norm_of_hidden(model)
         self.attn = attention(spec, layer_groups)

@@ -44,6 +44,16 @@ class ChunkOutput:
     routing: tuple[RoutingReport, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLosses:
+    """Cross-entropy of a microbatch on this rank, nats, summed over positions with a label."""
+
+    objective: Tensor  # scalar with gradient
+    each_BS: Tensor  # of the next token at every position, fp32, without gradients
+    # scalar without gradient: of the next token, as it is reported; None: the objective
+    told: Tensor | None = None
+
+
 class Chunk(nn.Module):
     """Layers `layers` (global layer index -> layer) of a model, with embedding and head if asked.
 
@@ -70,6 +80,7 @@ class Chunk(nn.Module):
         self.chunk_tokens = chunk_tokens
         self.first = embedding
         self.last = head
+        self.looks_up = embedding or (head and model.mtp.layers > 0)  # tokens in its table
         rows = table(model)
         # registered in the order of use, which is that of the optimizer's buffers
         self.embedding = (
@@ -81,8 +92,8 @@ class Chunk(nn.Module):
         specs = (model.layer_specs[index].attention for index in layers)
         self.ropes = tuple(dict.fromkeys(spec.rope for spec in specs if spec.rope is not None))
         self.norm = norm_of_hidden(model) if head else None
-        if head and not embedding and model.tie_embeddings:
-            # a last stage of its own has a copy of the tied table
+        if head and not embedding and model.copies_embedding:
+            # a last stage of its own has a copy of the first one's table
             self.embedding = embedding_table(rows, layer_groups, model.embedding_scale)
         untied = head and not model.tie_embeddings
         self.head = ColumnParallelLinear(rows, layer_groups) if untied else None
@@ -116,6 +127,7 @@ class Chunk(nn.Module):
         sink: WeightGradSink | None = None,
         recompute: RecomputeChoice = NOTHING,
         length: int = 0,
+        ahead_2KBS: Tensor | None = None,
     ) -> Context:
         """Build the inputs of the layers other than the hidden states.
 
@@ -138,6 +150,7 @@ class Chunk(nn.Module):
             sink=sink,
             recompute=Recomputation(recompute, draws, replaces=paged_buffers),
             length=self.rope_length or length,
+            ahead_2KBS=ahead_2KBS,
         )
 
     def forward(
@@ -155,8 +168,8 @@ class Chunk(nn.Module):
             x = self.embedding.lookup(x)
         routing = []
         with context.recompute.forward():
-            runs = runs or [run_layer] * len(self.in_order)
-            for layer, run in zip(self.in_order, runs, strict=True):
+            layers = self.decoder()
+            for layer, run in zip(layers, runs or [run_layer] * len(layers), strict=True):
                 x, report = context.recompute.whole_layer(layer, x, context, run)
                 if report is not None:
                     routing.append(report)
@@ -164,18 +177,29 @@ class Chunk(nn.Module):
             x = self.norm(x, context.sink)
         return ChunkOutput(x, tuple(routing))
 
-    def loss(self, x_BsD: Tensor, labels_BS: Tensor, context: Context) -> Tensor:
-        """Return the last stage's cross-entropy, nats, summed over positions with a label; a
-        scalar.
+    def decoder(self) -> Sequence[Layer]:
+        """Return the layers that the hidden states pass on their way to the next stage or the
+        head.
         """
-        return self.loss_and_parts(x_BsD, labels_BS, context)[0]
+        return self.in_order
 
-    def loss_and_parts(
-        self, x_BsD: Tensor, labels_BS: Tensor, context: Context
+    def loss(self, x_BsD: Tensor, labels_BS: Tensor, context: Context) -> Tensor:
+        """Return what the last stage's output is trained on, nats, summed over positions with a
+        label; a scalar.
+        """
+        return self.losses_of(x_BsD, labels_BS, context).objective
+
+    def losses_of(self, x_BsD: Tensor, labels_BS: Tensor, context: Context) -> TokenLosses:
+        """Return the last stage's losses, given its output."""
+        total, each_BS = self.weighted_loss(x_BsD, labels_BS, context)
+        return TokenLosses(total, each_BS)
+
+    def weighted_loss(
+        self, x_BsD: Tensor, labels_BS: Tensor, context: Context, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return `loss`, and without gradients its part of every position, fp32 B × S."""
+        """Return `summed_loss` of the head's logits."""
         sink = context.sink
-        if self.first and self.head is None and sink is not None and not sink.deferred:
+        if self.looks_up and self.head is None and sink is not None and not sink.deferred:
             # For a tied table on one stage, autograd sums both gradients and fires one hook: skip
             # the sink.
             sink = None
@@ -189,6 +213,7 @@ class Chunk(nn.Module):
             chunk_tokens=self.chunk_tokens,
             sink=sink,
             logits=self.logit_map,
+            weights=weights,
         )
 
     def logits(self, x_BsD: Tensor) -> Tensor:

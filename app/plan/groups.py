@@ -81,7 +81,7 @@ class Group:
         """Return whether this model sends anything in the group, which is created in any case."""
         if self.expert:
             return model.moe is not None
-        return model.tie_embeddings or not self.ends_only
+        return model.copies_embedding or not self.ends_only
 
 
 EVERYBODY = ("tp", "cp", "dp", "pp")
@@ -115,7 +115,7 @@ ETP_EP = Group(
 )
 EDP = Group("edp", "gradients and parameters of experts", ("edp",), expert=True)
 EMBEDDING = Group(
-    "embedding", "gradients of the two copies of tied embeddings", ("pp",), ends_only=True
+    "embedding", "gradients of the two copies of the embedding", ("pp",), ends_only=True
 )
 
 # By name, in the order in which every rank creates them.

@@ -27,6 +27,7 @@ def select_stages(run: Run) -> StagePlan:
         count_embedding=p.count_embedding,
         count_head=p.count_head,
         v_shape=v_shape,
+        ahead=run.model.mtp.layers,
     )
 
 
@@ -90,7 +91,9 @@ def own_inputs(run: Run, layers: Sequence[int]) -> tuple[int, ...]:
     ended = False
     for place, layer in enumerate(layers):
         phases = MOE if run.model.is_moe_layer(layer) else DENSE
-        if not (captured.isdisjoint(phases) or (ended and phases[0] in captured)):
+        # one that predicts ahead reads a projection of the output before, made outside of graphs
+        follows = ended and phases[0] in captured and layer < run.model.num_layers
+        if not (captured.isdisjoint(phases) or follows):
             own.append(place)
         ended = phases[-1] in captured
     return tuple(own)

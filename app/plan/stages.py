@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 
 from app.errors import ConfigError, FirstOf, Instead, nearest_divisors, nearest_multiples
@@ -23,7 +23,8 @@ LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 class Stage:
     """Decoder layers of one pipeline stage, and whether it holds embedding and head."""
 
-    layers: tuple[int, ...]  # decoder layers, from 0 over the whole model
+    # decoder layers, from 0 over the whole model; on the last stage then those that predict ahead
+    layers: tuple[int, ...]
     embedding: bool  # has the token embedding
     head: bool  # has the output layer and the loss
 
@@ -69,6 +70,7 @@ def plan_stages(
     count_embedding: bool = False,
     count_head: bool = False,
     v_shape: bool = False,
+    ahead: int = 0,
 ) -> StagePlan:
     """Split num_layers decoder layers over pp ranks with vpp stages each.
 
@@ -77,7 +79,7 @@ def plan_stages(
     count the embedding, and the head with its loss, as one layer of the first and last stage.
     `layout` spells the stages out instead (see `parse_layout`) and sets vpp itself: vpp=1 then
     means unset. v_shape lays out the two stages of each rank in a V (see Pipeline): the first rank
-    holds both embedding and head.
+    holds both embedding and head. The last stage has `ahead` layers of multi-token prediction too.
 
     Raises ConfigError (a ValueError) for uneven splits, with the nearest that works.
     """
@@ -100,6 +102,7 @@ def plan_stages(
             )
             raise ConfigError("parallel.layout", layout, rule, advice="give either of them alone")
         parts = parse_layout(layout)
+        parts = _without_ahead(layout, parts, ahead)
         _check_layout(layout, parts, num_layers, pp=pp, vpp=2 if v_shape else vpp)
     elif not uneven:
         parts = _as_layout(
@@ -111,7 +114,7 @@ def plan_stages(
         raise ConfigError(key, first or last, rule, nearest=(None,))
     else:
         parts = _as_layout(_uneven_sizes(num_layers, Pipeline(pp, vpp, v_shape), first, last=last))
-    return _assemble(parts, Pipeline(pp, len(parts) // pp, v_shape))
+    return _assemble(parts, Pipeline(pp, len(parts) // pp, v_shape), ahead)
 
 
 def parse_layout(layout: str | Sequence[Sequence[str]]) -> list[str]:
@@ -269,10 +272,7 @@ def _check_layout(layout: object, parts: list[str], num_layers: int, pp: int, vp
     chunks = len(parts) // pp
     rule = ""
     nearest: object = None
-    if "m" in letters:
-        rule = "m, a multi-token prediction layer, does not exist yet"
-        nearest = None
-    elif len(parts) % pp:
+    if len(parts) % pp:
         rule = f"its {len(parts)} stages do not divide over pp={pp}"
         nearest = None
     elif vpp not in (1, chunks):
@@ -293,6 +293,19 @@ def _check_layout(layout: object, parts: list[str], num_layers: int, pp: int, vp
         raise ConfigError("parallel.layout", layout, rule, nearest=nearest)
 
 
+def _without_ahead(layout: object, parts: list[str], ahead: int) -> list[str]:
+    """Return a layout without its layers of multi-token prediction, which are before L wherever
+    they are spelled out.
+    """
+    plain = [part.replace("m", "") for part in parts]
+    if any("m" in part for part in parts):
+        near = "|".join(plain).removesuffix("L") + "m" * ahead + "L"
+        if "|".join(parts) != near:
+            rule = f"needs model.mtp.layers={ahead} times m, multi-token prediction, right before L"
+            raise ConfigError("parallel.layout", layout, rule, nearest=near)
+    return plain
+
+
 def _ends_filled(parts: list[str]) -> str:
     """Return the layout with E in the first and L in the last stage.
 
@@ -311,12 +324,16 @@ def _as_layout(sizes: list[int]) -> list[str]:
     return parts
 
 
-def _assemble(parts: list[str], pipeline: Pipeline) -> StagePlan:
+def _assemble(parts: list[str], pipeline: Pipeline, ahead: int) -> StagePlan:
     starts = accumulate((part.count("t") for part in parts), initial=0)
     stages = [
         Stage(tuple(range(start, start + part.count("t"))), "E" in part, "L" in part)
         for part, start in zip(parts, starts, strict=False)
     ]
+    last = stages[-1]
+    behind = sum(len(stage.layers) for stage in stages)
+    more = range(behind, behind + ahead)
+    stages[-1] = replace(last, layers=(*last.layers, *more))
     chunks = range(pipeline.num_chunks)
     return StagePlan(
         tuple(

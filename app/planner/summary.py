@@ -10,6 +10,7 @@ from app.plan.formatting import GIB, amount, count_of
 from app.plan.parts.dispatcher import run_dispatcher, tokens_per_rank
 from app.plan.sharding.frozen import counts
 from app.planner.plan import Plan
+from app.programs import command_name
 
 SHOWN_PARTS = 4  # largest parts of the memory shown
 
@@ -80,8 +81,13 @@ def memory_line(plan: Plan, gpu_memory: int) -> str:
     busiest = plan.busiest
     largest = sorted(busiest.parts, key=lambda part: -part.bytes)[:SHOWN_PARTS]
     parts = ", ".join(f"{part.name} {part.bytes / GIB:.1f}" for part in largest)
-    warning = ""
-    if busiest.total > gpu_memory:
-        how = "python -m app.cli.plan with the same overrides says what to change"
-        warning = f"; it will not fit: {how}"
-    return f"{busiest.total / GIB:.1f} GiB of {gpu_memory / GIB:.1f} expected: {parts}{warning}"
+    told = f"{busiest.total / GIB:.1f} GiB of {gpu_memory / GIB:.1f} expected: {parts}"
+    return told + no_fit(plan, gpu_memory)
+
+
+def no_fit(plan: Plan, gpu_memory: int) -> str:
+    """Warn if the busiest rank needs more than `gpu_memory` bytes; empty if it does not."""
+    if plan.busiest.total <= gpu_memory:
+        return ""
+    how = f"{command_name('plan')} with the same overrides says what to change"
+    return f"; it will not fit: {how}"

@@ -18,7 +18,7 @@ from app.data.feed import IGNORED, Cursor, DataSplit, TrainFeed, make_batch
 from app.data.load import load_data
 from app.data.packing import PADDING, Documents, PackedSequences
 from app.data.tokenizer import ByteTokenizer
-from app.engine.report.summary import _padding
+from app.engine.report.opening import _padding
 from app.errors import ConfigError
 from tests.data.conftest import write_jsonl
 

@@ -18,7 +18,7 @@ from app.data.corpora import Corpora, load_all, prepare_all
 from app.data.feed import Cursor, DataSplit, TrainFeed
 from app.data.packing import PADDING, Documents, PackedSequences
 from app.data.tokenizer import load_tokenizer
-from app.engine.report.summary import _padding
+from app.engine.report.opening import _padding
 from app.errors import ConfigError
 from tests.data.conftest import write_jsonl
 

@@ -75,12 +75,15 @@ def test_sources_have_their_shares(tmp_path: Path):
     [
         (["--size", "90000"], "the texts make [0-9,]+ tokens at most; did you mean"),
         (["--size", "256"], "must be at least 257"),
-        (["--size", "many"], "must be a number from 1 on"),
+        (["--size", "many"], "--size=many: must be a number; did you mean 8192"),
         (["--special", "<a>,<a>"], "is given twice"),
         (["--special", "<|endoftext|>"], "ends documents already"),
         (["data.path=none/*.md"], "data.path"),
         (["data=megatron", "data.path=x.bin"], "trained on text"),
-        (["--otu=x"], "there is no such option"),
+        (["--size", "0.5"], "must be a whole number from 1 on"),
+        (["--otu=x"], r"option=--otu=x: .* python -m app.cli.tokenizer --help; did you mean --out"),
+        (["--vocab-size", "300"], "did you mean --size"),
+        (["--size", "--bytes=9"], "--size=: must be followed by its value"),
     ],
 )
 def test_wrong_wishes_are_refused(

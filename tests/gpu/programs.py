@@ -28,6 +28,11 @@ SMALL = (
     "data.path=app/**/*.py",
 )
 
+GRAPHS = {
+    **{name: (f"cuda_graph={name}",) for name in ("partial", "layer", "full_iteration")},
+    "update": ("cuda_graph=full_iteration", "cuda_graph.optimizer=true"),
+}
+
 
 def command(folder: Path, *overrides: str) -> list[str]:
     """The line that trains into a folder."""

@@ -6,13 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.programs import GPUS, losses
+from tests.gpu.programs import GPUS, GRAPHS, losses
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS, reason="needs a CUDA device")]
-GRAPHS = {
-    **{name: (f"cuda_graph={name}",) for name in ("partial", "layer", "full_iteration")},
-    "update": ("cuda_graph=full_iteration", "cuda_graph.optimizer=true"),
-}
 FIXED = ("train.steps=10", "parallel.dp=1", "lora.rank=8", "optim.lr=1e-2")
 
 

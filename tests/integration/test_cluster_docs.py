@@ -46,7 +46,7 @@ def test_the_plan_says_how_many_nodes(capsys: pytest.CaptureFixture[str]):
     (line,) = [line for line in LINES if "app.cli.plan" in line]
     assert plan(shlex.split(line)[3:]) == 0
     out = capsys.readouterr().out
-    assert "2 of 8 GPUs" in out and re.search(r"^pp +8 +2 +2 ", out, re.MULTILINE)
+    assert "2 of 8 GPUs" in out and re.search(r"^dp_cp +2 +8 +2 ", out, re.MULTILINE)
 
 
 @pytest.mark.full

@@ -114,9 +114,8 @@ def test_what_an_experiment_overlays_is_told():
 
 
 def test_a_run_tells_what_its_experiment_overlays(own: Path):
-    done = program(
-        own, "--config-dir", "own", "+experiment=mine", "checkpoint=none", "data.path=nowhere"
-    )
+    typed = "+experiment=mine", "checkpoint=none", "data=text", "data.path=nowhere"
+    done = program(own, "--config-dir", "own", *typed)
     assert (
         done.stderr.splitlines()[0]
         == "train.py: checkpoint=none: +experiment=mine sets checkpoint.interval=1 over it; "

@@ -22,6 +22,7 @@ from app.cli import commands
 from app.cli.run_report.sweep_record import Sweep
 from tests.cases import chosen
 from tests.integration.installed import normal
+from tests.integration.spoken import CHECKOUTS, PAGE
 from tests.programs import run_forked
 from tests.structure import imported
 
@@ -30,6 +31,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SOURCES = (
     "app",
     "conf",
+    "docs",
     "graphfold",
     "hydra_plugins",
     "LICENSE",
@@ -105,8 +107,10 @@ def test_a_wheel_holds_all_that_a_run_needs(wheel: Path):
     }
     conf = {f"app/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
     rest = {name for name in names if ".dist-info/" not in name}
+    docs = {f"app/{path.relative_to(ROOT)}" for path in (ROOT / "docs").rglob("*.[ms][dv]*")}
     typed = {"app/py.typed", "graphfold/py.typed"}
-    assert rest == code | conf | typed | {"app/cli/options/other_names.txt"}
+    assert rest == code | conf | docs | typed | {"app/cli/options/other_names.txt"}
+    assert "app/docs/planning.md" in docs
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
@@ -155,7 +159,37 @@ def test_what_is_imported_is_what_is_asked_for():
 def test_installed_commands_explain_themselves(programs: Path, tmp_path: Path, name: str):
     said = called(programs, tmp_path, name, "--help")
     assert "Graphfold" in said and ("experiment: " in said) == (name == "graphfold-train")
+    assert f"Usage:  {name} " in said and not CHECKOUTS.search(said)
+    pages = [Path(word) for word in PAGE.findall(said)]
+    assert all(page.is_file() and page.is_relative_to(programs.parent) for page in pages)
+    assert pages or name not in ("graphfold-train", "graphfold-plan", "graphfold-calibrate")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "words", "told"),
+    [
+        ("train", ["--zzz"], "option=--zzz: there is no such option; graphfold-train --help"),
+        ("train", ["-sc"], 'type eval "$(graphfold-train -sc install=bash)"'),
+        ("tokenizer", ["--otu=a"], "graphfold-tokenizer --help; did you mean --out?"),
+        ("report", [], "for example graphfold-report sweeps/<name>"),
+    ],
+)
+def test_installed_commands_advise_each_other(
+    programs: Path, tmp_path: Path, name: str, words: list[str], told: str
+):
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    line = [programs / f"graphfold-{name}", *words]
+    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(f"graphfold-{name}: ")
+    assert done.stderr.endswith(f"{told}\n") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.full
+def test_an_installed_program_of_the_name_app(programs: Path, tmp_path: Path):
+    (tmp_path / "app.py").write_text("import graphfold; print(graphfold.plan.__name__)")
+    assert called(programs, tmp_path, "python", "app.py") == "plan\n"
 
 
 @pytest.mark.full
@@ -221,6 +255,7 @@ def test_installed_commands_train_sweep_and_report(programs: Path, tmp_path: Pat
     )
     sweep = Sweep.load(tmp_path / "sweeps" / "two")
     assert sweep is not None and [job.state.value for job in sweep.jobs] == ["done"]
+    assert sweep.command.startswith("graphfold-train -m ")
     assert "done" in called(programs, tmp_path, "graphfold-report", "sweeps/two")
     (tmp_path / "app.py").unlink()  # Python itself imports from the folder of a user's program
     (tmp_path / "torch.py").unlink()

@@ -315,6 +315,36 @@ BUGS = {
         "weights_only=False, mmap=True",
         "tensors/test_pickled_files.py",
     ),
+    "tokens ahead of the wrong layer": Bug(
+        "model/ahead.py",
+        "token_BS[:, :-k] = tokens_BS[:, k:]",
+        "token_BS[:, :-1] = tokens_BS[:, 1:]",
+        "tensors/test_prediction.py",
+    ),
+    "predictions ahead into the next document": Bug(
+        "model/ahead.py",
+        "torch.where(same_BS, labels_BS[:, k:], UNLABELLED)",
+        "labels_BS[:, k:]",
+        "tensors/test_prediction.py",
+    ),
+    "weights of losses ahead left out of backward": Bug(
+        "model/layers/loss.py",
+        "weight_T = weights_T * grad",
+        "weight_T = (weights_T != 0) * grad",
+        "tensors/test_prediction.py",
+    ),
+    "a copy of the embedding whose gradient stays apart": Bug(
+        "plan/model/stage.py",
+        "tied=model.copies_embedding and",
+        "tied=model.tie_embeddings and",
+        "processes/test_prediction_layouts.py",
+    ),
+    "a layer ahead that reads the graph before it": Bug(
+        "engine/capture/partial.py",
+        "follows = layers[nth + 1].ahead is None",
+        "follows = True",
+        "processes/test_prediction_layouts.py",
+    ),
 }
 
 

@@ -44,7 +44,7 @@ def test_plan_is_up_to_date(block: re.Match[str]):
 def test_typed_advice_is_the_first_shown():
     text = PAGE.read_text()
     shown = re.findall(r"^[\d.]+ +\+\d+ % +(.+)$", text, re.MULTILINE)[0]
-    assert f"train.global_batch=64 {shown}\n```" in text
+    assert f"+experiment=qwen3_30b_a3b recompute=none {shown}\n```" in text
 
 
 @pytest.mark.full

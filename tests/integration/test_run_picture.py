@@ -24,8 +24,8 @@ WRITTEN = "\r\n".join(
         "x" * (COLUMNS + 1),
         "",
         "Result, nats per token on the validation data:",
-        "  this model    1.000",
-        "  bigram        2.485",
+        "  this model    1.000   perplexity 2.718, 1.443 bits per byte",
+        "  bigram        2.485   perplexity 12.00, 3.585 bits per byte",
         "",
         "Written:",
         "  runs/x/config.yaml",
@@ -47,8 +47,8 @@ def test_the_live_line_stands_as_it_did_in_the_second_half():
         "x",
         "",
         "Result, nats per token on the validation data:",
-        "  this model    1.000",
-        "  bigram        2.485",
+        "  this model    1.000   perplexity 2.718, 1.443 bits per byte",
+        "  bigram        2.485   perplexity 12.00, 3.585 bits per byte",
     ]
 
 

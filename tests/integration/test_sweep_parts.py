@@ -244,6 +244,7 @@ def test_quoted_values_come_back_whole(value: str):
     [
         ("", 0, JobState.done, None),
         ("ValueError: old\ntrain.py: model.x=1: no\n", 2, JobState.failed, "model.x=1: no"),
+        ("graphfold-train: model.x=1: no\n", 2, JobState.failed, "model.x=1: no"),
         (
             "Traceback\n  File\nRuntimeError: boom\n\nUserWarning: later\n",
             1,

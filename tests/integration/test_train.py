@@ -80,7 +80,8 @@ def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def whole(tmp_path_factory: pytest.TempPathFactory, corpus: str) -> tuple[Path, str]:
     """Folder and output of an uninterrupted run of 12 steps, with a Weights & Biases run."""
     folder = tmp_path_factory.mktemp("whole")
-    done = run(folder, command(corpus, "train.steps=12", "run_dir=run", "log.wandb=true"))
+    told = ("log.wandb=true", "log.verbose=true")
+    done = run(folder, command(corpus, "train.steps=12", "run_dir=run", *told))
     assert done.returncode == 0, done.stderr
     return folder / "run", done.stdout
 
@@ -132,7 +133,8 @@ def test_metrics_are_the_documented_ones(whole: tuple[Path, str]):
     documented = {key for cell in cells for key in re.findall(r"\w+", cell)}
     reports = (StepReport, ValidationReport, RollbackReport)
     fields = {field for report in reports for field in report.__dataclass_fields__}
-    assert documented == fields - {"by_source"}  # listed with the label of a source
+    # listed with the label of a source, and the depth
+    assert documented == fields - {"by_source", "mtp_loss"}
     written = {key for row in metrics(whole[0]) for key in row}
     graphs = {key for key in documented if key.startswith("graph_")}
     clones = {"moe_rank_load_before", "moe_rank_load_after", "moe_clones"}
@@ -154,6 +156,7 @@ def test_metrics_that_are_asked_for(tmp_path: Path, corpus: str):
         "model.moe.capacity_factor=1",
         "precision.loss_scale=8",
         "log.interval=1",
+        "log.verbose=true",
         "cuda_graph=partial",
         "precision.fp8.recipe=delayed",
         "precision.fp8.amax_history=1",
@@ -210,6 +213,24 @@ def test_wandb_has_the_sample_and_the_plan(whole: tuple[Path, str]):
     assert not (files / "plan.json").is_symlink(), "the run folder may be moved before an upload"
 
 
+@pytest.mark.full
+def test_resumed_run_continues_its_wandb_run(whole: tuple[Path, str], tmp_path: Path, corpus: str):
+    """By resume=auto and by its name; `wandb sync` makes one run of parts with one id."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole[0], folder, symlinks=True)
+    ids = [record.run_id for record in told(folder, "run")]
+    for steps, resume in ((14, "auto"), (16, "run")):
+        shutil.rmtree(folder / "wandb")
+        where = f"train.steps={steps}", "run_dir=run", f"resume={resume}", "log.wandb=true"
+        done = run(tmp_path, command(corpus, *where))
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        ids += [record.run_id for record in told(folder, "run")]
+        found = [(row["_step"], row["step"]) for row in history(folder)]
+        # rows of trained step, validation and sample
+        assert found == [(steps, steps), (steps + 1, steps), (steps + 2, steps)]
+    assert len(ids) == 3 and len(set(ids)) == 1
+
+
 def test_resume_is_exact(whole: tuple[Path, str], tmp_path: Path, corpus: str):
     """Stopped after 8 of 12 steps and continued: every number of the uninterrupted run, bit for
     bit.
@@ -217,7 +238,8 @@ def test_resume_is_exact(whole: tuple[Path, str], tmp_path: Path, corpus: str):
     first = run_forked(
         tmp_path, command(corpus, "train.steps=8", "optim.decay_steps=12", "run_dir=run")
     )
-    second = run_forked(tmp_path, command(corpus, "train.steps=12", "run_dir=run", "resume=auto"))
+    more = ("train.steps=12", "run_dir=run", "resume=auto", "log.verbose=true")
+    second = run_forked(tmp_path, command(corpus, *more))
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert "after step 8" in second.stdout
     assert "reading the checkpoint" in told_start(second.stdout)[1]

@@ -21,7 +21,12 @@ def planned(args: dict) -> StagePlan:
     counted = {"count_embedding": args.get("emb", False), "count_head": args.get("loss", False)}
     set_by_hand = {key: args[key] for key in ("first", "last", "layout") if key in args}
     return plan_stages(
-        args["num_layers"], args["pp"], args.get("vpp") or 1, **set_by_hand, **counted
+        args["num_layers"],
+        args["pp"],
+        args.get("vpp") or 1,
+        **set_by_hand,
+        **counted,
+        ahead=args.get("mtp", 0),
     )
 
 
@@ -57,9 +62,23 @@ def test_refuses_what_the_golden_one_refuses(case: dict):
 
 
 @each(WITH_MTP)
-def test_multi_token_prediction_is_refused_by_name(case: dict):
-    with pytest.raises(ConfigError, match="multi-token prediction"):
-        planned(case["args"])
+def test_multi_token_prediction_is_on_the_last_stage(case: dict):
+    if case["mtp_standalone"]:
+        with pytest.raises(ConfigError, match="multi-token prediction, right before L"):
+            planned(case["args"])
+        return
+    layers, count = layers_of(planned(case["args"])), case["args"]["num_layers"]
+    assert [[[n for n in own if n < count] for own in rank] for rank in layers] == case["layer_ids"]
+    ahead = [[sum(n >= count for n in own) for own in rank] for rank in layers]
+    assert ahead == case["mtp_layers"]
+
+
+@each(["Et|tm|tL", "Et|t|tmmL", "Emt|t|tL"])
+def test_misplaced_predictions_get_the_layout_that_works(layout: str):
+    with pytest.raises(ConfigError) as refused:
+        plan_stages(3, 3, layout=layout, ahead=1)
+    assert "Et|t|tmL" in str(refused.value)
+    plan_stages(3, 3, layout="Et|t|tmL", ahead=1)
 
 
 @each(GOLDEN["layout_parse"])

@@ -17,6 +17,7 @@ from app.errors import ConfigError
 from tests.distributed import run_distributed
 from tests.training import ROOT, TINY, composed, train_rank, untimed
 
+ALOUD = ("log.console=true", "log.verbose=true")
 FILES = {"plans": "app/plan/*.py", "rules": "app/rules/*.py", "docs": "docs/[a-f]*.md"}
 
 
@@ -57,7 +58,7 @@ class Trial:
     def go(self, *sources: dict[str, object], more: tuple[str, ...] = (), ranks: int = 1) -> str:
         """Train; what rank 0 prints, or the line that it ends with."""
         several = [f"data.sources={listed(sources)}"] if sources else []
-        settings = (*TINY, f"data.cache_dir={self.folder}/cache", "log.console=true")
+        settings = (*TINY, f"data.cache_dir={self.folder}/cache", *ALOUD)
         run = composed((*settings, *several, "checkpoint.interval=2", *more), ranks)
         return run_distributed(trained, ranks, self.folder, run)[0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 
@@ -92,14 +93,34 @@ def test_a_terminal_has_a_bar_that_fills_and_keeps_validations(monkeypatch: pyte
     )
 
 
-@pytest.mark.parametrize("columns", [20, 60, 90, 100, 200])
-def test_a_line_stays_within_its_terminal(monkeypatch: pytest.MonkeyPatch, columns: int):
+@pytest.mark.parametrize(
+    ("columns", "bar", "text"),
+    [
+        (10, 0, "50%  0:10"),
+        (20, 0, "50%  0:10 left"),
+        (30, 18, "0:10 left"),
+        (40, 16, "loss 3.250  0:10 left"),
+        (60, 22, "step 10/20  loss 3.250  0:10 left"),
+        (80, 18, "step 10/20  loss 3.250  5.12 k tokens/s  1.5 GiB  0:10 left"),
+        (120, 22, "step 10/20  loss 3.250  5.12 k tokens/s  1.5 GiB  0:10 left"),
+    ],
+)
+def test_narrow_terminals_keep_bar_and_time_left(
+    monkeypatch: pytest.MonkeyPatch, columns: int, bar: int, text: str
+):
     monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setenv("NO_COLOR", "1")
     drawn = told(Terminal()).split(CLEAR)[1:]
     assert "step 10/20  validation loss 3.5000 nats per token\n" in drawn
     lines = [
         re.sub(r"\x1b\[[\d;]*m", "", part).strip("\n") for part in drawn if "validation" not in part
     ]
-    assert all(len(line) < columns for line in lines)
-    assert all(line.startswith("step " if columns < 95 else "━") for line in lines[10:])
+    assert len(lines) == STEPS and all(len(line) < columns for line in lines)
+    assert re.sub("[╸╺]", "━", lines[9]) == ("━" * bar + "  " if bar else "") + text
+
+
+def test_a_skipped_update_outlasts_numbers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "50")
+    stream = Terminal()
+    skipped = dataclasses.replace(report(10), skipped=1)
+    Console(composed([f"train.steps={STEPS}"], 1), 0, stream).step(skipped)
+    assert stream.getvalue().endswith("\x1b[0m  0:10 left  (update skipped)")

@@ -45,6 +45,7 @@ TABLES = [
     "seed_oss",
     "qwen2_moe",
     "glm4_moe_lite",
+    "glm4_moe",
     "kimi_k2",
     "granite",
     "phi3-long",

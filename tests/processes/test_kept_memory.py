@@ -24,6 +24,7 @@ from app.config import (
     MLAConfig,
     ModelConfig,
     MoEConfig,
+    MTPConfig,
     RecomputeConfig,
     Run,
     ScheduleConfig,
@@ -93,6 +94,13 @@ def test_dense_layers_and_the_ends_of_a_model_that_are_cut(
     model: ModelConfig, choices: dict[str, Any]
 ):
     compare(run_of(model, **choices))
+
+
+@pytest.mark.parametrize("choices", chosen([{"tp": 2}, {}, {"chunk_tokens": 96}], [{}]), ids=str)
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
+def test_predictions_of_further_tokens(tied: bool, choices: dict[str, Any]):
+    mtp = MTPConfig(2)
+    compare(run_of(dataclasses.replace(DENSE, mtp=mtp, tie_embeddings=tied), **choices))
 
 
 @pytest.mark.every(2)

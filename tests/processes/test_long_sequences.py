@@ -11,7 +11,7 @@ import pytest
 
 from app.choices import Recompute
 from app.config import DynamicRopeConfig, LongRopeConfig, ModelConfig
-from app.engine.report.summary import positions_line
+from app.engine.report.opening import positions_line
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.layouts import LAYOUTS, expect_one_process, layout_run

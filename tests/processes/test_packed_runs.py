@@ -21,7 +21,7 @@ def go(folder: Path, *more: str, ranks: int = 1) -> str:
     settings = (
         *TINY, "data=megatron", f"data.path={folder}/d/a", f"data.cache_dir={folder}/cache",
         "data.document_mask=true", "data.packing=best_fit", "train.steps=4", "log.console=true",
-        "checkpoint.interval=2",
+        "log.verbose=true", "checkpoint.interval=2",
     )  # fmt: skip
     return run_distributed(trained, ranks, folder, composed((*settings, *more), ranks))[0]
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +22,22 @@ from app.cli.sweeps import jobs
 from app.cli.sweeps.combinations import check_host
 from app.config import Run
 from app.engine.files.run_folder import read_metrics
-from app.engine.report.trackers import NAMES, PANELS, TENSORBOARD, TensorBoard, in_panels, tags
+from app.engine.report.beside import Beside
+from app.engine.report.sinks import Sink
+from app.engine.report.trackers import (
+    NAMES,
+    PANELS,
+    TENSORBOARD,
+    TensorBoard,
+    Wandb,
+    claim_id,
+    in_panels,
+    tags,
+)
 from app.engine.step.records import RollbackReport, StepReport, ValidationReport
 from app.errors import ConfigError
 from app.planner.plan import Plan
+from app.version import Version
 from tests.distributed import run_distributed
 from tests.training import ROOT, composed, corpus_in, train_rank
 
@@ -38,16 +51,37 @@ METRICS = {
 def test_every_metric_has_its_panel():
     known = METRICS - {"step", "by_source"} | {"epochs"}  # of sources, with their labels
     assert sorted(key for keys in PANELS.values() for key in keys) == sorted(known)
-    assert list(PANELS) == ["train", "val", "perf", "memory", "moe", "fp8", "graphs"]
-    assert NAMES["loss"] == "train/loss" and NAMES["graph_count"] == "graphs/graph_count"
-    report = ValidationReport(3, 2.5, 64, time=7.0)
-    assert in_panels(report) == {"val/val_loss": 2.5, "val/val_tokens": 64, "perf/time": 7.0}
+    assert list(PANELS) == ["train", "val", "perf", "memory", "moe", "fp8", "graph"]
+    report = ValidationReport(3, 2.5, 64, {"a": 1.5, "b": 3.5}, time=7.0)
+    by_source = {"val/loss/a": 1.5, "val/loss/b": 3.5}
+    assert in_panels(report) == {"val/loss": 2.5, "val/tokens": 64, "perf/time": 7.0, **by_source}
+
+
+def test_losses_of_later_tokens_have_names():
+    """A metric without a panel would end a tracker's recording."""
+    numbers = dict.fromkeys(f.name for f in dataclasses.fields(StepReport)) | {"by_source": None}
+    found = in_panels(StepReport(**numbers | {"mtp_loss": {"1": 2.5}}))
+    assert found["train/mtp_loss/1"] == 2.5
+
+
+def test_names_in_trackers_do_not_stutter():
+    some = {key: NAMES[key] for key in ("loss", "moe_load_worst", "memory_peak_gib", "graph_count")}
+    assert list(some.values()) == [
+        "train/loss",
+        "moe/load_worst",
+        "memory/peak_gib",
+        "graph/count",
+    ]
+    assert len(set(NAMES.values())) == len(NAMES)
+    panels = [name.split("/") for name in NAMES.values()]
+    assert not [name for panel, name in panels if panel in name.split("_")], "twice"
 
 
 def test_the_panels_are_documented():
     page = (ROOT / "docs/metrics.md").read_text()
     rows = re.findall(r"^\| `(\w+)/` \| (.*) \|$", page, re.MULTILINE)
-    assert {panel: tuple(re.findall(r"`(\w+)`", keys)) for panel, keys in rows} == PANELS
+    found = [f"{panel}/{name}" for panel, names in rows for name in re.findall(r"`(\w+)`", names)]
+    assert found == list(NAMES.values())
 
 
 @pytest.mark.every(3)
@@ -159,7 +193,7 @@ def check_run(folder: Path, prepare: Callable[[], None], read: Callable[[Path], 
         assert [step for step, _ in events.get(name, [])] == [step for step, _ in expected]
         for (_, found), (_, value) in zip(events.get(name, []), expected, strict=True):
             assert found == pytest.approx(value, rel=1e-6)
-    assert len(events["train/loss"]) == 2 and events["val/val_loss"][0][0] == 0
+    assert len(events["train/loss"]) == 2 and events["val/loss"][0][0] == 0
     samples = events["sample/text_summary"]
     assert [step for step, _ in samples] == [2, 4]
     assert all(line.startswith("    ") for _, text in samples for line in text.split("\n"))
@@ -223,6 +257,133 @@ def test_missing_package_refused_before_writing(tmp_path: Path, monkeypatch: pyt
     check_host(run, None)  # jobs run elsewhere
     launch.check_packages(composed(("log=wandb",), None))
     assert list(tmp_path.iterdir()) == []
+
+
+# Beside training, and Weights & Biases.
+
+
+class Recording:
+    """Stands in for the package wandb, and for its run."""
+
+    def __init__(self, step: int = 0, fault: str | None = None) -> None:
+        self.step, self.fault = step, fault
+        self.rows: list[tuple[int, dict[str, Any]]] = []
+        self.asked: dict[str, Any] = {}
+        self.login_calls = 0
+
+    def init(self, **options: Any) -> Recording:
+        self.asked = options
+        self.dir = str(options["dir"] / "files")
+        Path(self.dir).mkdir(exist_ok=True)
+        return self
+
+    def login(self, prompt: bool) -> bool:
+        self.login_calls += 1
+        if self.fault is not None:
+            raise RuntimeError(self.fault)
+        return False
+
+    def log(self, row: dict[str, Any], step: int, commit: bool) -> None:
+        assert commit and (not self.rows or step > self.rows[-1][0]), "what W&B drops"
+        self.rows.append((step, row))
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        assert (name, step_metric) == ("*", "step")
+
+    def Settings(self, **options: Any) -> None:
+        pass
+
+    def Html(self, page: str) -> str:
+        return page
+
+    def save(self, *args: Any, **options: Any) -> None:
+        pass
+
+    def finish(self) -> None:
+        self.rows.append((10**9, {"finished": True}))
+
+
+def wandb_of(
+    folder: Path, recording: Recording, monkeypatch: pytest.MonkeyPatch, *overrides: str
+) -> Wandb:
+    """Return the tracker of a run whose package wandb is `recording`."""
+    monkeypatch.setitem(sys.modules, "wandb", recording)  # type: ignore[arg-type]
+    folder.mkdir(exist_ok=True)
+    (folder / "plan.json").write_text("{}")
+    return Wandb(Plan(composed(overrides, None)), folder, Version.of(), claim_id(folder))
+
+
+def test_wandb_counter_never_falls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    recording = Recording()
+    tracker = wandb_of(tmp_path, recording, monkeypatch)
+    tracker.validation(ValidationReport(0, 3.0, 64))
+    tracker.record(10, {"train/loss": 2.0})
+    tracker.validation(ValidationReport(10, 2.5, 64))
+    tracker.rollback(RollbackReport(5, rollback_from=12, rollbacks=1))
+    tracker.record(10, {"train/loss": 2.1})
+    tracker.record(20, {"train/loss": 1.9})
+    tracker.sample(20, "text")
+    assert [step for step, _ in recording.rows] == [0, 10, 11, 12, 13, 20, 21]
+    assert [row["step"] for _, row in recording.rows] == [0, 10, 10, 5, 10, 20, 20]
+
+
+def test_resumed_folder_continues_its_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    first, second, other = Recording(), Recording(step=31), Recording()
+    wandb_of(tmp_path / "run", first, monkeypatch)
+    resumed = wandb_of(tmp_path / "run", second, monkeypatch)
+    wandb_of(tmp_path / "other", other, monkeypatch)
+    assert first.asked["id"] == second.asked["id"] != other.asked["id"]
+    assert first.asked["resume"] == "allow" and first.asked["mode"] == "offline"
+    assert first.login_calls == 0, "asked only with log.wandb_mode=online"
+    resumed.record(30, {"train/loss": 2.0})
+    assert second.rows[0][0] == 31, "the server's counter goes on"
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"), [(None, "nobody is logged in (`wandb login`)"), ("no route", "no route")]
+)
+def test_wandb_online_without_login_is_offline(
+    fault: str | None,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    recording = Recording(fault=fault)
+    wandb_of(tmp_path, recording, monkeypatch, "log.wandb_mode=online")
+    assert recording.login_calls == 1 and recording.asked["mode"] == "offline"
+    said = f"train.py: log.wandb_mode=online: {told}; recording offline, "
+    assert capsys.readouterr().err == f"{said}`wandb sync` uploads it later\n"
+
+
+def test_training_does_not_wait_for_a_slow_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    started = threading.Event()
+    recording = Recording()
+
+    def slow() -> Sink:
+        assert started.wait(60)
+        return wandb_of(tmp_path, recording, monkeypatch)
+
+    tracker = Beside("Weights & Biases", slow)
+    for step in (1, 2, 3):  # before it has started
+        tracker.validation(ValidationReport(step, 2.5, 64))
+    assert not recording.rows
+    started.set()
+    tracker.sample(3, "text")
+    tracker.close()
+    assert [row.get("step") for _, row in recording.rows] == [1, 2, 3, 3, None]
+    assert recording.rows[-1][1] == {"finished": True}
+
+
+def test_tracker_that_cannot_start_costs_one_warning(capsys: pytest.CaptureFixture[str]):
+    def broken() -> Sink:
+        raise RuntimeError("no service")
+
+    tracker = Beside("Weights & Biases", broken)
+    tracker.validation(ValidationReport(1, 2.5, 64))
+    tracker.close()
+    said = "train.py: Weights & Biases could not start (RuntimeError('no service')); "
+    assert capsys.readouterr().err == f"{said}metrics.jsonl has all metrics\n"
 
 
 # Sweeps in Weights & Biases.

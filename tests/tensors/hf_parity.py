@@ -448,17 +448,20 @@ def qwen2_moe(biases: bool = False, normalised: bool = False, top_k: int = 2) ->
     return transformers.Qwen2MoeForCausalLM, theirs, ours
 
 
-def glm4_moe() -> Any:
+def glm4_moe(part: float = 0.5, biased: bool = True, normed: bool = True, **yarn: float) -> Any:
     """Like `dense`, with 16 experts in 4 groups and top-4 from 2 groups; the first layer is
-    dense.
+    dense. `part`: of a head that is rotated.
     """
+    scaled: dict[str, Any] = {"rope_type": "default"}
+    if yarn:
+        scaled = {"rope_type": "yarn", "original_max_position_embeddings": 32, **yarn}
     theirs = transformers.Glm4MoeConfig(
         **HF_SIZES,
         num_hidden_layers=3,
         intermediate_size=56,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=16,
         n_routed_experts=16,
         num_experts_per_tok=4,
         n_group=4,
@@ -467,8 +470,9 @@ def glm4_moe() -> Any:
         n_shared_experts=2,
         routed_scaling_factor=1.8,
         first_k_dense_replace=1,
-        use_qk_norm=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+        use_qk_norm=normed,
+        attention_bias=biased,
+        rope_parameters={**scaled, "rope_theta": 1e3, "partial_rotary_factor": part},
     )
     moe = MoEConfig(
         num_experts=16,
@@ -488,8 +492,12 @@ def glm4_moe() -> Any:
         ffn_hidden_size=56,
         num_heads=4,
         num_kv_heads=2,
-        head_dim=8,
-        qk_norm=True,
+        head_dim=16,
+        rope_theta=1e3,
+        rotary_dim=None if part == 1 else int(16 * part),
+        qk_norm=normed,
+        qkv_bias=biased,
+        yarn=YarnConfig(original_length=32, mscale_all_dim=0, **yarn) if yarn else None,
         moe=moe,
     )
     return transformers.Glm4MoeForCausalLM, theirs, ours
@@ -844,7 +852,9 @@ CASES = {
     "gpt-oss": gpt_oss,
     "gpt-oss-no-attention-bias": lambda: gpt_oss(biased=False, window=9, limit=0.5),
     "qwen2-moe-shared-gate": qwen2_moe,
-    "glm4-moe-sigmoid-groups-bias": glm4_moe,
+    "glm4-moe": glm4_moe,
+    "glm4-moe-whole-heads": lambda: glm4_moe(1.0, biased=False),
+    "glm4-moe-quarter-yarn": lambda: glm4_moe(0.25, normed=False, factor=2.0, **TURNS),
     "deepseek-v2": lambda: deepseek(2, q_rank=24, groups=True),
     "deepseek-v2-lite": lambda: deepseek(2, q_rank=None, groups=False, mscale=0.7),
     "deepseek-v2-large-eps": lambda: deepseek(2, q_rank=24, groups=False, eps=3e-2),

@@ -12,6 +12,8 @@ from app.choices import BlockKind
 from app.config import ModelConfig
 from app.model.chunk import Chunk
 from app.model.layers.linear import named_parameters
+from app.moe.phases import Router
+from app.plan.sharding.reshard import Block
 
 
 def spread_weights(model: nn.Module) -> None:
@@ -229,3 +231,20 @@ def copy_weights(weights: dict[str, Tensor], chunk: Chunk) -> None:
     for name, param in own.items():
         assert param.shape == weights[name].shape, name
         param.copy_(weights[name])
+
+
+class Held:
+    """The weights and routers' biases of a whole model."""
+
+    def __init__(self, chunk: Chunk) -> None:
+        self.values = {named.name: param for named, param in chunk.weights()}
+        self.biases = {
+            f"{name}.bias_E": module.bias_E
+            for name, module in chunk.named_modules()
+            if isinstance(module, Router)
+        }
+
+    def read(self, name: str, box: Block) -> Tensor:
+        """A box of a weight, whose dimensions may be taken apart."""
+        whole = (self.values | self.biases)[name].detach().view(box.shape)
+        return whole[tuple(map(slice, box.start, box.stop))]

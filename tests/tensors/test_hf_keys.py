@@ -241,6 +241,13 @@ def test_what_is_left_out_is_one_line(deepseek: Path):
     )
 
 
+def test_prediction_layer_of_glm4_moe_is_left_out(tmp_path: Path):
+    save_random("glm4_moe", tmp_path)
+    add_layer(tmp_path, "eh_proj", "enorm", "shared_head.head")
+    told = "left out: model.layers.3, which predicts further tokens"
+    assert Pretrained(tmp_path, KEY).left_out() == told
+
+
 def test_a_decoder_layer_is_not_left_out(deepseek: Path):
     """Only one with what a layer has that predicts further tokens."""
     add_layer(deepseek, "input_layernorm")

@@ -119,6 +119,7 @@ def test_what_makes_two_models_the_same_is_what_runs_hold_on_to():
         for key in fixed
         if key.startswith(("model.mla.", *(f"model.{name}." for name in SCALINGS)))
     }
+    inside |= {"model.mtp.layers"}
     assert fixed - inside - {"model.moe"} - left == counted
 
 
@@ -283,6 +284,18 @@ PUBLISHED = {  # config.json of the repositories named, as published, without wh
         "qk_rope_head_dim": 64, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 1000000,
         "routed_scaling_factor": 1.8, "tie_word_embeddings": False, "topk_group": 1,
         "topk_method": "noaux_tc", "v_head_dim": 256, "vocab_size": 154880,
+    },
+    # zai-org/GLM-4.5-Air
+    "glm4_5_air": {
+        "model_type": "glm4_moe", "attention_bias": True, "first_k_dense_replace": 1,
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 10944,
+        "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128,
+        "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 96,
+        "num_experts_per_tok": 8, "num_hidden_layers": 46, "num_key_value_heads": 8,
+        "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5,
+        "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": False, "topk_group": 1, "use_qk_norm": False,
+        "vocab_size": 151552,
     },
     # meta-llama/Meta-Llama-3-8B
     "llama3_8b": {

@@ -7,37 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from app.choices import Score
 from app.config import ModelConfig
 from app.hf.families import family_of
 from app.hf.file_names import CONFIG_JSON
 from app.hf.write import Export, as_json
-from app.model.chunk import Chunk
-from app.moe.phases import Router
-from app.plan.sharding.reshard import Block
 from tests.hf_folders import FAMILIES, transformers
 from tests.tensors.hf_parity import CASES
-from tests.tensors.hf_weights import spread_weights
+from tests.tensors.hf_weights import Held, spread_weights
 from tests.tensors.models import draw_tokens, forward, make_chunk
-
-
-class Held:
-    """The weights and routers' biases of a whole model."""
-
-    def __init__(self, chunk: Chunk) -> None:
-        self.values = {named.name: param for named, param in chunk.weights()}
-        self.biases = {
-            f"{name}.bias_E": module.bias_E
-            for name, module in chunk.named_modules()
-            if isinstance(module, Router)
-        }
-
-    def read(self, name: str, box: Block) -> Tensor:
-        """A box of a weight, whose dimensions may be taken apart."""
-        whole = (self.values | self.biases)[name].detach().view(box.shape)
-        return whole[tuple(map(slice, box.start, box.stop))]
 
 
 @pytest.mark.every(4)

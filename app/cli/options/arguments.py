@@ -22,6 +22,7 @@ from app.cli.options.hydra_words import check_config_flag
 from app.cli.options.old_names import with_present_names
 from app.cli.processes.home import BASE, CONF
 from app.errors import ConfigError, nearest
+from app.programs import command_name
 from app.version import Version
 
 CONFIG_NAME = "train"
@@ -61,7 +62,7 @@ class Typed:
         args, unknown = _parsed(parser, arguments)
         if unknown:
             known = [name for action in parser._actions for name in action.option_strings]
-            rule = "there is no such option; python train.py --help"
+            rule = f"there is no such option; {command_name('train')} --help"
             raise ConfigError("option", unknown[0], rule, guess=nearest(unknown[0], known))
         overrides = with_present_names(args.overrides)
         return cls(overrides, args.config_dir, args.config_path, args.config_name)

@@ -27,6 +27,7 @@ from app.cli.processes.home import CONF
 from app.config.profile import PAIRS
 from app.errors import ConfigError, FirstOf, Instead, nearest, nearest_model
 from app.errors import typed as as_typed
+from app.programs import command_name, speaker
 from app.shell import shell_word
 
 # what OmegaConf puts before what one of our resolvers raises
@@ -37,7 +38,6 @@ _PLAIN = ("Unexpected type for root", "Config group override must be")
 # What a mistake may raise while a configuration is composed.
 COMPOSING = (HydraException, OmegaConfBaseException, YAMLError, AssertionError, ValueError)
 PROFILE = "hardware.profile."
-MEASURE = "measure the GPU again: python -m app.cli.calibrate"
 NOT_TOLD = "…"
 OF_SAVED = "the settings of the run that is to continue"
 SWEEP = r"(?:Ambiguous value for argument|Sweep parameters) '"
@@ -146,11 +146,15 @@ def _no_override(word: str) -> ConfigError:
     return ConfigError("override", word, rule, guess=guess or like_key(name))
 
 
+def _measure_again() -> str:
+    return f"measure the GPU again: {command_name('calibrate')}"
+
+
 def _several(override: str) -> ConfigError:
     """Return the error for several values of a key without -m."""
     key, value = key_of(override), _value(override)
     listed = [] if "(" in value else value.split(",")
-    rule = "is for a sweep over several values (train.py -m)"
+    rule = f"is for a sweep over several values ({speaker('train')} -m)"
     takes_list = typing.get_origin(type_of(key)) is tuple or key == "data.path"
     if _kind(key) is float and re.fullmatch(r"\d+,\d+", value):
         point = value.replace(",", ".")
@@ -286,10 +290,10 @@ def _explained_value(key: str, reason: str, typed: str | None, *, given: object)
     """Return the error for a value of the wrong type. `typed` is None if it comes from a file."""
     if "is not Optional" in reason:
         if key.startswith(PROFILE):
-            return ConfigError(key, None, "must have a value", advice=MEASURE)
+            return ConfigError(key, None, "must have a value", advice=_measure_again())
         return ConfigError(key, None, "must have a value", nearest=_usual(key))
     if "missing mandatory value" in reason:
-        advice = MEASURE if key.startswith(PROFILE) else None
+        advice = _measure_again() if key.startswith(PROFILE) else None
         return ConfigError(key, None, "must have a value", advice=advice)
     value = _told(reason) if typed is None else typed
     if is_section(key):

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from app.errors import ConfigError
+from app.programs import command_name
 from app.shell import shell_word
 
 COMPLETION = frozenset({"-sc", "--shell-completion"})
@@ -37,7 +38,8 @@ def check_completion(arguments: Sequence[str]) -> None:
         return
     given = next((word for word in arguments if word in SHELLS), "")
     rule = f"needs {', '.join(f'{each}=SHELL' for each in ACTIONS)}; SHELL is {', '.join(SHELLS)}"
-    advice = f'type eval "$(python train.py -sc install={given or SHELLS[0]})"'
+    train = command_name("train")
+    advice = f'type eval "$({train} -sc install={given or SHELLS[0]})"'
     raise ConfigError("--shell-completion", given, rule, advice=advice)
 
 

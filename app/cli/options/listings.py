@@ -15,16 +15,21 @@ from omegaconf import DictConfig, OmegaConf
 from app.cli.options.keys import default_of, type_of
 from app.config.advanced import ADVANCED, is_advanced
 from app.errors import typed
+from app.programs import with_names
 
 HYDRAS_MATCHES = CompletionPlugin._get_matches
 HYDRAS_CONFIG = Hydra.get_sanitized_cfg
+HYDRAS_HELP = Hydra.get_help
 NOTHING = object()
 
 
 def list_as_ours() -> None:
-    """Replace what Hydra offers for completion, in every shell, and prints for `--cfg job`."""
+    """Replace what Hydra offers for completion, in every shell, and prints for `--cfg job` and
+    `--help`.
+    """
     CompletionPlugin._get_matches = staticmethod(_matches)  # type: ignore[method-assign]
     Hydra.get_sanitized_cfg = _shown  # type: ignore
+    Hydra.get_help = _help  # type: ignore
 
 
 def _matches(config: Any, word: str) -> list[str]:
@@ -41,6 +46,10 @@ def _matches(config: Any, word: str) -> list[str]:
 def _shown(hydra: Hydra, config: DictConfig, kind: str) -> DictConfig:
     found = HYDRAS_CONFIG(hydra, config, kind)
     return without_advanced(found) if kind == "job" else found
+
+
+def _help(hydra: Hydra, *arguments: Any, **named: Any) -> str:
+    return with_names(HYDRAS_HELP(hydra, *arguments, **named))
 
 
 def without_advanced(config: DictConfig) -> DictConfig:

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from app.cli.options.advice import Asked
 from app.cli.options.explained import COMPOSING, explained, is_mistake
 from app.errors import ConfigError, OwnError
+from app.programs import speaker
 
 
 @contextmanager
@@ -37,7 +38,7 @@ def readable_errors(
         speak = speak or isinstance(error, OwnError)
     except KeyboardInterrupt:
         if speak:
-            print(f"\n{program}: {when_stopped}", file=sys.stderr)
+            print(f"\n{speaker(program)}: {when_stopped}", file=sys.stderr)
         sys.exit(130)  # as a shell reports an interrupt
     else:
         return
@@ -45,7 +46,7 @@ def readable_errors(
         if speak:
             with _deaf_to_launchers():
                 found = _advised(found, asked)
-            print(f"{program}: {found}", file=sys.stderr, flush=True)
+            print(f"{speaker(program)}: {found}", file=sys.stderr, flush=True)
         else:
             time.sleep(silent_s)
     except KeyboardInterrupt:

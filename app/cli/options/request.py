@@ -1,16 +1,18 @@
-"""Command lines of the programs that use a trained model: source, options, overrides."""
+"""Command lines of programs with options of their own: a source or none, options, overrides."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.cli.options.unknown import like_key, with_words
+from app.cli.options.arguments import PLACES, without_places
+from app.cli.options.unknown import like_key, no_such_flag, with_words
 from app.data.faults import file_text
 from app.errors import ConfigError, nearest
+from app.programs import command_name
 
 MOST_WHOLE = 2**63 - 1  # what torch takes for sizes and seeds
 
@@ -19,7 +21,7 @@ MOST_WHOLE = 2**63 - 1  # what torch takes for sizes and seeds
 class Words:
     """Parsed arguments of a program."""
 
-    source: Path  # a run or a checkpoint
+    source: Path  # a run or a checkpoint; unused by programs that take none
     options: tuple[tuple[str, str], ...]  # of the program itself, as typed
     overrides: tuple[str, ...]  # of the configuration
 
@@ -45,6 +47,24 @@ class Words:
                 guess = nearest(key, list(own)) or options_like or like_key(key)
                 raise ConfigError("arguments", word, rule, guess=guess)
         return cls(Path(source), tuple(options), tuple(overrides))
+
+    @classmethod
+    def of_flags(cls, arguments: Sequence[str], own: Sequence[str], program: str) -> Words:
+        """Separate a program's own flags, as `--size 300` or `--size=300`, from overrides and
+        Hydra's flags for folders of options. Raises ConfigError.
+        """
+        words, places = without_places(arguments)
+        options, overrides = list[tuple[str, str]](), list[str]()
+        rest = iter(words)
+        for word in rest:
+            key, equals, value = word.partition("=")
+            if key in own:
+                options.append((key, value if equals else _behind(key, rest, own)))
+                continue
+            if key.startswith("-") or not (equals or key.startswith("~")):
+                raise _no_such_option(word, overrides=words, own=own, program=program)
+            overrides.append(word)
+        return cls(Path(), tuple(options), (*places, *overrides))
 
     def all(self, key: str) -> tuple[str, ...]:
         """Return every value of an option."""
@@ -97,6 +117,30 @@ class Words:
             rule = f"must be {' or '.join(choices)}"
             raise ConfigError(key, text, rule, guess=nearest(text, choices))
         return text or choices[0]
+
+
+def _behind(flag: str, rest: Iterator[str], own: Sequence[str]) -> str:
+    value = next(rest, "")
+    if not value or value.partition("=")[0] in own:
+        raise ConfigError(flag, "", "must be followed by its value")
+    return value
+
+
+def _no_such_option(
+    word: str, *, overrides: Sequence[str], own: Sequence[str], program: str
+) -> ConfigError:
+    """Return the error for a flag or word that a program lacks: its own flag that may be meant, or
+    what another program's flag is here.
+    """
+    key = word.partition("=")[0]
+    last = f"--{key.rpartition('-')[2]}"  # --size of --vocab-size
+    guess = last if last in own else nearest(key, own)
+    if guess is None and (error := no_such_flag(overrides, (*own, *PLACES))):
+        return error
+    rule = (
+        f"the options are {', '.join(own)}; all else is key=value: {command_name(program)} --help"
+    )
+    return ConfigError("option", word, rule, guess=guess)
 
 
 def _as_utf8(argument: str) -> str:

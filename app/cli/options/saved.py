@@ -30,7 +30,8 @@ def saved_run(config: dict[str, Any], overrides: Sequence[str], world_size: int 
     launcher has started; None: none has. Raises ConfigError, also for overrides with which the
     weights would have other shapes, and what Hydra and OmegaConf raise.
     """
-    model = dict(config["model"], init_from=None)  # where its training began matters no more
+    # where its training began matters no more, and one token is predicted at a time
+    model = dict(config["model"], init_from=None, mtp={"layers": 0})
     if model["moe"] is not None:
         model["moe"] = NO_LOSSES | {
             name: value for name, value in model["moe"].items() if name not in OF_TRAINING

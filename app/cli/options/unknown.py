@@ -11,10 +11,10 @@ from app.cli.options.other_names import OtherName, exact_row, row_of
 from app.cli.processes.home import CONF
 from app.config.renamed import new_key, removed
 from app.errors import ConfigError, Instead, letters, near_names
+from app.programs import command_name, with_names
 
 MOST_GUESSED = 3  # keys that a name may equally well be a slip of
 MEASURED = "hardware.profile."  # written by calibrate, typed by nobody
-LISTED = "python train.py --cfg all prints the keys"
 
 
 def no_such_key(key: str, value: str, where: str = "") -> ConfigError:
@@ -38,7 +38,8 @@ def no_such_key(key: str, value: str, where: str = "") -> ConfigError:
     if alone is not None and value:
         return ConfigError(key, value, f"is {alone} here", nearest=Instead(f"{alone}={value}"))
     guess = alone or like_key(key)
-    return ConfigError(key, value, rule, guess=guess, advice=None if guess else LISTED)
+    advice = None if guess else f"{command_name('train')} --cfg all prints the keys"
+    return ConfigError(key, value, rule, guess=guess, advice=advice)
 
 
 def no_such_flag(arguments: Sequence[str], known: Sequence[str] = ()) -> ConfigError | None:
@@ -101,7 +102,7 @@ def refused_value(key: str, value: str, rule: str, guess: str | None) -> ConfigE
     if row is None:
         return ConfigError(key, value, rule, guess=guess)
     if not row.ours:
-        note = row.note.replace("*", value, 1) if value else None
+        note = with_names(row.note).replace("*", value, 1) if value else None
         return ConfigError(key, value, rule, advice=note)
     found = row.choice(value)
     return ConfigError(key, value, rule, nearest=Instead(*found) if found else None)
@@ -134,9 +135,10 @@ def is_known(key: str) -> bool:
 
 
 def _of_row(key: str, value: str, row: OtherName) -> ConfigError:
-    note = f" ({row.note})" if row.note else ""
+    told = with_names(row.note)
+    note = f" ({told})" if told else ""
     if not row.ours:
-        return ConfigError(key, value, f"there is no such key: {row.note}")
+        return ConfigError(key, value, f"there is no such key: {told}")
     if found := row.overrides(value):
         called = row.key or " ".join(found)
         return ConfigError(key, value, f"is {called} here{note}", nearest=Instead(*found))

@@ -43,6 +43,7 @@ from app.planner.export import (
 from app.planner.plan import Plan
 from app.planner.suggestion import Suggestion
 from app.planner.summary import summary_lines
+from app.programs import page
 
 WIDTH = 100  # columns unless the terminal or COLUMNS says otherwise
 BESIDE = 32  # columns of the schedule's table before its actions
@@ -225,7 +226,8 @@ def _print_times(plan: Plan, console: Console) -> None:
 def _assumption(plan: Plan, estimate: Estimate) -> str:
     """Return what the estimated times are based on."""
     if estimate.profile is not None:
-        said = f"by the speeds of {estimate.profile} (hardware.profile, docs/planning.md)"
+        told = page("planning.md")
+        said = f"by the speeds of {estimate.profile} (hardware.profile, {told})"
         return f"{said}{_fp8_assumption(plan)}."
     peak = f"{estimate.efficiency:.0%} of the data sheet's {estimate.peak_tflops:,.0f} TFLOP/s"
     unused = ""
@@ -246,7 +248,8 @@ def _fp8_assumption(plan: Plan) -> str:
         assumed.append(f"FP8 GEMMs of experts {EXPERTS_SPEEDUP:g} times")
     if not assumed:
         return ""
-    return f"; assumed, not in the profile: {' and '.join(assumed)} as fast as others (docs/fp8.md)"
+    told = f"{' and '.join(assumed)} as fast as others ({page('fp8.md')})"
+    return f"; assumed, not in the profile: {told}"
 
 
 def _schedule_cells(plan: Plan, pp_rank: int, width: int) -> tuple[str, ...]:

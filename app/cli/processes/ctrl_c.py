@@ -9,6 +9,8 @@ import os
 import signal
 from types import FrameType
 
+from app.programs import speaker
+
 GRACE_S = 10.0  # seconds that an interrupted program has to clean up
 
 
@@ -21,7 +23,7 @@ def stop_quietly(program: str, speak: bool = True) -> None:
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
-        _end(f"{program}: stopped" if speak else "")
+        _end(f"{speaker(program)}: stopped" if speak else "")
 
     signal.signal(signal.SIGINT, stop)
 

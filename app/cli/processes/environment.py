@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 
-from app.cli.processes.launcher import Launch
+from app.cli.processes.launcher import Launch, take_name
 
 # Rounds that idle OpenMP threads wait for work before they sleep: enough to bridge the gap between
 # two operations, and less than a time slice of the scheduler. With libgomp's default of 300,000
@@ -40,6 +40,7 @@ def joined_launch(parent: int) -> Launch:
     """Return the place of this process among its launcher's; make it end with process `parent`, and
     set the variables that torch, gloo and NCCL read. Raises ConfigError.
     """
+    take_name(os.environ)
     launch = Launch.from_environment(os.environ)
     launch.end_with_launcher(parent)
     for name, value in {**launch.network(), **waiting_threads(os.environ)}.items():

@@ -6,10 +6,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-# not resolved: a checkout may link to another one's `app`, and has its own conf/
-PACKAGE = Path(__file__).parents[2]
-INSTALLED = (PACKAGE / "conf").is_dir()
-CONF = (PACKAGE if INSTALLED else PACKAGE.parent) / "conf"
+from app.programs import FILES, INSTALLED, PACKAGE
+
+CONF = FILES / "conf"
 # relative paths of options (--config-path) start here
 BASE = Path() if INSTALLED else PACKAGE.parent
 

@@ -8,12 +8,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
-from app.cli.processes.home import INSTALLED, PACKAGE
 from app.cli.processes.parent import end_with_parent
 from app.engine.ranks.address import LOOPBACK, loopback_address
 from app.errors import ConfigError
+from app.programs import PACKAGE, TYPED, command_name
 
 STARTED_AS = "GRAPHFOLD_STARTED_AS"  # variable: command by which the parent of the ranks was typed
 # variable: file into which rank 0 writes the name of its run folder, for the parent of the ranks
@@ -44,7 +45,7 @@ class Launch:
     submitted: bool = False  # a function called by submitit, not a program
     launched: bool = False  # a program started by torchrun, or by srun as one of several tasks
     # command that started this program, printed as advice on how to continue a run
-    command: str = field(default="python train.py", compare=False)
+    command: str = field(default_factory=partial(command_name, "train"), compare=False)
     noted_in: Path | None = None  # file for the name of the run folder, for the parent
 
     @classmethod
@@ -119,8 +120,14 @@ def started_as(program: str) -> str:
     """
     path = Path(program)
     if path == PACKAGE / "cli" / "train.py":  # the path by which sweeps start their jobs
-        return "graphfold-train" if INSTALLED else "python train.py"
+        return command_name("train")
     return f"python {shlex.quote(program)}" if path.suffix == ".py" else path.name
+
+
+def take_name(env: Mapping[str, str]) -> None:
+    """Let a rank or a job call the programs as the process that has started it does."""
+    if env.get(STARTED_AS) in TYPED:
+        sys.argv[0] = env[STARTED_AS]
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -22,20 +22,18 @@ from app.cli.options.continued import words_for_plain
 from app.cli.options.given import given, typed_given
 from app.cli.options.messages import mistakes_raised
 from app.cli.processes.environment import environment_kept, waiting_threads
-from app.cli.processes.home import PACKAGE
 from app.cli.processes.launcher import NOTED_IN, STARTED_AS, Launch, started_as
 from app.cli.start.kept import streams_kept, torch_kept
 from app.cli.start.launch import asked_run, check_packages, plan_here
-from app.cli.start.overlaid import overlaid
+from app.cli.start.notices import notices
 from app.cli.start.ranks import ranks_command, wait_for_ranks
-from app.cli.start.usual_rate import usual_rate
 from app.data.tokenizer_files import bring_tokenizer
 from app.engine.files.signals import INTERRUPTED
 from app.errors import ConfigError, warn
 from app.planner.plan import Plan
+from app.programs import PACKAGE, speaker
 
 SCRIPT = PACKAGE / "cli" / "train.py"
-PREFIX = "train.py: "  # of what a rank says
 MISTAKE = 2  # exit code
 KEPT = 20  # last lines of stderr among which the reason of a failure is looked for
 
@@ -92,12 +90,10 @@ def _outcome(
 ) -> Outcome:
     """Load the configuration and train. Raises ConfigError."""
     typed = typed_given(words)
-    for line in overlaid(typed):
-        warn(line)
     beside = words_for_plain(typed, sweeps=False)
     typed = dataclasses.replace(typed, overrides=(*beside, *typed.overrides))
     run = load_typed(typed)
-    for line in usual_rate(run, typed):
+    for line in notices(run, typed):
         warn(line)
     bring_tokenizer(run.data.tokenizer, True)
     check_packages(run)
@@ -176,5 +172,6 @@ def _forward(source: IO[str], stream: TextIO, lines: deque[str]) -> None:
 def _reason(lines: Sequence[str]) -> str:
     """Return the last line by which a rank has explained itself, or else the last one."""
     said = [line for line in lines if line]
-    own = [line.removeprefix(PREFIX) for line in said if line.startswith(PREFIX)]
+    prefix = f"{speaker('train')}: "  # of what a rank says
+    own = [line.removeprefix(prefix) for line in said if line.startswith(prefix)]
     return [*said, *own][-1] if said else ""

@@ -46,18 +46,18 @@ from app.cli.options.pretrained import KEY as INIT_FROM
 from app.cli.options.unknown import no_such_flag
 from app.cli.processes.ctrl_c import interrupt_then_end
 from app.cli.processes.environment import waiting_threads
-from app.cli.processes.launcher import Launch
+from app.cli.processes.launcher import STARTED_AS, Launch
 from app.cli.run_report.facts import run_facts
 from app.cli.run_report.sweep_record import left_to_sweep
-from app.cli.start.overlaid import overlaid
+from app.cli.start.notices import notices
 from app.cli.start.ranks import start_ranks
-from app.cli.start.usual_rate import usual_rate
 from app.config import Run
 from app.data.special_tokens import KEY as TOKENIZER
 from app.data.tokenizer_files import bring_tokenizer
 from app.errors import ConfigError, FirstOf, OwnError, warn
 from app.plan.formatting import gib
 from app.planner.plan import Plan
+from app.programs import command_name, speaker
 from app.shell import shell_line
 
 # device files of NVIDIA, AMD and WSL: without any, there is no GPU and torch need not be loaded
@@ -111,7 +111,8 @@ def check_cpu(plan: Plan, ranks_here: int | None = None) -> None:
     if kept > memory:
         room = gib(memory)
         rule = f"its ranks keep {gib(kept)} GiB between steps, and this host has {room} GiB"
-        advice = "python -m app.cli.plan what=memory with the same overrides shows each part"
+        program = command_name("plan")
+        advice = f"{program} what=memory with the same overrides shows each part"
         raise ConfigError("train.device", "cpu", rule, advice=advice)
 
 
@@ -128,7 +129,7 @@ def mistakes_in_one_line(launch: Launch, arguments: Sequence[str]) -> AbstractCo
     Ranks of other hosts wait for it too: their launcher may host the rendezvous of all.
     """
     return readable_errors(
-        "train.py",
+        "train",
         speak=launch.rank == 0,
         when_stopped=_when_stopped(launch, arguments),
         asked=partial(asked_start, arguments, launch),
@@ -212,6 +213,10 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
     """
     for name, value in {**launch.network(), **waiting_threads(env)}.items():
         env.setdefault(name, value)
+    # The parent of ranks has printed the lines before it started them.
+    if launch.rank == 0 and STARTED_AS not in env and HydraConfig.initialized():
+        for line in notices(run, typed_of(sys.argv[1:])):
+            warn(line)
     # All ranks check: otherwise ranks of other hosts would wait for one that has ended.
     speaks_for_its_host = launch.rank > 0 and launch.local_rank == 0
     check_packages(run, OwnError if speaks_for_its_host else ConfigError)
@@ -220,7 +225,7 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
     from app.engine.run.train import train
     from app.engine.start.start import preflight
 
-    said = f"train.py: {_when_stopped(launch, sys.argv[1:])}"
+    said = f"{speaker('train')}: {_when_stopped(launch, sys.argv[1:])}"
     interrupt_then_end(said if launch.rank == 0 else "")
     attempt = Attempt(
         launch.requeues,
@@ -232,9 +237,6 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
     )
     plan = plan_here(run, launch)
     if launch.world_size is not None or run.world_size == 1:
-        if launch.rank == 0 and HydraConfig.initialized():
-            for line in usual_rate(run, typed_of(sys.argv[1:])):
-                warn(line)
         return train(plan, launch.rank, launch.local_rank, attempt=attempt)
     preflight(run, attempt.earlier(run))
     return start_ranks(run.world_size, script, given_overrides(sys.argv[1:]), env=env)
@@ -298,8 +300,7 @@ def submitted_job_ends_quietly(launch: Launch) -> Iterator[None]:
 
 
 def checked_arguments(arguments: Sequence[str], launch: Launch) -> list[str]:
-    """Check the arguments and return those that hydra.main reads; warn about options that an
-    experiment overrides.
+    """Check the arguments and return those that hydra.main reads.
 
     Raises ConfigError for unknown flags, and for sweeps that this process must not run.
     """
@@ -318,9 +319,6 @@ def checked_arguments(arguments: Sequence[str], launch: Launch) -> list[str]:
         settle_saved(typed, launch.world_size)
     if SWEEPS & set(arguments):
         _refuse_sweep(arguments, launch)
-    elif launch.rank == 0 and (launch.world_size is None or not launch.launched):
-        for line in overlaid(typed):
-            warn(line)
     beside = words_for_plain(typed, sweeps)
     return with_sweep_folder(flags_first(arguments, typed, beside))
 
@@ -356,6 +354,5 @@ def _refuse_sweep(arguments: Sequence[str], launch: Launch) -> None:
         raise ConfigError("hydra/launcher", "basic", rule, advice=TORCHRUN)
     if launch.world_size is not None:
         rule = f"one of {launch.world_size} ranks, but a sweep starts the ranks of each job"
-        raise ConfigError(
-            "--multirun", f"rank {launch.rank}", rule, advice="start it as python train.py -m …"
-        )
+        advice = f"start it as {command_name('train')} -m …"
+        raise ConfigError("--multirun", f"rank {launch.rank}", rule, advice=advice)

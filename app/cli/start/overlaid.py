@@ -8,10 +8,12 @@ from hydra import compose
 from omegaconf import DictConfig, OmegaConf
 
 from app.cli.options.arguments import CONFIG_NAME, Typed, key_of
+from app.cli.options.keys import default_of
 from app.cli.run_report.facts import flat
 from app.errors import typed as as_typed
 
 SHOWN = 3  # keys of one group
+TOKENIZER = "data.tokenizer"  # goes with the model: options of data leave it open
 
 
 def overlaid(typed: Typed) -> list[str]:
@@ -69,6 +71,8 @@ def _changed(
         if any(key == own or key.startswith(f"{own}.") for own in typed):
             continue
         if isinstance(value, str) and value.startswith("${"):  # it follows what is typed
+            continue
+        if key == TOKENIZER and was[key] == default_of(key):
             continue
         if key not in was or was[key] != value:
             yield f"{key}={as_typed(value)}"

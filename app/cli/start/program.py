@@ -13,6 +13,7 @@ from app.cli.processes.launcher import Launch
 from app.cli.processes.output import ends_with_its_reader
 from app.cli.start.launch import SPEAK_S
 from app.engine.report.lasting import print_every_character
+from app.programs import with_names
 
 Work = Callable[[Sequence[str], Launch], int]  # arguments, place among the ranks -> exit code
 
@@ -32,7 +33,7 @@ def run_program(
     """
     if not (arguments or bare) or {"--help", "-h"} & set(arguments):
         with ends_with_its_reader():
-            print(help_text)
+            print(with_names(help_text))
         return 0
     print_every_character()
     with readable_errors(program, speak=True):

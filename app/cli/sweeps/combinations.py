@@ -27,6 +27,7 @@ from app.config import Run
 from app.errors import ConfigError
 from app.plan.formatting import GIB, gib
 from app.planner.plan import Plan
+from app.programs import command_name
 
 ASK_GPUS = """
 import torch
@@ -158,7 +159,7 @@ def check_host(run: Run, gpus: Sequence[int] | None) -> None:
     )
     if not plan.fits:
         rule = (
-            f"too small: a rank needs {gib(plan.busiest.total)} GiB (python -m app.cli.plan "
+            f"too small: a rank needs {gib(plan.busiest.total)} GiB ({command_name('plan')} "
             "what=memory says what to change)"
         )
         raise ConfigError("hardware.gpu_memory_gib", f"{memory:.1f}", rule)

@@ -27,6 +27,8 @@ from omegaconf import DictConfig
 
 from app.cli.options.arguments import Typed, key_of
 from app.cli.processes.ctrl_c import interrupt_again
+from app.cli.processes.environment import environment
+from app.cli.processes.launcher import STARTED_AS, started_as
 from app.cli.processes.parent import bound
 from app.cli.run_report.facts import clock, run_facts, settings
 from app.cli.run_report.sweep_record import JOB_LOG, Job, JobState, Sweep, left_to_sweep, locked
@@ -34,6 +36,7 @@ from app.engine.files.metric_lines import BadLineError, row_of
 from app.engine.files.run_folder import METRICS
 from app.errors import CLEAR, ConfigError
 from app.plan.formatting import amount
+from app.programs import command_name
 from app.shell import quoted
 
 POLL_S = 0.5  # seconds between reads of a job's metrics.jsonl
@@ -42,8 +45,9 @@ REASON = 300  # longest reason kept, characters
 STOPPED = (75, 130, -signal.SIGTERM, -signal.SIGINT)  # exit codes of a job stopped by a signal
 # Lines of a log that name the error: ours, SLURM's, or the end of a stack trace. torchrun's line
 # about a failed rank only counts if a signal ended the rank; otherwise the rank printed the error.
+OWN = r"(?:train\.py|graphfold-train): "  # of either, as started
 SAID = (
-    r"train\.py: |slurmstepd: error: |torchrun: (?!.*ended with exit code)"
+    rf"{OWN}|slurmstepd: error: |torchrun: (?!.*ended with exit code)"
     r"|(?!.*ChildFailedError)[\w.]+(?:Error|Exception)\b"
 )
 TOLD = re.compile(rf"^(?:\[rank\d+\]: ?)?((?:{SAID}).*)$", re.MULTILINE)
@@ -79,7 +83,7 @@ def run_trials(
     """
     interrupt_again()
     with locked(folder):
-        asked = shlex.join(["python", Path(script).name, *sys.argv[1:]])
+        asked = f"{command_name('train')} {shlex.join(sys.argv[1:])}"
         began = time.strftime("%Y-%m-%dT%H:%M:%S")
         sweep = Sweep.load(folder) or Sweep(folder, asked, began, jobs=())
         taken = len(sweep.jobs)
@@ -137,6 +141,7 @@ def run_process(command: Sequence[str], run_dir: Path, line: ProgressLine) -> tu
     with (run_dir / JOB_LOG).open("wb") as log:
         process = subprocess.Popen(
             bound(command),
+            env={**environment(), STARTED_AS: started_as(sys.argv[0])},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -169,7 +174,7 @@ def outcome(code: int, told_to_end: bool, run_dir: Path) -> tuple[JobState, str 
 def last_told(log: Path) -> str | None:
     """Return the last line of a log that names an error; None without one."""
     told = TOLD.findall(_tail(log))
-    return told[-1].removeprefix("train.py: ")[:REASON].rstrip() if told else None
+    return re.sub(f"^{OWN}", "", told[-1])[:REASON].rstrip() if told else None
 
 
 def closing(job: Job, run_dir: Path) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import inspect
 import shlex
 import shutil
 import signal
@@ -41,8 +40,9 @@ from app.cli.sweeps.submitted import how_it_ended, submit
 from app.config import Run
 from app.engine.files.run_folder import CONFIG, holds_run, plain
 from app.engine.report.lasting import lasting_output
-from app.errors import ConfigError
+from app.errors import ConfigError, warn
 from app.plan.formatting import count_of
+from app.programs import command_name
 from app.shell import quoted
 
 NAME = "{name}"  # in hydra.sweep.dir: replaced by model and digest of the overrides
@@ -75,8 +75,8 @@ class SweepRequest:
             for override in self.config.hydra.overrides.hydra
             if not override.startswith("hydra.mode=")
         ]
-        program = Path(inspect.getfile(self.task_function)).name
-        return shlex.join(["python", program, "-m", *self.flags, *own, *self.arguments])
+        words = shlex.join(["-m", *self.flags, *own, *self.arguments])
+        return f"{command_name('train')} {words}"
 
     @property
     def flags(self) -> list[str]:
@@ -119,7 +119,7 @@ def run_sweep(asked: SweepRequest) -> None:
     sweep = planned(folder, asked.command, found)
     _print_opening(sweep)
     if all(job.state is JobState.skipped for job in sweep.jobs):
-        print("train.py: nothing to train: every combination was skipped", file=sys.stderr)
+        warn("nothing to train: every combination was skipped")
         sys.exit(1)
     interrupt_again()
     # a closed terminal must not end jobs that are still saving

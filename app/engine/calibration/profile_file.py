@@ -11,6 +11,7 @@ from typing import Any
 from app.config import HardwareConfig, HardwareProfile
 from app.config.profile import FORMAT
 from app.plan.cost.flops import peak_tflops
+from app.programs import command_name
 
 # not measured; docs/planning.md explains them: time between steps, overlapped share
 STATED = {"step_ms": 2.0, "hidden": 0.13}
@@ -50,7 +51,7 @@ def write_profile(
     """Write the profile as an option of `hardware`. Raises OSError."""
     peak = peak_tflops(device_name)
     lines = [
-        f"# {device_name}, measured by python -m app.cli.calibrate; units: app/config/profile.py",
+        f"# {device_name}, measured by {command_name('calibrate')}; units: app/config/profile.py",
         f"gpu_memory_gib: {_text(memory_gib)}",
         f"peak_tflops: {_text(peak)}",
         f"node_gb_s: {_text(profile.ring_gb_s)}",

@@ -153,8 +153,9 @@ class PartialGraphs:
 
     def _chained(self, chunk: int, nth: int) -> bool:
         """True if the next layer's captured part begins where that of layer `nth` ends."""
-        ranges = self.ranges[chunk]
-        return _starts(ranges[nth + 1]) and _ends(ranges[nth], self.layers[chunk][nth])
+        ranges, layers = self.ranges[chunk], self.layers[chunk]
+        follows = layers[nth + 1].ahead is None
+        return follows and _starts(ranges[nth + 1]) and _ends(ranges[nth], layers[nth])
 
     def captured_function(
         self, chunk: int, nth: int, static: Context, keep: Sequence[str]

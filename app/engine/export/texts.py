@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,7 @@ class ExportTexts:
 
     def _check_model(self, folder: Path) -> None:
         """Raise ConfigError if a folder's config.json describes another model."""
-        found = TheirModel.read(folder, self.key).model
+        found = replace(TheirModel.read(folder, self.key).model, mtp=self.model.mtp)
         for field, ours, theirs in differences(self.model, found):
             rule = f"has model.{field}={typed(theirs)}, and the checkpoint {typed(ours)}"
             raise ConfigError(self.key, folder, f"{CONFIG_JSON} {rule}")
@@ -150,9 +150,9 @@ class ExportTexts:
     def _their_config(self, found: dict[str, Any]) -> dict[str, Any]:
         """Return config.json of the initial model, changed only in how weights are stored."""
         kept = {name: value for name, value in found.items() if name not in NOT_KEPT}
-        if PREDICT_LAYERS[0] in self.family.defaults:
+        if self.family.predicts:
             kept.pop(PREDICT_LAYERS[1], None)
-            kept[PREDICT_LAYERS[0]] = 0  # no layer that predicts further tokens is written
+            kept[PREDICT_LAYERS[0]] = self.model.mtp.layers
         return {**kept, "torch_dtype": self.dtype}
 
     def _new_config(self, tokenizer: TrainedTokenizer | None) -> dict[str, Any]:

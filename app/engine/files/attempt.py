@@ -7,6 +7,7 @@ import sys
 import time
 import uuid
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from app.engine.files.run_folder import CONFIG
 from app.engine.files.signals import INTERRUPTED, STOPPED
 from app.engine.ranks.meeting import TIMEOUT, join_store, meet
 from app.errors import OwnError, writing
+from app.programs import command_name, speaker
 
 PREFIX = "graphfold"  # of our keys in a store shared with torchrun
 FOLDER = "run_dir"  # key of the run folder in the store
@@ -36,13 +38,14 @@ class Attempt:
     master: tuple[str, int] | None = None  # host and port of the store; None for one rank
     store_stays: bool = False  # True if torchrun keeps the store, which then outlives the ranks
     settings: str | None = None  # run whose settings this one took over; None if its own
-    command: str = "python train.py"  # command line of this program, for messages
+    # command line of this program, for messages
+    command: str = field(default_factory=partial(command_name, "train"))
     noted_in: Path | None = None  # file for the name of the run folder; None writes none
     began: float | None = None  # monotonic time of the call that trains; None: with the process
 
     def tell(self, line: str) -> None:
         """Say why the run ends before its last step; rank 0 calls it."""
-        print(f"train.py: {line}", file=sys.stderr, flush=True)
+        print(f"{speaker('train')}: {line}", file=sys.stderr, flush=True)
 
     def end_process(self, code: int) -> None:
         """End this process at once: it is stuck, or was asked a second time to stop."""

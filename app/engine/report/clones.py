@@ -18,6 +18,7 @@ from app.kernels.common import moves_tiles, triton
 from app.moe.echo import plan_slots
 from app.plan.cost.clones import CloneCosts
 from app.plan.parts.dispatcher import clones_overrides, with_clones
+from app.programs import page
 from app.rules import check
 
 SPARES = 2  # spare slots per rank that are tried
@@ -68,7 +69,7 @@ def clones_would_pay(
     return (
         f"the busiest rank had {before:.2f} times the mean number of dispatched tokens; with "
         f"{' '.join(clones_overrides(run, SPARES))} it would have had {after:.2f} times, and "
-        f"a step would have been an estimated {1e3 * per_step:,.3g} ms shorter (docs/moe.md)"
+        f"a step would have been an estimated {1e3 * per_step:,.3g} ms shorter ({page('moe.md')})"
     )
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from app.collectives import all_reduce
 from app.engine.step.engine import Engine
 from app.fp8.linear import Fp8Layers
+from app.programs import page
 
 KINDS = ("inputs", "weights", "grads")  # kinds of matrices, as in `app.fp8.delayed`
 OFTEN = 0.01  # share of matrices over steps; more overflows justify one more bit of margin
@@ -56,7 +57,7 @@ class Fp8Meter:
         return (
             f"{share:.1%} of the matrices in FP8, counted by steps, had entries beyond the "
             f"largest number of their type, up to {self.most:.3g} times that; with "
-            f"precision.fp8.margin={self.margin + 1} twice as large ones fit (docs/fp8.md)"
+            f"precision.fp8.margin={self.margin + 1} twice as large ones fit ({page('fp8.md')})"
         )
 
 

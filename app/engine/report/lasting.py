@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
 from app.errors import say
+from app.programs import speaker
 
 RAISING = ("strict", "surrogateescape")  # Python's default error handlers of streams
 
@@ -48,7 +49,7 @@ class LastingStream:
             self._stream.flush()
         other = sys.stdout if self._name == "stderr" else sys.stderr
         lost = f"{self._name} cannot be written: {error.strerror}; the run continues without it"
-        say(f"train.py: {lost}", other)
+        say(f"{speaker('train')}: {lost}", other)
 
 
 def print_every_character() -> None:

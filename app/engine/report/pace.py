@@ -18,6 +18,7 @@ from app.plan.cost.rates import measured
 from app.plan.cost.times import expected_load, stage_times
 from app.plan.formatting import figures
 from app.planner.plan import Plan
+from app.programs import command_name
 
 SLOWER = 1.15  # times the planned step; slower ones are reported
 WINDOW = 10  # steps over which the median is taken
@@ -45,12 +46,21 @@ def pace_line(plan: Plan, device: torch.device) -> str | None:
     if not profile_fits(profile, name):
         return (
             f"not compared: hardware.profile is of {profile.gpu}, and this GPU is {name}; "
-            "python -m app.cli.calibrate measures it"
+            f"{command_name('calibrate')} measures it"
         )
     planned = f"{figures(plan.step_seconds * 1e3)} ms per step"
     if profile.scaled:
         return f"{planned}, by speeds that are {profile.source.split(',')[0]}: not compared"
     return f"{planned}, by speeds measured on {profile.gpu}"
+
+
+def planned_step(plan: Plan, device_name: str) -> str:
+    """Return the planned step time in short; empty without a profile of such a GPU."""
+    profile = measured(plan.run)
+    if profile is None or not profile_fits(profile, device_name):
+        return ""
+    about = "about " if profile.scaled else ""
+    return f"{about}{figures(plan.step_seconds * 1e3)} ms per step"
 
 
 def pace_of(engine: Engine) -> Pace | None:
@@ -119,7 +129,8 @@ def likely_cause(plan: Plan, more: float, data_wait: float, load: float | None) 
     if launched and kinds.get(LAUNCHES, 0.0) > 0:
         return "the host, which launches kernels more slowly"
     if kinds.get(EXCHANGE, 0.0) > MUCH_COMMUNICATION * plan.step_seconds:
-        return "a link: communication is much of a step (python -m app.cli.plan what=groups)"
+        groups = f"{command_name('plan')} what=groups"
+        return f"a link: communication is much of a step ({groups})"
     if launched:
         return "the host, which launches kernels"
     return "the GPU: its clocks, or another program on it"

@@ -18,12 +18,14 @@ from typing import Any, Protocol, TextIO
 from app.config import Run
 from app.engine.files.metric_lines import line_of
 from app.engine.files.run_folder import METRICS, identity
-from app.engine.report.live_line import LiveLine
+from app.engine.report.live_line import GAP, LiveLine
 from app.engine.step.records import RollbackReport, StepReport, ValidationReport
 from app.errors import ConfigError, warn, writing
 from app.plan.formatting import amount, count_of
 
 REDRAW_S = 0.1  # seconds between redraws of the progress line
+# Parts that the progress line leaves out of a narrow terminal, first to last; the time left stays.
+DROPS = ("memory", "rate", "val", "reruns", "step", "loss", "skipped")
 
 
 class Sink(Protocol):
@@ -131,7 +133,7 @@ class Console:
         self.total = run.steps
         self.interval = run.log.interval
         self.stream = sys.stdout if stream is None else stream
-        self.live = LiveLine(self.stream, self.total) if self.stream.isatty() else None
+        self.live = LiveLine(self.stream, self.total, DROPS) if self.stream.isatty() else None
         self.from_step = from_step
         self.recent: deque[float] = deque(maxlen=20)  # ms of the last steps
         self.val_loss: float | None = None
@@ -142,24 +144,27 @@ class Console:
         """Redraw the live line, or print a line at the log interval."""
         self.recent.append(report.step_ms)
         self.memory = report.memory_peak_gib or self.memory
-        text = self._text(report)
         if self.live is None:
             if report.step % self.interval == 0 or report.step in (self.from_step + 1, self.total):
-                print(text, file=self.stream, flush=True)
+                print(GAP.join(self._parts(report).values()), file=self.stream, flush=True)
         elif time.monotonic() - self._drawn > REDRAW_S or report.step == self.total:
-            self.live.draw(report.step, text)
+            self.live.draw(report.step, self._parts(report))
             self._drawn = time.monotonic()
 
-    def _text(self, report: StepReport) -> str:
+    def _parts(self, report: StepReport) -> dict[str, str]:
+        """Return the parts of a step's line by name, in order."""
         left = median(self.recent) / 1e3 * (self.total - report.step)
-        val = f"  val {self.val_loss:.3f}" if self.val_loss is not None else ""
-        rate = amount(self._tokens_per_s(report))
-        return (
-            f"step {report.step}/{self.total}  loss {report.loss:.3f}{val}  {rate} tokens/s  "
-            f"{self.memory:.1f} GiB  {_clock(left)} "
-            f"left{'  (update skipped)' if report.skipped else ''}"
-            f"{'  (rerun)' if report.reruns else ''}"
-        )
+        parts = {"step": f"step {report.step}/{self.total}", "loss": f"loss {report.loss:.3f}"}
+        if self.val_loss is not None:
+            parts["val"] = f"val {self.val_loss:.3f}"
+        parts["rate"] = f"{amount(self._tokens_per_s(report))} tokens/s"
+        parts["memory"] = f"{self.memory:.1f} GiB"
+        parts["left"] = f"{_clock(left)} left"
+        if report.skipped:
+            parts["skipped"] = "(update skipped)"
+        if report.reruns:
+            parts["reruns"] = "(rerun)"
+        return parts
 
     def _tokens_per_s(self, report: StepReport) -> float:
         return report.tokens_per_s * report.step_ms / median(self.recent)

@@ -1,4 +1,4 @@
-"""Print the opening (plan, device, folder) and the summary (sample, result, files) of a run."""
+"""Print the summary of a run: sample, result, files."""
 
 from __future__ import annotations
 
@@ -7,33 +7,22 @@ from math import exp, log
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from app.config import Run
 from app.data.baseline import ngram_loss
-from app.data.best_fit import BestFitSequences
 from app.data.blend import BlendedSequences
 from app.data.feed import DataSplit
 from app.data.marks import ids_of_marked, trained
 from app.data.packing import PADDING, PackedSequences
-from app.data.stream import StreamedSequences
-from app.engine.fast_paths import graphs_line, slow_paths
-from app.engine.files.checkpoints import fault_of_latest, newest_checkpoint
+from app.engine.files.checkpoints import newest_checkpoint
 from app.engine.files.run_folder import read_metrics
-from app.engine.fp8 import fp8_line
-from app.engine.ranks.dtypes import DTYPES
-from app.engine.report.pace import pace_line
 from app.engine.report.plot import LOSS, plot_run
 from app.engine.report.trackers import TENSORBOARD
-from app.engine.start.start import Data, Start
-from app.engine.step.engine import Engine
+from app.engine.start.start import Data
 from app.engine.step.records import ValidationReport
 from app.errors import warn, writing
 from app.hf.file_names import EXPORTED
-from app.model.attention.chosen import attention_line
-from app.planner.summary import memory_line, summary_lines
 from app.telling import telling
-from app.version import VERSION, Version
 
 FILES = ("config.yaml", "plan.json", "metrics.jsonl", LOSS)  # written by every run
 BASELINE_TOKENS = 20_000_000  # maximum of training tokens counted by the n-gram models
@@ -42,139 +31,6 @@ MOST_EXPONENT = 700.0  # exp of it is a float
 NO_PADDING = 0.001  # share of positions
 MOST_TRIED = 1_000_000  # documents of a corpus that is packed anew to advise on data.max_documents
 BASELINE_VOCAB = 1024  # n-gram tables of larger vocabularies are too sparse to compare with
-
-
-def print_opening(
-    engine: Engine,
-    run_dir: Path,
-    start: Start,
-    *,
-    data: Data,
-    version: Version,
-    settings: str | None,
-) -> None:
-    """Print the run's plan, device, folder, the checkpoint it resumes, and known slow paths.
-
-    `settings` names the run whose settings it took, if any.
-    """
-    run = engine.plan.run
-    cpu = f"CPU, threads per process: {torch.get_num_threads()}"
-    device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else cpu
-    rows = [*summary_lines(engine.plan), ("device", device), ("folder", str(run_dir))]
-    if engine.device.type == "cuda":
-        memory = torch.cuda.get_device_properties(engine.device).total_memory
-        rows.append(("memory", memory_line(engine.plan, memory)))
-    if engine.recorder is not None:
-        rows.append(("graphs", graphs_line(run, engine.device)))
-    if run.precision.fp8.recipe is not None:
-        rows.append(("fp8", fp8_line(run, engine.device)))
-    if positions := positions_line(run):
-        rows.append(("positions", positions))
-    if attention := attention_line(run, DTYPES[run.precision.params], engine.device):
-        rows.append(("attention", attention))
-    if pace := pace_line(engine.plan, engine.device):
-        rows.append(("planned", pace))
-    rows += slow_paths(run, engine.device, engine.static)
-    held = (each.split.cut for each in data.validation)
-    said = (_sources(data.train), _padding(data.train), data.train.cut, *held)
-    rows += [("data", line) for line in said if line]
-    if run.model.moe and run.model.moe.force_balance:
-        rows.append(
-            ("WARNING", "model.moe.force_balance sends tokens to experts in turn: for timing only")
-        )
-    rows += [("settings", settings)] if settings is not None else []
-    rows += _continued(run, start, version)
-    for name, text in rows:
-        print(f"{name:>12}  {text}")
-    print(flush=True)
-
-
-def positions_line(run: Run) -> str | None:
-    """Say which rotary positions a run trains with, if they depend on the length of sequences."""
-    rope, length = run.model.rope, run.train.seq_len
-    if (original := rope.original_length) is None:
-        return None
-    longer = length > original
-    what = f"those of model.longrope.{'long' if longer else 'short'}_factors"
-    if rope.dynamic is not None:
-        base = rope.dynamic.base(rope.theta, rope.width, length)
-        what = f"their base is {base:,.0f}" if longer else "they are not scaled"
-    return (
-        f"{what}, as train.seq_len={length} is {'above' if longer else 'at most'} the original "
-        f"length of {original} tokens"
-    )
-
-
-def _padding(train: DataSplit) -> str | None:
-    """Say how much padding full sequences of documents get, if it is worth a line."""
-    sequences = train.sequences
-    if isinstance(sequences, StreamedSequences) or sequences.padding < NO_PADDING:
-        return None
-    said = f"{sequences.padding:.1%} of positions are padding"
-    parts = sequences.parts if isinstance(sequences, BlendedSequences) else ()
-    found = [sequences, *(part.sequences for part in parts)]
-    whole = any(isinstance(each, BestFitSequences) for each in found)
-    fewer = _fewer_padding(sequences, train.max_documents)
-    if whole:
-        said += ", as data.packing=best_fit cuts no document that fits"
-        return f"{said}; {fewer}" if fewer else said
-    said += f": a sequence ends after data.max_documents={train.max_documents} documents, also "
-    return f"{said}where more would fit{f'; {fewer}' if fewer else ''}"
-
-
-def _fewer_padding(
-    sequences: PackedSequences | BlendedSequences, max_documents: int | None
-) -> str | None:
-    """Say which data.max_documents leaves less padding; None: none, or there are too many
-    documents to try it.
-    """
-    most, best = max_documents, sequences.padding
-    if most is None or sequences.documents > MOST_TRIED:
-        return None
-    found = most
-    while (most := min(2 * most, sequences.seq_len)) > found and best >= NO_PADDING:
-        share = sequences.padding_with(most)
-        if best - share < NO_PADDING:
-            break
-        found, best = most, share
-    if found == max_documents:
-        return None
-    return f"data.max_documents={found} leaves {best:.1%}"
-
-
-def _sources(train: DataSplit) -> str | None:
-    """Return what the sources of a blend are; None for one source."""
-    if not isinstance(train.sequences, BlendedSequences):
-        return None
-    parts = train.sequences.parts
-    total = sum(part.weight for part in parts)
-    told = []
-    for part in parts:
-        size = "" if part.per_epoch is None else f" of {part.per_epoch} sequences"
-        once = "" if part.repeats else ", once"
-        told.append(f"{part.weight / total:.1%} {part.label}{size}{once}")
-    return "; ".join(told)
-
-
-def _continued(run: Run, start: Start, version: Version) -> Iterator[tuple[str, str]]:
-    """Yield lines on the checkpoint that a run resumes, and on changes since it was saved."""
-    if start.checkpoint and start.manifest:
-        yield "resumed", f"{start.checkpoint}, after step {start.manifest['step']}"
-        if run.resume != str(start.checkpoint) and (fault := fault_of_latest(start.checkpoint)):
-            yield "", f"the newest whole one, as {fault}"
-        program = version.change_since(start.manifest.get(VERSION))
-        for change in (*start.changes, program):
-            if change is not None:
-                yield "changed", change
-        if not start.manifest.get("data"):
-            yield "data", "not compared: the checkpoint does not say what it was trained on"
-    elif run.resume == "auto":
-        why = "fits" if start.passed_over else "yet"
-        yield "resumed", f"nothing: no checkpoint {why}, so this run starts anew"
-    if run.model.init_from is not None and start.checkpoint is None:
-        yield "weights", f"of {run.model.init_from}, a new optimizer"
-    if start.passed_over:
-        yield "passed over", start.passed_over
 
 
 def sum_up(

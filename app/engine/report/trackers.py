@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import secrets
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -23,12 +24,13 @@ from app.planner.summary import degree_sizes
 from app.version import VERSION, Version
 
 ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # id of a Weights & Biases run
+WANDB_ID = "wandb_id"  # file in the run folder with that id
 FLUSH_S = 10  # seconds after which TensorBoard can show recorded values
 TENSORBOARD = "tensorboard"  # folder in the run folder
-# Panel -> its metrics; `step` is the axis of all.
+# Panel -> its metrics, by their keys in metrics.jsonl; `step` is the axis of all.
 PANELS = {
-    "train": ("loss", "aux_loss", "z_loss", "lr", "weight_decay", "grad_norm", "skipped",
-              "loss_scale", "tokens", "epochs", "rollback_from", "rollbacks"),
+    "train": ("loss", "aux_loss", "z_loss", "mtp_loss", "lr", "weight_decay", "grad_norm",
+              "skipped", "loss_scale", "tokens", "epochs", "rollback_from", "rollbacks"),
     "val": ("val_loss", "val_tokens"),
     "perf": ("time", "step_ms", "data_wait_ms", "checkpoint_blocked_ms", "tokens_per_s",
              "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu"),
@@ -37,10 +39,15 @@ PANELS = {
             "moe_rank_load_after", "moe_clones"),
     "fp8": ("fp8_overflow_inputs", "fp8_overflow_weights", "fp8_overflow_grads",
             "fp8_overflow_worst"),
-    "graphs": ("graph_count", "graph_capture_s", "graph_objects_gib", "graph_static_gib",
-               "graph_cut_gib", "graph_pool_gib"),
+    "graph": ("graph_count", "graph_capture_s", "graph_objects_gib", "graph_static_gib",
+              "graph_cut_gib", "graph_pool_gib"),
 }  # fmt: skip
-NAMES = {key: f"{panel}/{key}" for panel, keys in PANELS.items() for key in keys}
+# Key -> name in trackers, without the panel's word twice: val_loss is val/loss.
+NAMES = {
+    key: f"{panel}/{key.removeprefix(f'{panel}_')}"
+    for panel, keys in PANELS.items()
+    for key in keys
+}
 AnyReport = StepReport | ValidationReport | RollbackReport
 
 
@@ -136,13 +143,12 @@ class Wandb(Tracker):
     step after that.
     """
 
-    def __init__(self, plan: Plan, run_dir: Path, version: Version) -> None:
-        import wandb  # takes half a second, hence only on use
+    def __init__(self, plan: Plan, run_dir: Path, version: Version, run_id: str) -> None:
+        import wandb  # takes a second, hence only on use, and beside the first steps
 
         super().__init__("Weights & Biases", plan)
         self._wandb = wandb
         log = plan.run.log
-        id_file = run_dir / "wandb_id"
         online = log.wandb_mode is WandbMode.online and _logged_in(wandb.login)
         self._run = wandb.init(
             project=log.project,
@@ -152,26 +158,32 @@ class Wandb(Tracker):
             name=drawable(run_dir.name),
             dir=run_dir,
             config={**plain(dataclasses.asdict(plan.run)), VERSION: version.record()},
-            id=recorded_id(id_file),
+            id=run_id,
             mode="online" if online else "offline",
-            resume="allow" if online else None,
+            resume="allow",
             settings=wandb.Settings(silent=True, console="off"),
         )
-        # before anything else can fail, so that a resumed run finds it
-        id_file.write_text(self._run.id, encoding="utf-8")
-        # A resumed run may log a step twice, which W&B's own step counter refuses.
+        # The axis of all plots: after a rollback steps repeat, which W&B's own counter must not.
         self._run.define_metric("*", step_metric="step")
+        self._at = self._run.step - 1  # the counter's last value; that of a resumed run online
         files = self._run.dir  # a copy here can be synchronised even if the run folder moves
         self._run.save(shutil.copy(run_dir / PLAN, files), base_path=files, policy="now")
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values as one row of `step`."""
-        self._run.log({"step": step, **values})
+        self._log(step, values)
 
     def record_text(self, step: int, text: str) -> None:
         """Log the text as HTML, which keeps line breaks."""
         page = f'<pre style="white-space: pre-wrap">{escape(text)}</pre>'
-        self._run.log({"step": step, "sample": self._wandb.Html(page)})
+        self._log(step, {"sample": self._wandb.Html(page)})
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Log a row at once, under a counter that is the step or one more than the last: W&B drops
+        rows whose counter falls, and an upload of several offline runs needs their order.
+        """
+        self._at = max(step, self._at + 1)
+        self._run.log({"step": step, **values}, step=self._at, commit=True)
 
     def go_back(self, report: RollbackReport) -> None:
         """Log a row; repeated steps are appended after it."""
@@ -186,6 +198,18 @@ class Wandb(Tracker):
         self._wandb.teardown()
 
 
+def claim_id(run_dir: Path) -> str:
+    """Return the id of a run folder's W&B run: the recorded one, or a new one, which is recorded
+    before anything can fail. Raises OSError.
+    """
+    file = run_dir / WANDB_ID
+    known = recorded_id(file)
+    if known is None:
+        known = secrets.token_hex(4)
+        file.write_text(known, encoding="utf-8")
+    return known
+
+
 def recorded_id(file: Path) -> str | None:
     """Return the id of the W&B run to continue; None for a new one, with a warning if invalid."""
     if not file.exists():
@@ -198,12 +222,15 @@ def recorded_id(file: Path) -> str | None:
 
 
 def _logged_in(login: Callable[..., bool]) -> bool:
-    """Return whether the stored credentials work; if not, print that recording is offline."""
-    known = login(prompt=False)
-    if not known:
-        what = "log.wandb_mode=online, but nobody is logged in (`wandb login`)"
-        print(f"{what}: recording offline; `wandb sync` uploads it later.")
-    return known
+    """Return whether the stored credentials work; if not, print why recording is offline."""
+    why = "nobody is logged in (`wandb login`)"
+    try:
+        if login(prompt=False):
+            return True
+    except Exception as error:  # the server refuses them, or cannot be reached
+        why = str(error)
+    warn(f"log.wandb_mode=online: {why}; recording offline, `wandb sync` uploads it later")
+    return False
 
 
 class TensorBoard(Tracker):

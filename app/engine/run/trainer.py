@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,12 @@ from app.engine.files.run_folder import (
 )
 from app.engine.files.signals import StopRequest
 from app.engine.ranks.agreement import rank_zero_says
+from app.engine.report.beside import tracking
 from app.engine.report.metrics import Meter, Stopwatch
+from app.engine.report.opening import print_opening
 from app.engine.report.pace import pace_of
 from app.engine.report.sinks import Console, JsonLines, Sink
-from app.engine.report.summary import print_opening, sum_up
-from app.engine.report.trackers import TensorBoard, Wandb
+from app.engine.report.summary import sum_up
 from app.engine.run.bad_steps import BadSteps
 from app.engine.run.ready import StartTimes
 from app.engine.run.worse import WorseInARow
@@ -139,18 +140,16 @@ class Trainer:
         self.lock = lock
         self.engine.watchdog.rest("opening the run folder")
         self.run_dir = rank_zero_says(self.engine.groups, lambda: self._open_folder(attempt))
-        if self.prints_progress:
-            settings, version = attempt.settings, self._program()
-            print_opening(
-                self.engine,
-                self.run_dir,
-                self.start,
-                data=self.data,
-                version=version,
-                settings=settings,
-            )
+        if self.is_rank_zero:
+            self._print_opening(attempt.settings)
         listening = self.request.listening(attempt.end_process)
-        with listening, self._all_saved(), self._sinks() as sinks:
+        # trackers close last: a slow one must not hold up a checkpoint before a deadline
+        with (
+            listening,
+            self._tracking() as trackers,
+            self._all_saved(),
+            self._sinks(trackers) as sinks,
+        ):
             validated = self._train(sinks)
             text = None if self.stops else self._sample(sinks)
         rank_zero_says(self.engine.groups, lambda: self._check_files(sinks))
@@ -171,6 +170,21 @@ class Trainer:
             )
             note_end(self.run_dir, self.progress.step)
         return True
+
+    def _print_opening(self, settings: str | None) -> None:
+        """Print what the run is; with log=none only its folder, for a program that reads it."""
+        if not self.prints_progress:
+            print(self.run_dir, flush=True)
+            return
+        version = self._program()
+        print_opening(
+            self.engine,
+            str(self.run_dir),
+            self.start,
+            data=self.data,
+            version=version,
+            settings=settings,
+        )
 
     def _export(self) -> None:
         """Export the checkpoint of the last step as a Hugging Face model."""
@@ -204,6 +218,7 @@ class Trainer:
             self.saver.wait()
         # torchrun kills the other ranks as soon as one exits with a non-zero code
         self.engine.groups.barrier()
+        self.engine.watchdog.rest("finishing the experiment trackers")
 
     def _open_folder(self, attempt: Attempt) -> Path:
         folder = create_run_folder(self.run, self.start.run_dir)
@@ -265,19 +280,21 @@ class Trainer:
             sink.note(f"step {self.progress.step}/{self.run.steps}  {text}")
 
     def _tell_ready(self, sinks: Sequence[Sink]) -> None:
-        """Report start-up times after the first step of this process."""
-        if self.training_step.taken != 1:
+        """Report start-up times after the first step of this process, with log.verbose."""
+        if self.training_step.taken != 1 or not self.run.log.verbose:
             return
         self.times.end("first step")
         for sink in sinks:
             sink.note(f"step {self.progress.step}/{self.run.steps}  {self.times}")
 
     def _tell_graphs(self, sinks: Sequence[Sink]) -> None:
-        """Report captured graphs beside the plan, after the step that captured them."""
+        """Report captured graphs beside the plan, after the step that captured them, with
+        log.verbose.
+        """
         engine = self.engine
         recorder = engine.recorder
         captured_now = self.training_step.taken == self.run.cuda_graph.warmup_steps + 1
-        if not sinks or recorder is None or not captured_now:
+        if not sinks or recorder is None or not (captured_now and self.run.log.verbose):
             return
         plan = engine.plan.graphs[engine.groups.pp_rank]
         text = GraphFacts.of(recorder).beside(plan.num_graphs if plan else 1)
@@ -297,27 +314,31 @@ class Trainer:
             command = attempt.command
             attempt.tell(self.request.farewell(self.progress.step, self.saved, command=command))
 
+    def _tracking(self) -> AbstractContextManager[Sequence[Sink]]:
+        """Open the experiment trackers of this run; none except on rank 0."""
+        if not self.is_rank_zero:
+            return nullcontext(())
+        step = self.progress.step
+        return tracking(self.engine.plan, self.run_dir, step, version=self._program())
+
     @contextmanager
-    def _sinks(self) -> Iterator[Sequence[Sink]]:
-        """Open the loggers of this run, and close them after the block; none except on rank 0."""
+    def _sinks(self, trackers: Sequence[Sink]) -> Iterator[Sequence[Sink]]:
+        """Open metrics.jsonl and the console, and close them after the block.
+
+        Yields all loggers of this run; none except on rank 0.
+        """
         with ExitStack() as stack:
             sinks: list[Sink] = []
-            for make in self._sink_makers():
+            if self.is_rank_zero:
                 with writing(self.run_dir):
-                    sinks.append(make())
-                stack.callback(sinks[-1].close)
+                    lines = JsonLines(self.run_dir, gone=self.request.ask)
+                stack.callback(lines.close)
+                sinks += [lines, *trackers]
+            if self.prints_progress:
+                console = Console(self.run, self.progress.step)
+                stack.callback(console.close)
+                sinks.append(console)
             yield sinks
-
-    def _sink_makers(self) -> Iterator[Callable[[], Sink]]:
-        if not self.is_rank_zero:
-            return
-        yield lambda: JsonLines(self.run_dir, gone=self.request.ask)
-        if self.run.log.wandb:
-            yield lambda: Wandb(self.engine.plan, self.run_dir, self._program())
-        if self.run.log.tensorboard:
-            yield lambda: TensorBoard(self.engine.plan, self.run_dir, self.progress.step)
-        if self.run.log.console:
-            yield lambda: Console(self.run, self.progress.step)
 
     def step(self, stopwatch: Stopwatch) -> StepReport:
         """Train on the next global batch; `stopwatch` measures time from step to step."""
@@ -447,7 +468,7 @@ class Trainer:
         prompt, end = rank_zero_says(self.engine.groups, lambda: found)
         self.engine.watchdog.note("a sample")
         text = sample_text(
-            self.engine, self.data.tokenizer, prompt, end=end, aloud=self.is_rank_zero
+            self.engine, self.data.tokenizer, prompt, end=end, aloud=self.prints_progress
         )
         self.engine.watchdog.rest("the end of the run")
         if text is not None:

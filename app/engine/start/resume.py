@@ -50,6 +50,7 @@ FREE = frozenset((
     # Auxiliary losses, noise and bias updates of training, as the learning rate; see `_misfit`.
     "model.moe.aux_loss_coeff", "model.moe.balance", "model.moe.z_loss_coeff",
     "model.moe.jitter_eps", "model.moe.bias_update_rate", "loss.normalize", "lora.dropout",
+    "model.mtp.loss_weight",
     # Speed and memory: results differ at most in the order of summation.
     "model.moe.dispatcher", "model.moe.static.transport", "model.moe.static.capacity",
     "model.moe.static.factor", "model.moe.static.on_overflow", "model.moe.static.paged_buffer",

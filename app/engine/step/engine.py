@@ -26,7 +26,7 @@ from app.engine.step.executor import (
     InFlight,
     RankStages,
     Transport,
-    chunk_loss,
+    chunk_losses,
 )
 from app.engine.step.frozen import PartlyTrained
 from app.engine.step.source_losses import SourceLosses
@@ -170,7 +170,7 @@ def select_forward_backward(
         device=engine.device,
         sink=engine.optimizer.main_grad_sink(),
         graphs=graphs,
-        loss=chunk_loss if by_source is None else by_source.loss,
+        losses=chunk_losses if by_source is None else by_source.losses,
     )
     kind: Callable[..., Executor] = Executor
     if (dropout := engine.state(AdapterDropout)) is not None:

@@ -26,7 +26,7 @@ from app.data.feed import Batch
 from app.engine.capture.partial import PartialGraphs
 from app.engine.step.records import StepInput, StepTotals
 from app.engine.watchdog.watchdog import Watchdog
-from app.model.chunk import Chunk
+from app.model.chunk import Chunk, TokenLosses
 from app.model.layers.layer_groups import rank
 from app.model.layers.layers import Context
 from app.model.layers.weight_grads import (
@@ -113,13 +113,13 @@ def _capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-# a last chunk, its output B × s × D, the microbatch, the chunk's context -> the summed loss
-LossOf = Callable[[Chunk, Tensor, Batch, Context], Tensor]
+# a last chunk, its output B × s × D, the microbatch, the chunk's context -> the losses
+LossOf = Callable[[Chunk, Tensor, Batch, Context], TokenLosses]
 
 
-def chunk_loss(chunk: Chunk, x_BsD: Tensor, batch: Batch, context: Context) -> Tensor:
-    """Return the chunk's loss."""
-    return chunk.loss(x_BsD, batch.labels_BS, context)
+def chunk_losses(chunk: Chunk, x_BsD: Tensor, batch: Batch, context: Context) -> TokenLosses:
+    """Return the chunk's losses."""
+    return chunk.losses_of(x_BsD, batch.labels_BS, context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class RankStages:
     device: torch.device
     sink: MainGradSink | None = None  # fuses weight GEMMs into main gradients; None uses autograd
     graphs: PartialGraphs | None = None  # captured parts of the chunks' layers in training
-    loss: LossOf = chunk_loss
+    losses: LossOf = chunk_losses
 
 
 class InFlight:
@@ -167,22 +167,30 @@ class InFlight:
         if self.splits:
             sink = self.weight_grads.setdefault(key, WeightGradQueue(self.stages.sink))
         recompute = self.stages.recompute.of(key)
-        context = module.context(batch.positions_BS, batch.ends_BD, sink, recompute=recompute)
+        context = module.context(
+            batch.positions_BS,
+            batch.ends_BD,
+            sink,
+            recompute=recompute,
+            ahead_2KBS=batch.ahead_2KBS,
+        )
         graphs = self.stages.graphs if self.training else None
         runners = graphs and graphs.layer_runners(mb, chunk, context)
         out = module(x, context, runners)
         self.totals.add(chunk, out.routing, self.step.routing_weight)
         root = out.x
         if module.last:
-            loss = self.stages.loss(module, out.x, batch, context)
-            root = loss * self.step.loss_weights_M[mb]
+            losses = self.stages.losses(module, out.x, batch, context)
+            root = losses.objective * self.step.loss_weights_M[mb]
             if rank(module.layer_groups.tp) == 0:  # all tensor-parallel ranks have the same loss
-                self.totals.loss = self.totals.loss + root.detach()
+                told = losses.told
+                told = root.detach() if told is None else told * self.step.loss_weights_M[mb]
+                self.totals.loss = self.totals.loss + told
         else:
             self._pass_on(key, out.x.detach())
         if self.training:
-            losses = [report.loss for report in out.routing if report.loss.requires_grad]
-            self.roots[key] = [root, *(loss * self.step.routing_weight for loss in losses)]
+            of_routers = [each.loss for each in out.routing if each.loss.requires_grad]
+            self.roots[key] = [root, *(loss * self.step.routing_weight for loss in of_routers)]
         else:
             self.inputs.pop(key, None)
 

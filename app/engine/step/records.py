@@ -152,11 +152,14 @@ class StepReport:
     checkpoint_blocked_ms: float | None = None
     # of each of several sources: tokens and epochs read so far by all ranks
     by_source: Mapping[str, Mapping[str, float]] | None = None
+    # of multi-token prediction: nats per token of the prediction after the next token's, and so on
+    mtp_loss: Mapping[str, float] | None = None
 
     def metrics(self) -> dict[str, float]:
         """Return the measured metrics by key."""
         found = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
-        return _with_sources(found, self.by_source or {})
+        ahead = found.pop("mtp_loss", {})
+        return _with_sources(found, {**(self.by_source or {}), "mtp_loss": ahead})
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from app.data.feed import Batch
 from app.model.block import StepState
-from app.model.chunk import Chunk
+from app.model.chunk import Chunk, TokenLosses
 from app.model.layers.layer_groups import rank
 from app.model.layers.layers import Context
 
@@ -31,16 +31,16 @@ class SourceLosses(StepState):
         self.losses_K.zero_()
         self.counts_K.zero_()
 
-    def loss(self, chunk: Chunk, x_BsD: Tensor, batch: Batch, context: Context) -> Tensor:
-        """Return the chunk's loss; in a training step, count its parts."""
-        total, each_BS = chunk.loss_and_parts(x_BsD, batch.labels_BS, context)
+    def losses(self, chunk: Chunk, x_BsD: Tensor, batch: Batch, context: Context) -> TokenLosses:
+        """Return the chunk's losses; in a training step, count its parts."""
+        losses = chunk.losses_of(x_BsD, batch.labels_BS, context)
         # All tensor-parallel ranks have the same parts. A validation has one source at a time.
         if batch.sources_B is not None and rank(chunk.layer_groups.tp) == 0:
             own_KB = batch.sources_B == self.numbers_K1
             counts_B = (batch.labels_BS >= 0).sum(dim=1)
-            self.losses_K += torch.where(own_KB, each_BS.sum(dim=1), 0.0).sum(dim=1)
+            self.losses_K += torch.where(own_KB, losses.each_BS.sum(dim=1), 0.0).sum(dim=1)
             self.counts_K += torch.where(own_KB, counts_B, 0).sum(dim=1)
-        return total
+        return losses
 
     def sums(self) -> Mapping[str, Tensor]:
         """Return sums of losses, nats, and of labels."""

@@ -26,6 +26,7 @@ from app.engine.step.executor import ForwardBackward
 from app.engine.step.records import StepInput, StepReport, StepTotals
 from app.engine.step.shortage import RowShortage
 from app.kernels.adamw import update_rates
+from app.model.ahead import shifted
 from app.model.layers.layer_groups import own_tokens
 from app.moe.router import update_bias
 from app.plan.recompute import recompute_policy, with_full_recompute
@@ -36,7 +37,8 @@ LoadedBatches = tuple[tuple[Batch, ...], Tensor]  # microbatches; tokens with a 
 class Loader:
     """Loader of this rank's part of microbatches; copies overlap with the GPU's computation."""
 
-    def __init__(self, groups: Groups, device: torch.device) -> None:
+    def __init__(self, groups: Groups, device: torch.device, ahead: int = 0) -> None:
+        self.ahead_layers = ahead  # of multi-token prediction
         self.cp, self.cp_rank = groups.layout.cp, groups.cp_rank
         self.device = device
         self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -78,12 +80,19 @@ class Loader:
 
     def _part(self, batch: Batch, own_S: Tensor) -> Batch:
         ends, sources = batch.ends_BD, batch.sources_B
+        ahead = None
+        if self.ahead_layers:
+            whole = shifted(
+                batch.tokens_BS, batch.labels_BS, batch.positions_BS, layers=self.ahead_layers
+            )
+            ahead = self._move(whole[..., own_S])
         return Batch(
             tokens_BS=self._move(batch.tokens_BS[:, own_S]),
             labels_BS=self._move(batch.labels_BS[:, own_S]),
             positions_BS=self._move(batch.positions_BS[:, own_S]),
             ends_BD=None if ends is None else self._move(ends),
             sources_B=None if sources is None else self._move(sources),
+            ahead_2KBS=ahead,
         )
 
     def _move(self, tensor: Tensor) -> Tensor:
@@ -166,7 +175,7 @@ class TrainingStep:
         self.request = request or StopRequest()
         self.stops = False  # True once a rank was asked to stop
         self.taken = 0  # steps of this process
-        self.loader = Loader(engine.groups, engine.device)
+        self.loader = Loader(engine.groups, engine.device, self.run.model.mtp.layers)
         forward_backward = select_forward_backward(engine, engine.plan.actions)
         self.shortage = RowShortage.of(engine)
         self.passes = partial(run_passes, engine, forward_backward)

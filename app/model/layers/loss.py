@@ -40,17 +40,29 @@ def summed_loss(
     chunk_tokens: int | None = None,
     sink: WeightGradSink | None = None,
     logits: PlainLogits | None = None,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy of h · weightᵀ, nats, summed over labels >= 0, an fp32 scalar; and
     that of each label, 0 for negative ones, fp32 B × S without gradients.
 
-    All ranks of `group` return the same. `backend` computes the GEMMs. With `chunk_tokens`, only
+    The sum weighs labels by `weights`, fp32, broadcast to B × S; None weighs all the same. All
+    ranks of `group` return the same. `backend` computes the GEMMs. With `chunk_tokens`, only
     logits of that many tokens exist at once; otherwise all, which are saved for backward in the
     dtype of the weight. `sink` takes the weight's gradient as in `app.model.layers.linear`.
     `logits` maps outputs of the head to logits; None leaves them as they are.
     """
+    valid_BS = labels_BS >= 0
+    weights_BS = valid_BS if weights is None else torch.where(valid_BS, weights, 0.0)
     total, each_T = _SummedLoss.apply(
-        h_BsD, weight_VD, labels_BS.flatten(), backend, group, chunk_tokens, sink, logits or PLAIN
+        h_BsD,
+        weight_VD,
+        labels_BS.flatten(),
+        weights_BS.flatten(),
+        backend,
+        group,
+        chunk_tokens,
+        sink,
+        logits or PLAIN,
     )
     return total, each_T.view_as(labels_BS)
 
@@ -147,6 +159,7 @@ class _SummedLoss(torch.autograd.Function):
         h_BsD: Tensor,
         weight_VD: nn.Parameter,
         labels_T: Tensor,
+        weights_T: Tensor,
         backend: LinearBackend,
         group: OptionalGroup,
         chunk_tokens: int | None,
@@ -164,26 +177,26 @@ class _SummedLoss(torch.autograd.Function):
             found.append(_statistics(logits_CV, row_C))
             kept += [logits_CV] if chunk_tokens is None else []
         lse_T, label_T = _merge(torch.cat(found, dim=1), group)
-        counts_T = labels_T >= 0
-        ctx.save_for_backward(h_BsD, row_T, lse_T, counts_T, *kept)
+        ctx.save_for_backward(h_BsD, row_T, lse_T, weights_T, *kept)
         ctx.weight_VD = weight_VD
         ctx.backend = backend
         ctx.group = group
         ctx.chunk = chunk
         ctx.sink = sink
         ctx.logits = logits
-        each_T = torch.where(counts_T, lse_T - label_T, 0.0)
+        each_T = torch.where(labels_T >= 0, lse_T - label_T, 0.0)
+        weighted_T = each_T if weights_T.dtype is torch.bool else each_T * weights_T
         ctx.mark_non_differentiable(each_T)
         ctx.set_materialize_grads(False)
-        return each_T.sum(), each_T
+        return weighted_T.sum(), each_T
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        h_BsD, row_T, lse_T, counts_T, *kept = ctx.saved_tensors
+        h_BsD, row_T, lse_T, weights_T, *kept = ctx.saved_tensors
         weight_VD = ctx.weight_VD
         h_TD = gathered(h_BsD, ctx.group).flatten(0, 1)
-        weight_T = counts_T * grad
+        weight_T = weights_T * grad
         if kept:
             ctx.logits.into_gradient(kept[0], row_T, lse_T, weight_T)
             grad_TD, weight_gradient = ctx.backend.gradients(kept[0], h_TD, weight_VD)
@@ -200,9 +213,9 @@ class _SummedLoss(torch.autograd.Function):
             )
         grad_BsD = scattered(grad_TD.view(len(h_BsD), -1, h_TD.shape[1]), ctx.group)
         if ctx.sink is None:
-            return grad_BsD, weight_gradient().to(weight_VD.dtype), *[None] * 6
+            return grad_BsD, weight_gradient().to(weight_VD.dtype), *[None] * 7
         ctx.sink.push(weight_VD, weight_gradient)
-        return grad_BsD, *[None] * 7
+        return grad_BsD, *[None] * 8
 
 
 def _chunked(

@@ -107,7 +107,7 @@ def _flops_per_token(
 ) -> float:
     train = TrainConfig(seq_len=seq_len, micro_batch=1, frozen=frozen)
     run = Run(model, train=train, lora=lora)
-    whole = Stage(tuple(range(model.num_layers)), embedding=True, head=True)
+    whole = Stage(tuple(model.all_layers), embedding=True, head=True)
     (flops,) = stage_flops(run, [whole], ParallelLayout(1))
     return float((flops.forward + flops.backward) // seq_len)
 

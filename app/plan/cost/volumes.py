@@ -154,7 +154,7 @@ class _Step:
         """Return bytes of a shard of tied embeddings' gradient; 0 if one rank holds both ends."""
         model = self.run.model
         first = self.stages.stages[0]
-        tied = model.tie_embeddings and "embedding" not in frozen_in(self.run)
+        tied = model.copies_embedding and "embedding" not in frozen_in(self.run)
         if not tied or any(stage.head for stage in first):
             return 0
         shards = self.layout.tp * self.layout.dp * self.layout.cp

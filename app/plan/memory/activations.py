@@ -81,8 +81,8 @@ def _microbatch(s: Sizes, stage: Stage, recompute: RecomputeChoice) -> Microbatc
         kept["rotary"] = len(ropes) * s.rotary
     forward = backward = saved = kept.total()
     waiting = waits = sum(found[part].waiting for part in parts)
-    # the gradient of a tied embedding is alive from the head's backward to the embedding's
-    tied = stage.embedding and stage.head and s.model.tie_embeddings and not s.splits
+    # the gradient of an embedding that is used again is alive from there to the lookup's backward
+    tied = stage.embedding and stage.head and s.model.copies_embedding and not s.splits
     tied = tied and "embedding" not in frozen_in(s.run)
     for part in parts:
         memory = found[part]

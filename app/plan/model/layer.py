@@ -14,7 +14,7 @@ from app.plan.model.attention import (
 from app.plan.model.experts import MoEBodyWeights
 from app.plan.model.mlp import MlpWeights
 from app.plan.model.norm import NormWeights
-from app.plan.model.weight import Part
+from app.plan.model.weight import Part, Weight
 
 # blocks with a norm before attention, before the feed-forward, behind each
 BEFORE_ATTENTION = frozenset(BlockKind) - {BlockKind.norm_after}
@@ -45,6 +45,24 @@ class DenseBodyWeights(Part):
 
 
 @dataclass(frozen=True, slots=True)
+class AheadWeights(Part):
+    """What a layer of multi-token prediction has around it: norms of its two inputs, the projection
+    of both to hidden states, and the norm before the head.
+    """
+
+    embedding_norm: NormWeights
+    hidden_norm: NormWeights
+    proj: Weight
+    norm: NormWeights
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> AheadWeights:
+        """Build the weights of one layer; each rank holds all of the projection."""
+        norm, width = NormWeights.of_hidden(model), model.hidden_size
+        return cls(norm, norm, Weight((width, 2 * width)), norm)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights(Part):
     """All weights of a layer."""
 
@@ -52,14 +70,16 @@ class LayerWeights(Part):
     attn: AttentionWeights | LatentAttentionWeights
     attn_out_norm: NormWeights | None  # behind attention
     body: DenseBodyWeights | MoEBodyWeights
+    ahead: AheadWeights | None  # of a layer that predicts a further token
 
     @classmethod
     def of(cls, model: ModelConfig, spec: LayerSpec) -> LayerWeights:
-        """Build a decoder layer of the model (`ModelConfig.layer_specs`)."""
+        """Build a layer of the model (`ModelConfig.layer_specs`)."""
         moe = model.moe if spec.routed else None
         return cls(
             _norm(model, BEFORE_ATTENTION),
             attention_weights(spec.attention),
             _norm(model, BEHIND),
             DenseBodyWeights.of(model) if moe is None else MoEBodyWeights.of(model, moe),
+            AheadWeights.of(model) if spec.predicts else None,
         )

@@ -34,10 +34,11 @@ def stage_weights(
     """Yield the weights of a stage in order of use: embedding, layers, norm, head; with `lora` each
     followed by its adapters.
 
-    A tied embedding is a copy on a last stage of its own, where it serves as the head.
+    A last stage of its own has a copy of a tied embedding, where it serves as the head, and of the
+    one that multi-token prediction looks up.
     """
     embedding = NamedWeight(
-        "embedding", table(model), tied=model.tie_embeddings and stage.embedding != stage.head
+        "embedding", table(model), tied=model.copies_embedding and stage.embedding != stage.head
     )
     if stage.embedding:
         yield embedding
@@ -53,13 +54,13 @@ def stage_weights(
     if stage.head:
         for name, weight in NormWeights.of_hidden(model).weights("norm."):
             yield NamedWeight(name, weight)
+    if stage.head and not stage.embedding and model.copies_embedding:
+        yield embedding
     if stage.head and not model.tie_embeddings:
         yield NamedWeight("head", table(model))
-    elif stage.head and not stage.embedding:
-        yield embedding  # a copy, which is this stage's head
 
 
 def model_weights(model: ModelConfig, lora: LoraConfig | None = None) -> Iterator[NamedWeight]:
     """Return the weights of the whole model in order of use, with `lora` those of adapters too."""
-    whole = Stage(tuple(range(model.num_layers)), embedding=True, head=True)
+    whole = Stage(tuple(model.all_layers), embedding=True, head=True)
     return stage_weights(model, whole, lora)

@@ -161,10 +161,20 @@ def _operations(
 def layer(
     s: Sizes, spec: LayerSpec, weights: LayerWeights, recompute: RecomputeChoice
 ) -> list[Operation]:
-    """Dense or MoE layer under a choice of recomputation."""
+    """Dense or MoE layer under a choice of recomputation; one that predicts ahead with what is
+    around it.
+    """
     t, x = Trace(s, recompute), s.stream
     again = t.reruns(Recompute.norm)
-    with t.rerun(recompute.whole_layers, keeps=x):
+    ahead = weights.ahead
+    if ahead is not None:
+        t.phase = "mtp"
+        _lookup(t, table(s.model))
+    with t.rerun(recompute.whole_layers, keeps=x if ahead is None else 2 * x):
+        if ahead is not None:
+            norm(t, x)
+            norm(t, x)
+            column_parallel(t, t.op(Work.other, 2 * x, 2 * x), ahead.proj)
         t.phase = PhaseName.attn
         h = _input(t, x, weights.attn_norm)
         attention(t, h, spec.attention, weights.attn, saved=weights.attn_norm is None or not again)
@@ -182,6 +192,9 @@ def layer(
             saved = not shared and (body.norm is None or not again)
             feed_forward(t, h, body.mlp, saved=saved, part=Recompute.mlp_act)
             _added(t, x, body.out_norm)
+        if ahead is not None:
+            t.phase = "mtp"
+            norm(t, x)
     return t.ops
 
 
@@ -200,6 +213,12 @@ def _added(t: Trace, x: int, weights: NormWeights | None) -> None:
 def embedding(s: Sizes, weight: Weight) -> list[Operation]:
     """Lookup; with tp > 1 each rank has a part of the vocabulary."""
     t = Trace(s, phase="embedding")
+    _lookup(t, weight)
+    return t.ops
+
+
+def _lookup(t: Trace, weight: Weight) -> None:
+    s = t.sizes
     cut = s.layout.tp > 1
     whole = s.tokens * weight.shape[1] * s.size
     saves, kernels = (9 * s.tokens, 5) if cut else (0, 1)
@@ -208,30 +227,33 @@ def embedding(s: Sizes, weight: Weight) -> list[Operation]:
     local = scattered(t, whole)
     if s.model.embedding_factor != 1:
         t.op(Work.other, local, local)
-    return t.ops
 
 
 def head(s: Sizes, weight: Weight) -> list[Operation]:
-    """Final norm and loss (`app.model.layers.loss`)."""
+    """Final norm and loss (`app.model.layers.loss`), of further predictions too."""
     t = Trace(s, phase="head")
     h = norm(t, s.stream)
+    tokens = s.tokens
+    if s.model.mtp.layers:
+        h, tokens = h * (1 + s.model.mtp.layers), tokens * (1 + s.model.mtp.layers)
+        t.op(Work.other, h, h)
     # slopes of capped logits, fp32, of some tokens at a time (`app.model.layers.logits`)
     slopes = 0
     if s.model.logit_softcap is not None:
-        slopes = 2 * 4 * min(SLOPE_TOKENS, s.tokens) * s.shape(weight)[0]
+        slopes = 2 * 4 * min(SLOPE_TOKENS, tokens) * s.shape(weight)[0]
     if s.run.loss.chunk_tokens is None:
         # backward overwrites the logits with their gradient
         logits = column_parallel(t, h, weight, stored=s.model.tie_embeddings)
-        saves = logits + PER_LABEL * s.tokens
+        saves = logits + PER_LABEL * tokens
         scratch = 0, slopes
         t.op(Work.loss, logits, 4, saves, scratch=scratch, passes=True, kernels=LOSS_KERNELS)
         return t.ops
     # logits of a chunk of tokens at a time, recomputed in backward; the weight gradient is fp32
-    chunk = min(s.run.loss.chunk_tokens, s.tokens)
+    chunk = min(s.run.loss.chunk_tokens, tokens)
     whole = s.layout.tp * h
     table_sum = 4 * s.weight(weight) // s.size * weight.trained
     logits = chunk * s.shape(weight)[0] * s.size
-    following = logits if chunk < s.tokens else 0  # made before these are freed
+    following = logits if chunk < tokens else 0  # made before these are freed
     # beside the chunk's weight gradient
     least = logits + max(following, s.weight(weight) * weight.trained)
     column = Trace(s)
@@ -241,12 +263,12 @@ def head(s: Sizes, weight: Weight) -> list[Operation]:
         Work.gemm,
         h,
         4,
-        h + PER_LABEL * s.tokens,
+        h + PER_LABEL * tokens,
         weight=gemm.weight,
         stored=gemm.stored,
         waits=table_sum,
         scratch=(whole - h + logits + following, 2 * whole - 2 * h + table_sum + least + slopes),
-        kernels=LOSS_KERNELS + 2 * -(-s.tokens // chunk),
+        kernels=LOSS_KERNELS + 2 * -(-tokens // chunk),
         flops=gemm.flops,
         flops_recomputed=gemm.flops,
         fp8=gemm.fp8,

@@ -149,7 +149,7 @@ class FrozenByPlace:
             names["head"] |= names["embedding"]
         # a graph of a layer has hidden states as its only input with a gradient
         first = -1 if run.cuda_graph.of_parts else min(trained)
-        places = ("embedding", *map(str, range(run.model.num_layers)), "head")
+        places = ("embedding", *map(str, run.model.all_layers), "head")
         return cls({place: frozenset(names[place]) for place in places}, first)
 
     def reached(self, place: str) -> bool:

@@ -1,0 +1,96 @@
+"""Run an experiment tracker in a thread of its own, beside training.
+
+Weights & Biases takes seconds to import and to start its service, and a slow disk or network may
+hold up any of its calls; training waits for neither.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+
+from app.engine.report.sinks import Sink
+from app.engine.report.trackers import TensorBoard, Wandb, claim_id
+from app.engine.step.records import RollbackReport, StepReport, ValidationReport
+from app.errors import warn, writing
+from app.planner.plan import Plan
+from app.telling import telling
+from app.version import Version
+
+Call = Callable[[Sink], None]
+
+
+class Beside:
+    """Sink that is made, called in order and closed by one thread; `close` waits for it.
+
+    A failure to start costs one warning and everything that was to be recorded.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Sink]) -> None:
+        self.name = name
+        self._make = make
+        self._calls: SimpleQueue[Call | None] = SimpleQueue()
+        # daemon: a process that ends at once, as by a second Ctrl-C, does not wait
+        self._thread = threading.Thread(target=self._work, daemon=True, name="tracker")
+        self._thread.start()
+
+    def _work(self) -> None:
+        try:
+            sink = self._make()
+        except Exception as error:
+            warn(f"{self.name} could not start ({error!r}); metrics.jsonl has all metrics")
+            return
+        while (call := self._calls.get()) is not None:
+            call(sink)
+        sink.close()
+
+    def step(self, report: StepReport) -> None:
+        """Queue the report."""
+        self._calls.put(lambda sink: sink.step(report))
+
+    def validation(self, report: ValidationReport) -> None:
+        """Queue the report."""
+        self._calls.put(lambda sink: sink.validation(report))
+
+    def rollback(self, report: RollbackReport) -> None:
+        """Queue the report."""
+        self._calls.put(lambda sink: sink.rollback(report))
+
+    def note(self, text: str) -> None:
+        """No-op: notes are for the console."""
+
+    def sample(self, step: int, text: str) -> None:
+        """Queue the text."""
+        self._calls.put(lambda sink: sink.sample(step, text))
+
+    def close(self) -> None:
+        """Wait until everything is recorded and the tracker has finished."""
+        self._calls.put(None)
+        self._thread.join()
+
+
+@contextmanager
+def tracking(
+    plan: Plan, run_dir: Path, from_step: int, *, version: Version
+) -> Iterator[Sequence[Sink]]:
+    """Start the experiment trackers of a run, and wait after the block until they have finished.
+
+    Raises ConfigError if the run folder cannot be written.
+    """
+    log = plan.run.log
+    trackers: list[Beside] = []
+    if log.wandb:
+        with writing(run_dir):
+            run_id = claim_id(run_dir)
+        trackers.append(Beside("Weights & Biases", lambda: Wandb(plan, run_dir, version, run_id)))
+    if log.tensorboard:
+        trackers.append(Beside("TensorBoard", lambda: TensorBoard(plan, run_dir, from_step)))
+    try:
+        yield trackers
+    finally:
+        for each in trackers:
+            with telling(f"finishing {each.name}", aloud=log.console):
+                each.close()
