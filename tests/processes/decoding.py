@@ -41,9 +41,7 @@ MODELS = {
         LATENT, yarn=None, moe=None, mla=dataclasses.replace(LATENT.mla, q_lora_rank=None)
     ),
     # caches that keep the last tokens of prompts and of what follows them, and others that do not
-    "windows": sharp(
-        TINY, moe=None, rotary_dim=4, sliding_window=4, layer_types=(SLIDING, FULL)
-    ),
+    "windows": sharp(TINY, moe=None, rotary_dim=4, sliding_window=4, layer_types=(SLIDING, FULL)),
     "sinks": sharp(
         TINY,
         moe=None,
