@@ -61,6 +61,7 @@ MODELS = {
     "seed_oss": "Seed-OSS",
     "glm4_moe_lite": "GLM-4.7-Flash",
     "glm4_moe": "GLM-4.5, GLM-4.5-Air, GLM-4.6",
+    "minimax_m2": "MiniMax-M2, M2.1, M2.5",
     "kimi_k2": "Kimi-K2",
     "deepseek_v2": "DeepSeek-V2, V2-Lite",
     "deepseek_v3": "DeepSeek-V3, R1",

@@ -79,6 +79,8 @@ FAMILIES = {
     "glm4_moe": "glm4-moe",
     "glm4_moe-whole-heads": "glm4-moe-whole-heads",
     "glm4_moe-yarn": "glm4-moe-quarter-yarn",
+    "minimax_m2": "minimax-m2",
+    "minimax_m2-top-1": "minimax-m2-top-1-whole-heads",
     "kimi_k2": "kimi-k2",
     "deepseek_v2": "deepseek-v2",
     "deepseek_v2-lite": "deepseek-v2-lite",

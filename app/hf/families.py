@@ -20,6 +20,7 @@ from app.hf import (
     glm4_moe,
     glm4_moe_lite,
     gpt_oss,
+    minimax_m2,
     olmo,
     qwen_moe,
     seed_oss,
@@ -277,6 +278,15 @@ FAMILIES = (
         config.written_deepseek,
         more=glm4_moe.written,
         defaults=glm4_moe.DEFAULTS,
+    ),
+    Family(
+        "minimax_m2",
+        "MiniMaxM2ForCausalLM",
+        minimax_m2.read,
+        (*_GROUPED, *tables.MIXTRAL_EXPERTS, *tables.MINIMAX_BIAS),
+        config.written_mixtral,
+        more=minimax_m2.written,
+        defaults=minimax_m2.DEFAULTS,
     ),
     Family(
         "kimi_k2",  # of which `transformers` has no class

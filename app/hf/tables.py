@@ -247,6 +247,10 @@ MIXTRAL_EXPERTS = (
     NameLine("body.experts.w_down", ("block_sparse_moe.experts.{expert}.w2.weight",), expert_down),
     *STACKED_EXPERTS,
 )
+MINIMAX_BIAS = (
+    NameLine(BIAS, ("block_sparse_moe.e_score_correction_bias",), whole),
+    NameLine(BIAS, ("mlp.e_score_correction_bias",), whole),
+)
 GPT_OSS = (
     NameLine("attn.sinks", ("self_attn.sinks",), whole),
     NameLine("body.router.weight", ("mlp.router.weight",), whole),

@@ -22,7 +22,7 @@ WHOLE = frozenset((
     "n_group", "topk_group", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
     "v_head_dim", "num_nextn_predict_layers", "num_mtp_layers", "sliding_window",
     "max_window_layers", "no_rope_layer_interval",
-    "shared_expert_intermediate_size",
+    "shared_expert_intermediate_size", "rotary_dim",
 ))  # fmt: skip
 NUMBER = frozenset((
     "rms_norm_eps", "rope_theta", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
@@ -37,7 +37,9 @@ FLAG = frozenset(("tie_word_embeddings", "norm_topk_prob", "seq_aux", "use_slidi
 SECTION = frozenset(("rope_parameters", "rope_scaling", "quantization_config"))
 TEXTS = frozenset(("layer_types", "mlp_layer_types"))
 NUMBERS = frozenset(("short_factor", "long_factor"))
-WHOLES = frozenset(("mlp_only_layers", "weight_block_size", "no_rope_layers", "block_structure"))
+WHOLES = frozenset(
+    ("mlp_only_layers", "weight_block_size", "no_rope_layers", "block_structure", "attn_type_list")
+)
 
 
 def _is_whole(value: object) -> bool:

@@ -36,6 +36,7 @@ TABLES = [
     "qwen2_moe",
     "glm4_moe_lite",
     "glm4_moe",
+    "minimax_m2",
     "kimi_k2",
 ]
 STEPS = 5

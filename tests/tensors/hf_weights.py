@@ -96,6 +96,8 @@ def feed_forward(hf: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
         for ours, theirs in plain.items()
         if f"{prefix}.{theirs}" in hf
     }
+    if f"{prefix}.e_score_correction_bias" in hf:
+        weights["router.bias_E"] = hf[f"{prefix}.e_score_correction_bias"]
     if f"{prefix}.router.weight" in hf:
         return gpt_oss_experts(hf, prefix)
     weights = {
