@@ -23,6 +23,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "attention_out_bias": (False,),
     "qkv_bias": (False,),
+    "use_bias": (False,),
     "clip_qkv": (),
     "swiglu_alpha": (),
     "swiglu_limit": (),
@@ -109,6 +110,7 @@ REASONS: Mapping[str, tuple[str, ...]] = {
 WITHOUT_EFFECT = {key: reason for reason, keys in REASONS.items() for key in keys}
 WITHOUT_EFFECT_IN: Mapping[str, Mapping[str, str]] = {
     "qwen3_moe": {"max_window_layers": "use_sliding_window is for all layers or none"},
+    "ernie4_5_moe": {"moe_capacity": "no token is dropped"},
     "minimax_m2": {
         "mlp_intermediate_size": "there are no dense layers",
         "shared_moe_mode": "there are no shared experts",

@@ -68,6 +68,15 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "no bias": ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias=false is not"),
     "shared": ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size=8 is not"),
+    "norm": ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min=0.1 is not supported"),
+    "gate": ("ernie4_5_moe", {"moe_gate": "top2"}, 'moe_gate="top2" is not supported'),
+    "bias of the head": ("ernie4_5_moe", {"use_bias": True}, "use_bias=true is not supported"),
+    "no experts": ("ernie4_5_moe", {"moe_layer_start_index": 4}, "no layer has experts"),
+    "last layer": (
+        "ernie4_5_moe",
+        {"moe_layer_end_index": [3]},
+        "moe_layer_end_index=[3] is not supported",
+    ),
     "residual": ("minimax_m2", {"layernorm_mlp_beta": 2.0}, "layernorm_mlp_beta=2.0 is not"),
 }
 

@@ -245,6 +245,18 @@ PUBLISHED = {  # config.json of the repositories named, as published, without wh
         "sliding_window": None, "tie_word_embeddings": False, "use_mtp": True,
         "use_qk_norm": True, "use_routing_bias": True, "vocab_size": 200064,
     },
+    # baidu/ERNIE-4.5-21B-A3B-PT
+    "ernie4_5_21b_a3b": {
+        "model_type": "ernie4_5_moe", "hidden_act": "silu", "hidden_size": 2560,
+        "intermediate_size": 12288, "moe_capacity": [64, 64, 64], "moe_gate": "topk",
+        "moe_intermediate_size": 1536, "moe_k": 6, "moe_layer_end_index": 27,
+        "moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_num_experts": 64,
+        "moe_num_shared_experts": 2, "moe_use_aux_free": True, "num_attention_heads": 20,
+        "num_hidden_layers": 28, "num_key_value_heads": 4, "num_nextn_predict_layers": 1,
+        "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 500000.0,
+        "tie_word_embeddings": True, "use_bias": False, "vocab_size": 103424,
+        "auto_map": {"AutoModelForCausalLM": "modeling_ernie4_5_moe.Ernie4_5_MoeForCausalLM"},
+    },
     # meta-llama/Meta-Llama-3-8B
     "llama3_8b": {
         "model_type": "llama", "hidden_act": "silu", "hidden_size": 4096,
