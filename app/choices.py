@@ -49,6 +49,9 @@ class Score(Enum):
 
     softmax = "softmax"
     sigmoid = "sigmoid"
+    # softmax over all experts, with a bias for the choice; those of the chosen ones are divided by
+    # their sum (ERNIE 4.5)
+    softmax_bias = "softmax_bias"
 
 
 class CloneAlgorithm(Enum):

@@ -15,11 +15,13 @@ from app.config import ModelConfig, MoEConfig
 from app.errors import ConfigError, typed
 from app.hf import (
     cohere2,
+    ernie4_5,
     exaone4,
     gemma,
     glm4_moe,
     glm4_moe_lite,
     gpt_oss,
+    minimax_m2,
     olmo,
     qwen_moe,
     seed_oss,
@@ -46,6 +48,8 @@ class Family:
     more: Callable[[ModelConfig], Mapping[str, Any]] | None = None
     # type that models without variants are exported as, where an earlier family computes the same
     written_as: str | None = None
+    # beginning of the names of tensors that predict further tokens, besides those of layers
+    predicting: str | None = None
     # values of keys that config.json lacks: the defaults of the class in `transformers`
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -286,6 +290,33 @@ FAMILIES = (
         config.written_deepseek,
         more=glm4_moe.written,
         defaults=glm4_moe.DEFAULTS,
+    ),
+    Family(
+        "minimax_m2",
+        "MiniMaxM2ForCausalLM",
+        minimax_m2.read,
+        (*_GROUPED, *tables.MIXTRAL_EXPERTS, *tables.MINIMAX_BIAS),
+        config.written_mixtral,
+        more=minimax_m2.written,
+        defaults=minimax_m2.DEFAULTS,
+    ),
+    Family(
+        "ernie4_5",
+        "Ernie4_5ForCausalLM",
+        ernie4_5.dense,
+        ernie4_5.DENSE_LINES,
+        written_as="llama",
+        defaults=ernie4_5.DENSE_DEFAULTS,
+    ),
+    Family(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        ernie4_5.with_experts,
+        ernie4_5.LINES,
+        ernie4_5.written_moe,
+        more=ernie4_5.written,
+        defaults=ernie4_5.DEFAULTS,
+        predicting="model.mtp_",
     ),
     Family(
         "kimi_k2",  # of which `transformers` has no class

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from app.choices import Score
 from app.config import ModelConfig
 from app.hf.weight_part import WeightPart
 from app.plan.model.stage import NamedWeight
@@ -80,6 +79,12 @@ def _heads_of_pairs(
         whole = Block.whole(groups, heads, *pair, *columns)
         yield WeightPart(name, (groups * heads * width, *columns), ours, whole, order)
         first += heads
+
+
+def row(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
+    """Map a vector that is a matrix of one row in files."""
+    (name,) = theirs
+    yield WeightPart(name, (1, *shape), Block.whole(*shape, 1), Block.whole(1, *shape), (1, 0))
 
 
 def gate_up(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
@@ -247,6 +252,16 @@ MIXTRAL_EXPERTS = (
     NameLine("body.experts.w_down", ("block_sparse_moe.experts.{expert}.w2.weight",), expert_down),
     *STACKED_EXPERTS,
 )
+MINIMAX_BIAS = (
+    NameLine(BIAS, ("block_sparse_moe.e_score_correction_bias",), whole),
+    NameLine(BIAS, ("mlp.e_score_correction_bias",), whole),
+)
+ERNIE_EXPERTS = (
+    *EXPERTS,
+    *mlp_lines("body.shared", "mlp.shared_experts"),
+    NameLine(BIAS, ("mlp.moe_statics.e_score_correction_bias",), row),
+    NameLine(BIAS, ("mlp.gate.moe_statics.e_score_correction_bias",), row),
+)
 GPT_OSS = (
     NameLine("attn.sinks", ("self_attn.sinks",), whole),
     NameLine("body.router.weight", ("mlp.router.weight",), whole),
@@ -276,7 +291,7 @@ class Mapping:
 
 def router_bias(model: ModelConfig, router: str) -> Iterator[NamedWeight]:
     """Yield the bias of a router, if it has one: a buffer that is saved and read like a weight."""
-    if model.moe is not None and model.moe.score is Score.sigmoid:
+    if model.moe is not None and model.moe.selects_by_bias:
         yield NamedWeight(f"{router}.bias_E", Weight((model.moe.num_experts,)))
 
 

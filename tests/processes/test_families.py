@@ -36,6 +36,8 @@ TABLES = [
     "qwen2_moe",
     "glm4_moe_lite",
     "glm4_moe",
+    "minimax_m2",
+    "ernie4_5_moe",
     "kimi_k2",
 ]
 STEPS = 5

@@ -26,6 +26,7 @@ from tests.tensors.models import draw_tokens, forward
 PER_EXPERT = "{prefix}.mlp.experts.{expert}.{part}_proj.weight"
 OF_MIXTRAL = "{prefix}.block_sparse_moe.experts.{expert}.{part}.weight"
 MIXTRAL_PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
+MIXTRALS = ("mixtral", "minimax_m2")
 STACKED = re.compile(r"(model\.layers\.\d+)\.mlp\.experts\.(gate_up|down)_proj")
 
 Named = Iterator[tuple[str, Tensor]]
@@ -37,8 +38,8 @@ def as_version_5(name: str, value: Tensor, family: str) -> Named:
 
 
 def as_version_4(name: str, value: Tensor, family: str) -> Named:
-    """A tensor for each expert, and other names in Mixtral."""
-    if family == "mixtral" and name.endswith(".mlp.gate.weight"):
+    """A tensor for each expert, and other names in Mixtral and MiniMax-M2."""
+    if family in MIXTRALS and name.endswith((".mlp.gate.weight", ".mlp.e_score_correction_bias")):
         yield name.replace(".mlp.", ".block_sparse_moe."), value
         return
     stacked = STACKED.fullmatch(name)
@@ -49,7 +50,7 @@ def as_version_4(name: str, value: Tensor, family: str) -> Named:
     for expert, both in enumerate(value):
         for part, matrix in zip(names, both.chunk(len(names)), strict=True):
             spelling, word = PER_EXPERT, part
-            if family == "mixtral":
+            if family in MIXTRALS:
                 spelling, word = OF_MIXTRAL, MIXTRAL_PARTS[part]
             yield spelling.format(prefix=stacked[1], expert=expert, part=word), matrix
 
