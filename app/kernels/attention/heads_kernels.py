@@ -302,13 +302,10 @@ def heads_backward(
                 H=H,
                 NORMS=NORMS,
             )
-        grad = dk + group * k_of_head
-        x = source + P * H
-        dx = target + P * H
         k_left, k_right = _one_backward(
-            grad,
-            x,
-            dx,
+            dk + group * k_of_head,
+            source + P * H,
+            target + P * H,
             weight_H=key_H,
             sum_left=k_left,
             sum_right=k_right,
