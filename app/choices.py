@@ -328,5 +328,6 @@ class Device(Enum):
 class WandbMode(Enum):
     """Destination of the Weights & Biases run."""
 
+    auto = "auto"  # online after `wandb login`, unless WANDB_MODE says otherwise; else offline
     offline = "offline"  # written to the run folder; `wandb sync` uploads it later
     online = "online"  # needs `wandb login` first
