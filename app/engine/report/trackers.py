@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from app.choices import WandbMode
 from app.engine.files.run_folder import PLAN, plain
@@ -220,7 +220,7 @@ def recorded_id(file: Path) -> str | None:
     return None
 
 
-def _mode(asked: WandbMode, login: Callable[..., bool]) -> str | None:
+def _mode(asked: WandbMode, login: Callable[..., bool]) -> Literal["online", "offline"] | None:
     """Return the mode of a W&B run, None for W&B's own choice; print why it is offline if the user
     has asked for online, or has credentials that do not work.
     """
