@@ -56,6 +56,9 @@ class Score(Enum):
 
     softmax = "softmax"
     sigmoid = "sigmoid"
+    # softmax over all experts, with a bias for the choice; those of the chosen ones are divided by
+    # their sum (ERNIE 4.5)
+    softmax_bias = "softmax_bias"
 
 
 class CloneAlgorithm(Enum):
@@ -332,5 +335,6 @@ class Device(Enum):
 class WandbMode(Enum):
     """Destination of the Weights & Biases run."""
 
+    auto = "auto"  # online after `wandb login`, unless WANDB_MODE says otherwise; else offline
     offline = "offline"  # written to the run folder; `wandb sync` uploads it later
     online = "online"  # needs `wandb login` first

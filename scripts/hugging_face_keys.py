@@ -19,8 +19,8 @@ from typing import Any
 
 from app.config import ModelConfig
 from app.hf import config_keys
-from app.hf.families import FAMILIES
 from app.hf.file_names import CONFIG_JSON
+from app.hf.supported import FAMILIES
 from app.hf.their_model import TheirModel
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,6 +61,9 @@ MODELS = {
     "seed_oss": "Seed-OSS",
     "glm4_moe_lite": "GLM-4.7-Flash",
     "glm4_moe": "GLM-4.5, GLM-4.5-Air, GLM-4.6",
+    "minimax_m2": "MiniMax-M2, M2.1, M2.5",
+    "ernie4_5": "ERNIE 4.5, dense",
+    "ernie4_5_moe": "ERNIE 4.5 with experts",
     "kimi_k2": "Kimi-K2",
     "starcoder2": "StarCoder2",
     "nemotron": "Nemotron, Minitron",
@@ -74,14 +77,23 @@ MODELS = {
 BY_LAYER = "windows by layer"
 # column of the table of families: keys of config.json, or of our configuration, that say so
 COLUMNS: Mapping[str, tuple[frozenset[str], tuple[str, ...]]] = {
-    "experts": (frozenset(("num_experts_per_tok",)), ()),
-    "shared expert": (frozenset(("n_shared_experts", "shared_expert_intermediate_size")), ()),
+    "experts": (frozenset(("num_experts_per_tok", "moe_k")), ()),
+    "shared expert": (
+        frozenset(
+            (
+                "n_shared_experts",
+                "shared_expert_intermediate_size",
+                "moe_num_shared_experts",
+            )
+        ),
+        (),
+    ),
     "dense layers anywhere": (frozenset(("mlp_only_layers", "mlp_layer_types")), ()),
     "latent attention": (frozenset(("kv_lora_rank",)), ()),
     "windows": (frozenset(("sliding_window",)), ()),
     BY_LAYER: (frozenset(), ()),
-    "biases of attention": (frozenset(("qkv_bias", "attention_bias")), ("qkv_bias",)),
-    "biases of feed-forwards": (frozenset(("mlp_bias",)), ()),
+    "biases of attention": (frozenset(("qkv_bias", "attention_bias", "use_bias")), ("qkv_bias",)),
+    "biases of feed-forwards": (frozenset(("mlp_bias", "use_bias")), ()),
     "norms of queries and keys": (frozenset(("use_qk_norm",)), ("qk_norm",)),
     "layers without positions": (frozenset(("no_rope_layers",)), ()),
     "positions of a part of heads": (frozenset(("partial_rotary_factor",)), ()),

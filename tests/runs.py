@@ -161,17 +161,22 @@ def _put_together(held: list[tuple[str, Slice, torch.Tensor]]) -> dict[str, torc
         found, [(name, place, values.float().numpy()) for name, place, values in held]
     )
     whole: dict[str, torch.Tensor] = {}
+    left: dict[str, torch.Tensor] = {}  # 1 where no part lies; gradients in fp16 may be NaN
     for name, place, values in (piece for rank in found for piece in rank):
-        part, shape = torch.from_numpy(values), place.block.shape
-        target = whole.setdefault(
-            name, torch.full((math.prod(shape),), torch.nan, dtype=part.dtype)
-        )
-        box = target.view(shape)[tuple(map(slice, place.block.start, place.block.stop))]
-        flat = box.reshape(-1)  # a copy where the block is not contiguous
-        flat[slice(*place.bounds)] = part
-        box.copy_(flat.view_as(box))
-    assert not any(values.isnan().any() for values in whole.values()), "a part is missing"
+        part, numel = torch.from_numpy(values), math.prod(place.block.shape)
+        _put(part, place, whole.setdefault(name, torch.zeros(numel, dtype=part.dtype)))
+        _put(torch.zeros_like(part), place, left.setdefault(name, torch.ones(numel)))
+    assert not any(each.any() for each in left.values()), "a part is missing"
     return {name: whole[name] for name in sorted(whole)}
+
+
+def _put(part: torch.Tensor, place: Slice, target: torch.Tensor) -> None:
+    """Write a part to its place in a flat tensor."""
+    box = target.view(place.block.shape)
+    box = box[tuple(map(slice, place.block.start, place.block.stop))]
+    flat = box.reshape(-1)  # a copy where the block is not contiguous
+    flat[slice(*place.bounds)] = part
+    box.copy_(flat.view_as(box))
 
 
 def with_model(run: Run, **changes: Any) -> Run:

@@ -92,7 +92,7 @@ class MoEConfig:
     # tokens over which the load-balancing loss evens the load
     balance: Balance = Balance.microbatch
     z_loss_coeff: float = 0.0  # weight of the router z-loss; 0: off
-    # update rate of the bias added to sigmoid scores for selection; 0: off
+    # update rate of the bias added to scores for selection, but of score=softmax; 0: off
     bias_update_rate: float = 0.0
     # multiply the router's input by uniform(1 − eps, 1 + eps) in training; 0: off
     jitter_eps: float = 0.0
@@ -158,7 +158,8 @@ class MoEConfig:
         self._check_groups()
 
     def _check_scores(self) -> None:
-        one = self.top_k == 1 and self.score is Score.softmax and not self.pre_softmax
+        relative = self.score is Score.softmax and not self.pre_softmax
+        one = self.top_k == 1 and (relative or self.score is Score.softmax_bias)
         if one and not self.aux_loss_coeff:
             rule = (
                 "softmax over the one chosen expert is always 1, so without a load-balancing loss "
@@ -171,13 +172,18 @@ class MoEConfig:
             rule = "applies to score=sigmoid; pre_softmax says whether softmax scores add up to 1"
             either = ("null", Instead("model.moe.score=sigmoid"))
             raise ConfigError("model.moe.norm_topk_prob", self.norm_topk_prob, rule, nearest=either)
-        if self.bias_update_rate and self.score is not Score.sigmoid:
+        if self.bias_update_rate and not self.selects_by_bias:
             raise ConfigError(
                 "model.moe.bias_update_rate",
                 self.bias_update_rate,
-                "the bias only selects for score=sigmoid",
+                "score=softmax selects without a bias",
                 nearest=(0, Instead("model.moe.score=sigmoid")),
             )
+
+    @property
+    def selects_by_bias(self) -> bool:
+        """True if a bias takes part in the choice of experts."""
+        return self.score is not Score.softmax
 
     @property
     def normalizes_sigmoids(self) -> bool:

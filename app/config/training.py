@@ -356,7 +356,7 @@ class LogConfig:
     # the opening also has layout, kernels, slow paths and versions; times of the start and capture
     verbose: bool = False
     wandb: bool = True  # a Weights & Biases run
-    wandb_mode: WandbMode = WandbMode.offline  # where that run goes
+    wandb_mode: WandbMode = WandbMode.auto  # where that run goes
     project: str = "graphfold"  # Weights & Biases project
     # Weights & Biases group; null: none, or the sweep's name for a job of a sweep
     group: str | None = None

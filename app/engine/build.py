@@ -323,6 +323,9 @@ def _wait_for_parameters(chunk: Chunk, optimizer: DistributedOptimizer) -> None:
     for module, params in ((chunk, own), *((module, module.parameters()) for module in inner)):
         wait = optimizer.gate([param for param in params if param.requires_grad])
         module.register_forward_pre_hook(wait)
+    if isinstance(chunk, PredictingChunk):
+        ahead = chunk.in_order[len(chunk.decoder()) :]
+        chunk.wait_for_ahead = optimizer.gate([p for layer in ahead for p in layer.parameters()])
     if chunk.last and chunk.table.weight.requires_grad:
         chunk.wait_for_head = optimizer.gate([chunk.table.weight])
 

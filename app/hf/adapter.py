@@ -23,8 +23,9 @@ from torch import Tensor
 
 from app.config import LoraConfig, ModelConfig
 from app.errors import ConfigError
-from app.hf import tables
-from app.hf.families import Family, family_of
+from app.hf import fits, tables
+from app.hf.families import family_of
+from app.hf.family import Family
 from app.hf.weight_part import WeightPart
 from app.hf.write import WeightReader
 from app.plan.model.lora import GATE_UP, LINEARS
@@ -52,7 +53,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     # the others, such as pissa, change the base too
     "init_lora_weights": (True, False, None, "gaussian", "orthogonal"),
 }
-ONE_EACH = (tables.whole, tables.heads, tables.gate_up, tables.expert_gate_up, tables.expert_down)
+ONE_EACH = (fits.whole, fits.heads, fits.gate_up, fits.expert_gate_up, fits.expert_down)
 EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)\.(lora_[AB]\.weight)")
 WRAPPED = ".base_layer"  # around the inner of two parameters of one module
 
@@ -134,7 +135,7 @@ class AdapterNames:
                 for letter, (name, weight) in zip("AB", adapter.weights(named.name), strict=True):
                     own = NamedWeight(name, weight)
                     if weight.expert and stacked:
-                        alternates = line.fit is tables.alternating
+                        alternates = line.fit is fits.alternating
                         theirs = f"mlp.experts.{adapter.name}"
                         tensor = tables.adapter_tensor(layer, theirs, letter)
                         yield own, _stacked(tensor, weight, alternates=alternates)

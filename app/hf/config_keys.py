@@ -23,6 +23,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "attention_out_bias": (False,),
     "qkv_bias": (False,),
+    "use_bias": (False,),
     "clip_qkv": (),
     "swiglu_alpha": (),
     "swiglu_limit": (),
@@ -113,6 +114,15 @@ REASONS: Mapping[str, tuple[str, ...]] = {
 WITHOUT_EFFECT = {key: reason for reason, keys in REASONS.items() for key in keys}
 WITHOUT_EFFECT_IN: Mapping[str, Mapping[str, str]] = {
     "qwen3_moe": {"max_window_layers": "use_sliding_window is for all layers or none"},
+    "ernie4_5_moe": {"moe_capacity": "no token is dropped"},
+    "minimax_m2": {
+        "mlp_intermediate_size": "there are no dense layers",
+        "shared_moe_mode": "there are no shared experts",
+        **dict.fromkeys(
+            ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
+            "layers that predict further tokens, which published files lack",
+        ),
+    },
     "gemma3_text": {"_sliding_window_pattern": "sliding_window_pattern has its number"},
 }
 # training noise of `transformers` that is not applied here; a message says so if it is not 0
@@ -129,7 +139,7 @@ AUTO_MAP = "auto_map"
 # of quantization_config, where quant_method is fp8
 FP8_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "activation_scheme": ("dynamic", "static"),
-    "fmt": ("e4m3",),
+    "fmt": ("e4m3", "float8_e4m3fn"),
     "expert_dtype": ("fp8",),
 }
 # where it is compressed-tensors: of the section and the weights of its groups

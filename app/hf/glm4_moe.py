@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from app.config import ModelConfig
-from app.hf import config_json
+from app.hf import config_json, deepseek
 from app.hf.rotary import rotary_of_part, written_factor
 from app.hf.their_config import TheirConfig
 
@@ -32,7 +32,7 @@ def read(config: TheirConfig) -> dict[str, Any]:
         "qkv_bias": config.get("attention_bias", False),
         "qk_norm": config.get("use_qk_norm", False),
         "ffn_hidden_size": config.need("intermediate_size"),
-        "moe": {**config_json.sigmoid_router(config), **config_json.deepseek_experts(config)},
+        "moe": {**deepseek.sigmoid_router(config), **deepseek.deepseek_experts(config)},
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from app.config import ModelConfig
-from app.hf import config_json
+from app.hf import deepseek
 from app.hf.their_config import TheirConfig
 
 DENSE, SPARSE = "dense", "sparse"
@@ -23,7 +23,7 @@ DEFAULTS = {
 
 def read(config: TheirConfig) -> dict[str, Any]:
     """Read the fields of a model; without mlp_layer_types all layers but the first have experts."""
-    fields = config_json.deepseek_v3(config)
+    fields = deepseek.deepseek_v3(config)
     layers = fields["num_layers"]
     kinds = config.get("mlp_layer_types", [DENSE, *[SPARSE] * (layers - 1)])
     if len(kinds) != layers:

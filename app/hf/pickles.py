@@ -90,6 +90,7 @@ def _unpickled(path: Path) -> Any:
         with warnings.catch_warnings():
             # of other pickle protocols, which torch reads or refuses
             warnings.filterwarnings("ignore", "Detected pickle protocol")
+            warnings.filterwarnings("ignore", "Validating sparse tensor")  # refused below
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     # a damaged file raises errors of many kinds, whose messages may advise to unpickle all of it
     except Exception as error:

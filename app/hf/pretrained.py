@@ -178,15 +178,22 @@ class Pretrained:
     def _left_out(self, name: str) -> bool:
         layer = LAYER.match(name)
         extra = layer is not None and int(layer[1]) in self._predicting
+        extra = extra or self._predicts(name)
         redundant = name.endswith(self.their.family.redundant or "\n")
         elsewhere = redundant or SAID_ELSEWHERE.search(name) is not None
         return extra or elsewhere or name in self.files.left_out
+
+    def _predicts(self, name: str) -> bool:
+        begins = self.their.family.predicting
+        return begins is not None and name.startswith(begins)
 
     def left_out(self) -> str | None:
         """Return a line on what is not read of the model's files; None if everything is."""
         texts = [
             f"model.layers.{layer}, which predicts further tokens" for layer in self._predicting
         ]
+        if any(map(self._predicts, self.files.file_of)):
+            texts.append(f"{self.their.family.predicting}*, which predicts further tokens")
         if scales := sorted(self.files.left_out):
             texts.append(f"{_listed(scales)}, as activations are not quantised")
         texts += [f"{CONFIG_JSON}: {phrase}" for phrase in self.their.left_out]

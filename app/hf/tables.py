@@ -3,26 +3,33 @@
 A table has a line for each of our weights, used for both import and export. Families share lines; a
 family with other names has lines of its own. Several lines for one weight are alternative
 spellings: all are read, the first is written.
-
-`transformers` 4 stores a tensor per expert. Version 5 keeps all experts of a layer in one
-three-dimensional tensor; it still saves a tensor per expert unless told otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from app.choices import Score
 from app.config import ModelConfig
+from app.hf.fits import (
+    Fit,
+    alternating,
+    expert_down,
+    expert_gate_up,
+    gate_up,
+    gate_up_together,
+    heads,
+    heads_of_pairs,
+    heads_together,
+    row,
+    stacked_down,
+    stacked_gate_up,
+    whole,
+)
 from app.hf.weight_part import WeightPart
 from app.plan.model.stage import NamedWeight
 from app.plan.model.weight import Weight
-from app.plan.sharding.reshard import Block
 
-Shape = tuple[int, ...]
-# returns the parts of a weight of this shape, given the names of their tensors
-Fit = Callable[[ModelConfig, Shape, Sequence[str]], Iterator[WeightPart]]
 BIAS = "body.router.bias_E"  # router bias: a buffer, but saved like a weight
 EMBEDDING = "model.embed_tokens.weight"
 ADAPTED = "base_model.model."  # before names of modules in the files of `peft`
@@ -37,155 +44,6 @@ class NameLine:
     ours: str  # our name, without the layer's prefix
     theirs: tuple[str, ...]
     fit: Fit
-
-
-def whole(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
-    """Map a tensor that is the same in both."""
-    (name,) = theirs
-    yield WeightPart.same(name, shape)
-
-
-def heads(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
-    """Map queries, keys and values; ours are ordered by key/value head: queries, key, value."""
-    groups, width, columns = model.num_kv_heads, model.head_width, shape[1:]
-    queries = model.num_heads // groups
-    apart = (groups, queries + 2, width, *columns)
-    first = 0
-    for name, heads in zip(theirs, (queries, 1, 1), strict=True):
-        start = (0, first, *(0 for _ in apart[2:]))
-        stop = (groups, first + heads, width, *columns)
-        their_whole = Block.whole(groups, heads, width, *columns)
-        order = tuple(range(len(apart)))
-        rows = groups * heads * width
-        yield WeightPart(name, (rows, *columns), Block(apart, start, stop), their_whole, order)
-        first += heads
-
-
-def _heads_of_pairs(
-    model: ModelConfig, shape: Shape, theirs: Sequence[str]
-) -> Iterator[WeightPart]:
-    """Map queries, keys and values as `heads`; values 2i and 2i + 1 of their query and key heads
-    are values i and i + width / 2 of ours.
-    """
-    groups, width, columns = model.num_kv_heads, model.head_width, shape[1:]
-    queries = model.num_heads // groups
-    apart = (groups, queries + 2, 2, width // 2, *columns)
-    dims = tuple(range(len(apart)))
-    first = 0
-    for name, heads in zip(theirs, (queries, 1, 1), strict=True):
-        stop = (groups, first + heads, 2, width // 2, *columns)
-        ours = Block(apart, (0, first, *(0 for _ in dims[2:])), stop)
-        same = name == theirs[-1]  # values are not rotated
-        pair = (2, width // 2) if same else (width // 2, 2)
-        order = dims if same else (0, 1, 3, 2, *dims[4:])
-        whole = Block.whole(groups, heads, *pair, *columns)
-        yield WeightPart(name, (groups * heads * width, *columns), ours, whole, order)
-        first += heads
-
-
-def heads_together(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
-    """Map all queries, then all keys, then all values, in one tensor."""
-    (name,) = theirs
-    groups, width, columns = model.num_kv_heads, model.head_width, shape[1:]
-    queries, rest = model.num_heads // groups, (0,) * len(columns)
-    apart, whole = (groups, queries + 2, width, *columns), (1, groups * (queries + 2), width)
-    their_whole = (*whole, *columns)
-    for first, heads in ((0, queries), (queries, 1), (queries + 1, 1)):
-        for group in range(groups):
-            low = groups * first + group * heads
-            ours = Block(apart, (group, first, 0, *rest), (group + 1, first + heads, *apart[2:]))
-            held = Block(their_whole, (0, low, 0, *rest), (1, low + heads, *apart[2:]))
-            rows = whole[1] * width
-            yield WeightPart(name, (rows, *columns), ours, held, tuple(range(len(apart))))
-
-
-def gate_up_together(
-    model: ModelConfig, shape: Shape, theirs: Sequence[str]
-) -> Iterator[WeightPart]:
-    """Map gate and up projections, one after the other in one tensor."""
-    (name,) = theirs
-    for number in range(2):
-        half = Block.whole(*shape).cut(0, 2, number)
-        yield WeightPart(name, (2 * shape[1], *shape[2:]), half, half, tuple(range(len(shape))))
-
-
-def gate_up(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
-    """Map gate and up projections, or their biases, one after the other in ours."""
-    apart = shape[1:]
-    dims = tuple(range(len(shape)))
-    for number, name in enumerate(theirs):
-        ours = Block.whole(*shape).cut(0, 2, number)
-        yield WeightPart(name, apart, ours, Block.whole(1, *apart), dims)
-
-
-def expert_gate_up(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
-    """Map gate and up projections of experts, a tensor each."""
-    experts, hidden, _, ffn = shape
-    for expert in range(experts):
-        for number, name in enumerate(theirs):
-            ours = Block(shape, (expert, 0, number, 0), (expert + 1, hidden, number + 1, ffn))
-            whole = Block.whole(1, 1, ffn, hidden)
-            yield WeightPart(name.format(expert=expert), (ffn, hidden), ours, whole, (0, 3, 1, 2))
-
-
-def expert_down(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
-    """Map down projections of experts, a tensor each."""
-    experts, ffn, hidden = shape
-    (name,) = theirs
-    for expert in range(experts):
-        ours = Block(shape, (expert, 0, 0), (expert + 1, ffn, hidden))
-        whole = Block.whole(1, hidden, ffn)
-        yield WeightPart(name.format(expert=expert), (hidden, ffn), ours, whole, (0, 2, 1))
-
-
-def stacked_gate_up(
-    model: ModelConfig, shape: Shape, theirs: Sequence[str]
-) -> Iterator[WeightPart]:
-    """Map gate and up projections of all experts, gate first, one tensor."""
-    experts, hidden, _, ffn = shape
-    (name,) = theirs
-    apart = (experts, 2, ffn, hidden)
-    for number in range(2):
-        ours = Block(shape, (0, 0, number, 0), (experts, hidden, number + 1, ffn))
-        half = Block(apart, (0, number, 0, 0), (experts, number + 1, ffn, hidden))
-        for expert in range(experts):  # each expert's gate (or up) half is one range of rows
-            yield WeightPart(
-                name,
-                (experts, 2 * ffn, hidden),
-                ours.cut(0, experts, expert),
-                half.cut(0, experts, expert),
-                (0, 3, 1, 2),
-            )
-
-
-def stacked_down(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
-    """Map down projections of all experts, one tensor."""
-    experts, ffn, hidden = shape
-    (name,) = theirs
-    ours, whole = Block.whole(*shape), Block.whole(experts, hidden, ffn)
-    for expert in range(experts):
-        yield WeightPart(
-            name,
-            (experts, hidden, ffn),
-            ours.cut(0, experts, expert),
-            whole.cut(0, experts, expert),
-            (0, 2, 1),
-        )
-
-
-def alternating(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
-    """Map gate and up projections, or their biases: in files the last dimension alternates."""
-    (name,) = theirs
-    *lead, both, ffn = shape
-    apart = (*lead, ffn, both)
-    dims = tuple(range(len(lead)))
-    yield WeightPart(
-        name,
-        (*lead, both * ffn),
-        Block.whole(*shape),
-        Block.whole(*apart),
-        (*dims, len(lead) + 1, len(lead)),
-    )
 
 
 def mlp_lines(ours: str, theirs: str) -> tuple[NameLine, ...]:
@@ -249,7 +107,7 @@ NORMS_AROUND = (
     NameLine("body.out_norm.weight", ("post_feedforward_layernorm.weight",), whole),
 )
 NEIGHBOURING_PAIRS = tuple(  # of rotary positions, in their queries and keys
-    NameLine(ours, tuple(f"self_attn.{name}_proj.{kind}" for name in "qkv"), _heads_of_pairs)
+    NameLine(ours, tuple(f"self_attn.{name}_proj.{kind}" for name in "qkv"), heads_of_pairs)
     for ours, kind in (("attn.bqkv", "bias"), ("attn.wqkv", "weight"))
 )
 PHI3 = (
@@ -338,6 +196,16 @@ GRANITE_EXPERTS = (  # as published, then as version 5 of `transformers` names t
     NameLine("body.experts.w_down", ("block_sparse_moe.output_linear.weight",), stacked_down),
     NameLine("body.experts.w_down", ("block_sparse_moe.experts.down_proj",), stacked_down),
 )
+MINIMAX_BIAS = (
+    NameLine(BIAS, ("block_sparse_moe.e_score_correction_bias",), whole),
+    NameLine(BIAS, ("mlp.e_score_correction_bias",), whole),
+)
+ERNIE_EXPERTS = (
+    *EXPERTS,
+    *mlp_lines("body.shared", "mlp.shared_experts"),
+    NameLine(BIAS, ("mlp.moe_statics.e_score_correction_bias",), row),
+    NameLine(BIAS, ("mlp.gate.moe_statics.e_score_correction_bias",), row),
+)
 GPT_OSS = (
     NameLine("attn.sinks", ("self_attn.sinks",), whole),
     NameLine("body.router.weight", ("mlp.router.weight",), whole),
@@ -367,7 +235,7 @@ class Mapping:
 
 def router_bias(model: ModelConfig, router: str) -> Iterator[NamedWeight]:
     """Yield the bias of a router, if it has one: a buffer that is saved and read like a weight."""
-    if model.moe is not None and model.moe.score is Score.sigmoid:
+    if model.moe is not None and model.moe.selects_by_bias:
         yield NamedWeight(f"{router}.bias_E", Weight((model.moe.num_experts,)))
 
 

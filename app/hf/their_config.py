@@ -22,7 +22,8 @@ WHOLE = frozenset((
     "n_group", "topk_group", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
     "v_head_dim", "num_nextn_predict_layers", "num_mtp_layers", "sliding_window",
     "max_window_layers", "no_rope_layer_interval",
-    "shared_expert_intermediate_size",
+    "shared_expert_intermediate_size", "rotary_dim", "moe_k", "moe_num_experts",
+    "moe_num_shared_experts", "moe_layer_start_index", "moe_layer_interval",
 ))  # fmt: skip
 NUMBER = frozenset((
     "rms_norm_eps", "rope_theta", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
@@ -30,16 +31,19 @@ NUMBER = frozenset((
     "aux_loss_alpha", "attention_factor", "query_pre_attn_scalar", "attn_logit_softcapping",
     "final_logit_softcapping", "rope_local_base_freq", "logit_scale", "layer_norm_eps",
     "swiglu_alpha", "swiglu_limit", "embedding_multiplier", "attention_multiplier",
-    "residual_multiplier", "logits_scaling", "partial_rotary_factor",
+    "residual_multiplier", "logits_scaling", "partial_rotary_factor", "moe_norm_min",
     "norm_epsilon", "norm_eps", "rotary_pct", "rotary_emb_base",
 ))  # fmt: skip
 FLAG = frozenset(("tie_word_embeddings", "norm_topk_prob", "seq_aux", "use_sliding_window",
                   "truncate", "qkv_bias", "attention_bias", "attention_out_bias",
-                  "mlp_bias", "use_qk_norm", "use_bias", "use_parallel_residual"))  # fmt: skip
+                  "mlp_bias", "use_qk_norm", "use_bias", "use_parallel_residual",
+                  "moe_use_aux_free"))  # fmt: skip
 SECTION = frozenset(("rope_parameters", "rope_scaling", "quantization_config"))
 TEXTS = frozenset(("layer_types", "mlp_layer_types"))
 NUMBERS = frozenset(("short_factor", "long_factor"))
-WHOLES = frozenset(("mlp_only_layers", "weight_block_size", "no_rope_layers", "block_structure"))
+WHOLES = frozenset(
+    ("mlp_only_layers", "weight_block_size", "no_rope_layers", "block_structure", "attn_type_list")
+)
 
 
 def _is_whole(value: object) -> bool:

@@ -9,7 +9,8 @@ from app.config import ModelConfig
 from app.errors import ConfigError, typed
 from app.hf.config_json import as_model
 from app.hf.config_keys import check_neutral, left_out
-from app.hf.families import Family, family_named
+from app.hf.families import family_named
+from app.hf.family import Family
 from app.hf.quantisation import Quantisation
 from app.hf.tables import PREDICTED
 from app.hf.their_config import TheirConfig

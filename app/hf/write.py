@@ -22,7 +22,7 @@ from torch import Tensor
 
 from app.config import ModelConfig
 from app.errors import ConfigError
-from app.hf.families import Family
+from app.hf.family import Family
 from app.hf.file_names import INDEX, ONE_FILE
 from app.hf.tables import copies, mapping
 from app.hf.weight_part import WeightPart, by_tensor

@@ -12,14 +12,14 @@ matrices, D hidden, K layers of multi-token prediction.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from app.model.block import Layer, RoutingReport, RunPhases, StepState, run_layer
-from app.model.chunk import Chunk, ChunkOutput, TokenLosses
+from app.model.chunk import Chunk, ChunkOutput, TokenLosses, nothing
 from app.model.layers.layer_groups import rank
 from app.model.layers.layers import Context
 
@@ -88,6 +88,8 @@ class PredictingChunk(Chunk):
     """
 
     ahead_losses: AheadLosses  # set when the engine is built
+    # replaced with optim.overlap_params, where parameters of the last layers may still be gathered
+    wait_for_ahead: Callable[[], None] = staticmethod(nothing)
 
     def decoder(self) -> Sequence[Layer]:
         """See `Chunk`."""
@@ -101,6 +103,7 @@ class PredictingChunk(Chunk):
         first = len(self.decoder())
         out = super().forward(x, context, runs[:first])
         if context.ahead_2KBS is None:
+            self.wait_for_ahead()
             return out
         assert self.embedding is not None, "the last stage has a copy"
         heads, routing = [out.x], [*out.routing]

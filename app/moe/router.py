@@ -16,6 +16,7 @@ from app.errors import nearest_divisors
 from app.kernels.common import usable
 from app.kernels.routing.top_experts import top_experts
 
+LEAST_SUM = 1e-12  # by which chosen softmax scores are divided (moe_norm_min of ERNIE 4.5)
 TINY = 1e-20  # keeps the normalisation of scores finite when every one of them underflows
 
 
@@ -69,8 +70,9 @@ def choose(
 
     softmax: over the chosen logits; with `pre_softmax` over all logits before choosing, not
     renormalised. sigmoid: of each logit, divided by the sum over the chosen ones if
-    `norm_topk_prob`; None means when top_k > 1. `bias_E` is added to sigmoid scores for the choice
-    only (loss-free balancing, arXiv 2408.15664); softmax ignores it. With `groups`, only the
+    `norm_topk_prob`; None means when top_k > 1. softmax_bias: over all logits, divided by the sum
+    over the chosen ones. `bias_E` is added to scores for the choice only (loss-free balancing,
+    arXiv 2408.15664); softmax ignores it. With `groups`, only the
     `topk_groups` groups with the largest sum of their `group_best` best scores stay eligible: by
     default top_k // topk_groups scores (DeepSeek-V3, arXiv 2412.19437); 1 in DeepSeek-V2 (arXiv
     2405.04434). `scale` multiplies the probabilities. `forced_TK` replaces the choice. Raises
@@ -81,7 +83,7 @@ def choose(
     after_choice = score is Score.softmax and not pre_softmax
     scores_TE = _wide(logits_TE) if after_choice else _plain_scores(logits_TE, score)
     ranked_TE = scores_TE.detach()
-    if bias_E is not None and score is Score.sigmoid:
+    if bias_E is not None and score is not Score.softmax:
         ranked_TE = ranked_TE + bias_E
     if groups is not None and topk_groups is not None:
         per_group = group_best or top_k // topk_groups
@@ -108,7 +110,7 @@ def aux_scores(logits_TE: Tensor, score: Score | str) -> Tensor:
     """Return the scores of the balancing loss, [T, E] fp32: softmax, or normalised sigmoids."""
     score = _known(score)
     scores_TE = _plain_scores(logits_TE, score)
-    if score is Score.softmax:
+    if score is not Score.sigmoid:
         return scores_TE
     return scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + TINY)
 
@@ -187,7 +189,7 @@ def _wide(x: Tensor) -> Tensor:
 
 def _plain_scores(logits_TE: Tensor, score: Score) -> Tensor:
     wide_TE = _wide(logits_TE)
-    return wide_TE.softmax(dim=-1) if score is Score.softmax else wide_TE.sigmoid()
+    return wide_TE.sigmoid() if score is Score.sigmoid else wide_TE.softmax(dim=-1)
 
 
 def _top_experts(scores_TE: Tensor, top_k: int) -> Tensor:
@@ -211,6 +213,8 @@ def _weigh(
     """Return the probabilities of the chosen experts from their scores."""
     if score is Score.softmax:
         return chosen_TK if pre_softmax else chosen_TK.softmax(dim=-1)
+    if score is Score.softmax_bias:
+        return chosen_TK / chosen_TK.sum(dim=-1, keepdim=True).clamp(min=LEAST_SUM)
     normalizes = chosen_TK.shape[1] > 1 if norm_topk_prob is None else norm_topk_prob
     if not normalizes:
         return chosen_TK

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from app.choices import Balance, GraphImpl, GraphScope, Recompute
+from app.choices import Balance, BlockKind, GraphImpl, GraphScope, Recompute
 from app.config import Run
 from app.errors import ConfigError, Instead
 from app.plan.parts.dispatcher import run_dispatcher
@@ -54,6 +54,9 @@ def check_graphs_choice(run: Run) -> None:
             rule = f"{later.value} follows {earlier.value}, so it needs {earlier.value}"
             nearest_scope = "[" + ", ".join(each.value for each in order[:end]) + "]"
             raise ConfigError(key, named, rule, nearest=nearest_scope)
+    if run.model.block is BlockKind.parallel and scope == {GraphScope.mlp}:
+        rule = "feed-forwards of this model read a norm of attn, which needs to be captured too"
+        raise ConfigError(key, named, rule, nearest="[attn, mlp]")
     if partial and not captured_layers(run, range(run.model.num_layers)):
         raise ConfigError(
             key, named, f"model={run.model.name} has no such layers", nearest="[attn]"

@@ -118,6 +118,10 @@ def test_published_models_have_their_published_sizes(model: ModelConfig, total: 
             110_468_824_832 - 2_341_492_736 - 2 * 4096**2 - 3 * 4096 - 2 * 151552 * 4096 - 46 * 128,
             13_424_123_904,
         ),
+        # 230 B and 10 B, which do not count embedding and head
+        ("minimax_m2", 228_689_748_992, 11_030_537_216),
+        # published with biases of 27 layers' 64 experts; 3 B, which do not count the embedding
+        ("ernie4_5_21b_a3b", 21_825_437_888 - 27 * 64, 3_352_148_480),
         ("mistral_7b", 7_241_732_096, 7_241_732_096),
         ("qwen3_8b", 8_190_735_360, 8_190_735_360),
         ("smollm3_3b", 3_075_098_624, 3_075_098_624),

@@ -46,6 +46,8 @@ TABLES = [
     "qwen2_moe",
     "glm4_moe_lite",
     "glm4_moe",
+    "minimax_m2",
+    "ernie4_5_moe",
     "kimi_k2",
     "granite",
     "phi3-long",

@@ -72,6 +72,8 @@ def check_round_trip(
         ("gpt_oss", LAYOUTS["etp2"], {"tp": 2}),
         ("granitemoe", LAYOUTS["etp2"], {"tp": 2}),
         ("glm4_moe", LAYOUTS["etp2"], {"pp": 2}),
+        ("minimax_m2", {"tp": 2}, LAYOUTS["etp2"]),
+        ("ernie4_5_moe-no-shared", LAYOUTS["etp2"], {"tp": 2}),
     ],
 )
 def test_out_is_what_came_in(name: str, there: Any, back: Any, tmp_path: Path):

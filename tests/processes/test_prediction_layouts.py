@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from app.choices import DispatcherKind, Recompute
-from app.config import MTPConfig, RecomputeConfig
+from app.config import MTPConfig, RecomputeConfig, Run
+from app.engine.step.step import TrainingStep, Validation
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.layouts import LAYOUTS, expect_one_process, layout_run
-from tests.processes.captured import WHOLE, local, same, several
-from tests.runs import TINY
+from tests.processes.captured import UPDATING, WHOLE, local, same, several
+from tests.runs import STEADY, TINY, batches_of, engine_of
 
 MODEL = dataclasses.replace(TINY, mtp=MTPConfig(layers=2, loss_weight=0.5))
 CAPTURABLE = dataclasses.replace(
@@ -49,3 +50,24 @@ def test_recompute_and_graphs_change_no_bit(parallel: dict[str, Any]):
         eager = results.pop("eager")
         for name, result in results.items():
             assert same(result, eager), name
+
+
+def validated(rank: int, run: Run) -> list[float]:
+    """Losses of steps with a validation behind each, which does not predict ahead."""
+    engine = engine_of(run, rank)
+    step, held_out = TrainingStep(engine), batches_of(run, 100, engine.groups.dp_rank)
+    validation, seen = Validation(engine, len(held_out)), []
+    for number in range(1, 5):
+        report, _ = step(batches_of(run, number, engine.groups.dp_rank), lr=1e-3, weight_decay=0.1)
+        seen += [report.loss, report.grad_norm, report.mtp_loss["1"], validation(held_out)[0]]
+    engine.release()
+    return seen
+
+
+def test_validations_wait_for_parameters_that_they_do_not_read():
+    """With all-gathers beside the step, those of the last layers too."""
+    overlapped = dataclasses.replace(STEADY, overlap_params=True, bucket_numel=1500)
+    eager = dataclasses.replace(layout_run(TIED, {"dp": 2}), optim=overlapped)
+    whole = dataclasses.replace(eager, cuda_graph=UPDATING)
+    found, captured = (run_distributed(validated, 2, run) for run in (eager, whole))
+    assert found == captured

@@ -265,8 +265,8 @@ def test_missing_package_refused_before_writing(tmp_path: Path, monkeypatch: pyt
 class Recording:
     """Stands in for the package wandb, and for its run."""
 
-    def __init__(self, step: int = 0, fault: str | None = None) -> None:
-        self.step, self.fault = step, fault
+    def __init__(self, step: int = 0, fault: str | None = None, logged_in: bool = False) -> None:
+        self.step, self.fault, self.logged_in = step, fault, logged_in
         self.rows: list[tuple[int, dict[str, Any]]] = []
         self.asked: dict[str, Any] = {}
         self.login_calls = 0
@@ -281,7 +281,7 @@ class Recording:
         self.login_calls += 1
         if self.fault is not None:
             raise RuntimeError(self.fault)
-        return False
+        return self.logged_in
 
     def log(self, row: dict[str, Any], step: int, commit: bool) -> None:
         assert commit and (not self.rows or step > self.rows[-1][0]), "what W&B drops"
@@ -334,9 +334,28 @@ def test_resumed_folder_continues_its_wandb_run(tmp_path: Path, monkeypatch: pyt
     wandb_of(tmp_path / "other", other, monkeypatch)
     assert first.asked["id"] == second.asked["id"] != other.asked["id"]
     assert first.asked["resume"] == "allow" and first.asked["mode"] == "offline"
-    assert first.login_calls == 0, "asked only with log.wandb_mode=online"
     resumed.record(30, {"train/loss": 2.0})
     assert second.rows[0][0] == 31, "the server's counter goes on"
+
+
+@pytest.mark.parametrize(
+    ("asked", "logged_in", "mode"),
+    [("auto", False, "offline"), ("auto", True, None), ("online", True, "online"),
+     ("offline", True, "offline")],
+)  # fmt: skip
+def test_wandb_is_online_where_somebody_is_logged_in(
+    asked: str,
+    logged_in: bool,
+    mode: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    recording = Recording(logged_in=logged_in)
+    wandb_of(tmp_path, recording, monkeypatch, f"log.wandb_mode={asked}")
+    assert recording.asked["mode"] == mode
+    assert recording.login_calls == (asked != "offline")
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

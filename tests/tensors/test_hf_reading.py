@@ -14,16 +14,10 @@ from app.cli.options.keys import all_keys
 from app.config.model import SCALINGS
 from app.engine.start.resume import is_fixed
 from app.errors import ConfigError
-from app.hf.families import (
-    ARCHITECTURE,
-    FAMILIES,
-    OF_EXPERTS,
-    differences,
-    family_named,
-    family_of,
-)
+from app.hf.families import ARCHITECTURE, OF_EXPERTS, differences, family_named, family_of
 from app.hf.file_names import CONFIG_JSON, INDEX, ONE_FILE
 from app.hf.pretrained import Pretrained
+from app.hf.supported import FAMILIES
 from app.hf.their_config import TheirConfig
 from app.hf.their_model import TheirModel
 from app.plan.sharding.blocks import ShardCoords
@@ -296,6 +290,38 @@ PUBLISHED = {  # config.json of the repositories named, as published, without wh
         "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.0,
         "tie_word_embeddings": False, "topk_group": 1, "use_qk_norm": False,
         "vocab_size": 151552,
+    },
+    # MiniMaxAI/MiniMax-M2
+    "minimax_m2": {
+        "model_type": "minimax_m2", "attn_type_list": [1] * 62, "head_dim": 128,
+        "auto_map": {"AutoModelForCausalLM": "modeling_minimax_m2.MiniMaxM2ForCausalLM"},
+        "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 1536,
+        "layernorm_full_attention_beta": 1.0, "layernorm_linear_attention_beta": 1.0,
+        "layernorm_mlp_beta": 1.0, "mlp_intermediate_size": 8192, "mtp_transformer_layers": 1,
+        "num_attention_heads": 48, "num_experts_per_tok": 8, "num_hidden_layers": 62,
+        "num_key_value_heads": 8, "num_local_experts": 256, "num_mtp_modules": 3,
+        "qk_norm_type": "per_layer", "rms_norm_eps": 1e-6, "rope_theta": 5000000,
+        "rotary_dim": 64, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0,
+        "quantization_config": {
+            "activation_scheme": "dynamic", "fmt": "float8_e4m3fn", "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+        },
+        "scoring_func": "sigmoid", "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid",
+        "sliding_window": None, "tie_word_embeddings": False, "use_mtp": True,
+        "use_qk_norm": True, "use_routing_bias": True, "vocab_size": 200064,
+    },
+    # baidu/ERNIE-4.5-21B-A3B-PT
+    "ernie4_5_21b_a3b": {
+        "model_type": "ernie4_5_moe", "hidden_act": "silu", "hidden_size": 2560,
+        "intermediate_size": 12288, "moe_capacity": [64, 64, 64], "moe_gate": "topk",
+        "moe_intermediate_size": 1536, "moe_k": 6, "moe_layer_end_index": 27,
+        "moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_num_experts": 64,
+        "moe_num_shared_experts": 2, "moe_use_aux_free": True, "num_attention_heads": 20,
+        "num_hidden_layers": 28, "num_key_value_heads": 4, "num_nextn_predict_layers": 1,
+        "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 500000.0,
+        "tie_word_embeddings": True, "use_bias": False, "vocab_size": 103424,
+        "auto_map": {"AutoModelForCausalLM": "modeling_ernie4_5_moe.Ernie4_5_MoeForCausalLM"},
     },
     # meta-llama/Meta-Llama-3-8B
     "llama3_8b": {

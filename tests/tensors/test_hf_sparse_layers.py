@@ -13,7 +13,8 @@ import torch
 from app.config import ModelConfig
 from app.errors import ConfigError
 from app.hf.config_json import as_model
-from app.hf.families import FAMILIES, family_of
+from app.hf.families import family_of
+from app.hf.supported import FAMILIES
 from app.hf.their_config import NOWHERE, TheirConfig
 from tests.tensors.hf_parity import CASES
 

@@ -31,6 +31,7 @@ OF_GRANITE = {
     "experts.down_proj": "output_linear.weight",
     "router.weight": "router.layer.weight",
 }
+MIXTRALS = ("mixtral", "minimax_m2")
 STACKED = re.compile(r"(model\.layers\.\d+)\.mlp\.experts\.(gate_up|down)_proj")
 
 Named = Iterator[tuple[str, Tensor]]
@@ -42,8 +43,8 @@ def as_version_5(name: str, value: Tensor, family: str) -> Named:
 
 
 def as_version_4(name: str, value: Tensor, family: str) -> Named:
-    """A tensor for each expert, and other names in Mixtral."""
-    if family == "mixtral" and name.endswith(".mlp.gate.weight"):
+    """A tensor for each expert, and other names in Mixtral and MiniMax-M2."""
+    if family in MIXTRALS and name.endswith((".mlp.gate.weight", ".mlp.e_score_correction_bias")):
         yield name.replace(".mlp.", ".block_sparse_moe."), value
         return
     if family == "gpt_neox":
@@ -61,7 +62,7 @@ def as_version_4(name: str, value: Tensor, family: str) -> Named:
     for expert, both in enumerate(value):
         for part, matrix in zip(names, both.chunk(len(names)), strict=True):
             spelling, word = PER_EXPERT, part
-            if family == "mixtral":
+            if family in MIXTRALS:
                 spelling, word = OF_MIXTRAL, MIXTRAL_PARTS[part]
             yield spelling.format(prefix=stacked[1], expert=expert, part=word), matrix
 

@@ -366,7 +366,11 @@ def test_forced_balance_is_even_and_keeps_the_gradients(score: Score):
     probs, experts, report = router(x)
     assert report.counts_E.tolist() == [12] * 8
     logits = F.linear(x.flatten(0, 1), router.weight)
-    weights = logits if score is Score.softmax else logits.sigmoid()
+    weights = {
+        Score.softmax: logits,
+        Score.sigmoid: logits.sigmoid(),
+        Score.softmax_bias: logits.softmax(1),
+    }[score]
     picked = weights.gather(1, experts)
     expected = picked.softmax(1) if score is Score.softmax else picked / picked.sum(1, keepdim=True)
     expect_sums({"probs": probs}, {"probs": expected}, terms=2 * 3)
@@ -482,6 +486,19 @@ def test_impossible_routing_is_refused_with_the_numbers(wrong: Json, words: tupl
     with pytest.raises(ValueError) as refused:
         route(torch.zeros(2, 8), **wrong)
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_softmax_with_a_bias_is_that_of_its_formula():
+    random = torch.Generator().manual_seed(4)
+    logits_TE, bias_E = torch.randn(5, 8, generator=random), torch.randn(8, generator=random)
+    probs_TE, chosen_TE = route(logits_TE, 3, Score.softmax_bias, bias_E=bias_E)
+    scores_TE = logits_TE.softmax(1)
+    best_TK = (scores_TE + bias_E).topk(3).indices
+    assert torch.equal(chosen_TE, torch.zeros(5, 8, dtype=torch.bool).scatter(1, best_TK, True))
+    kept_TE = scores_TE * chosen_TE
+    torch.testing.assert_close(probs_TE, kept_TE / kept_TE.sum(1, keepdim=True))
+    unbiased = route(logits_TE, 3, Score.softmax_bias)[1]
+    assert not torch.equal(unbiased, chosen_TE), "the bias must decide somewhere"
 
 
 @pytest.mark.parametrize("top_k", [1, 3])

@@ -46,7 +46,7 @@ class SavedWeights:
         """
         if name in self._routers:
             bias_E: Tensor = self._file(self._routers[name]).get_tensor(name)
-            return bias_E[tuple(map(slice, box.start, box.stop))]
+            return bias_E.view(box.shape)[tuple(map(slice, box.start, box.stop))]
         entry = self.manifest["parts"][name]
         shape = tuple(entry["shape"])
         held: dict[Block, list[tuple[int, Bounds]]] = defaultdict(list)

@@ -33,7 +33,8 @@ from app.engine.ranks.groups import Groups
 from app.engine.watchdog.activity import ThreadActivity
 from app.errors import ConfigError, warn
 from app.hf.adapter import AdapterNames, adapter_files
-from app.hf.families import Family, family_of
+from app.hf.families import family_of
+from app.hf.family import Family
 from app.hf.write import Export, complete_or_gone, write_all
 from app.plan.model.stage import model_weights
 

@@ -25,7 +25,8 @@ from app.data.tokenizer import (
 from app.data.tokenizer_files import TEMPLATE, TOKENIZER
 from app.engine.start.kept_tokenizer import changed_end, find_tokenizer, kept_end
 from app.errors import ConfigError, typed, writing
-from app.hf.families import Family, differences
+from app.hf.families import differences
+from app.hf.family import Family
 from app.hf.file_names import CONFIG_JSON
 from app.hf.hub import CHAT_TEMPLATES, PRETRAINED, TEXTS, model_folder, texts_folder
 from app.hf.their_model import PREDICT_LAYERS, TheirModel

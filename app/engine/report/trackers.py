@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from app.choices import WandbMode
 from app.engine.files.run_folder import PLAN, plain
@@ -149,7 +149,6 @@ class Wandb(Tracker):
         super().__init__("Weights & Biases", plan)
         self._wandb = wandb
         log = plan.run.log
-        online = log.wandb_mode is WandbMode.online and _logged_in(wandb.login)
         self._run = wandb.init(
             project=log.project,
             group=log.group,
@@ -159,7 +158,7 @@ class Wandb(Tracker):
             dir=run_dir,
             config={**plain(dataclasses.asdict(plan.run)), VERSION: version.record()},
             id=run_id,
-            mode="online" if online else "offline",
+            mode=_mode(log.wandb_mode, wandb.login),
             resume="allow",
             settings=wandb.Settings(silent=True, console="off"),
         )
@@ -221,16 +220,22 @@ def recorded_id(file: Path) -> str | None:
     return None
 
 
-def _logged_in(login: Callable[..., bool]) -> bool:
-    """Return whether the stored credentials work; if not, print why recording is offline."""
-    why = "nobody is logged in (`wandb login`)"
+def _mode(asked: WandbMode, login: Callable[..., bool]) -> Literal["online", "offline"] | None:
+    """Return the mode of a W&B run, None for W&B's own choice; print why it is offline if the user
+    has asked for online, or has credentials that do not work.
+    """
+    if asked is WandbMode.offline:
+        return "offline"
+    why = "nobody is logged in (`wandb login`)" if asked is WandbMode.online else ""
     try:
         if login(prompt=False):
-            return True
+            return "online" if asked is WandbMode.online else None
     except Exception as error:  # the server refuses them, or cannot be reached
         why = str(error)
-    warn(f"log.wandb_mode=online: {why}; recording offline, `wandb sync` uploads it later")
-    return False
+    if why:
+        said = f"log.wandb_mode={asked.value}: {why}"
+        warn(f"{said}; recording offline, `wandb sync` uploads it later")
+    return "offline"
 
 
 class TensorBoard(Tracker):

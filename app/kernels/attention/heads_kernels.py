@@ -35,10 +35,13 @@ def _place(
 def _pairs(pair: tl.tensor, H: tl.constexpr, R: tl.constexpr) -> tuple[tl.tensor, ...]:
     """Return the column of each pair's left value, and how far behind it its right value is."""
     if R == H:
-        return pair, H // 2
-    rotated = pair < R // 2
-    column = tl.where(rotated, pair, pair + R // 2)
-    return column, tl.where(rotated, R // 2, (H - R) // 2)
+        column = pair
+        apart = H // 2
+    else:
+        rotated = pair < R // 2
+        column = tl.where(rotated, pair, pair + R // 2)
+        apart = tl.where(rotated, R // 2, (H - R) // 2)
+    return column, apart
 
 
 @jit
@@ -52,12 +55,10 @@ def _table(
     R: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
     """Load cosines and sines from `start` on; those of pairs that are not rotated are 1 and 0."""
-    if R == H:
-        cos = tl.load(cos_TR + start + pair, mask=exists, other=0.0)
-        return cos, tl.load(sin_TR + start + pair, mask=exists, other=0.0)
-    turns = exists & (pair < R // 2)
-    cos = tl.load(cos_TR + start + pair, mask=turns, other=1.0)
-    return cos, tl.load(sin_TR + start + pair, mask=turns, other=0.0)
+    if R < H:
+        exists = exists & (pair < R // 2)
+    cos = tl.load(cos_TR + start + pair, mask=exists, other=1.0)
+    return cos, tl.load(sin_TR + start + pair, mask=exists, other=0.0)
 
 
 @jit
@@ -301,13 +302,10 @@ def heads_backward(
                 H=H,
                 NORMS=NORMS,
             )
-        grad = dk + group * k_of_head
-        x = source + P * H
-        dx = target + P * H
         k_left, k_right = _one_backward(
-            grad,
-            x,
-            dx,
+            dk + group * k_of_head,
+            source + P * H,
+            target + P * H,
             weight_H=key_H,
             sum_left=k_left,
             sum_right=k_right,

@@ -7,7 +7,7 @@ Shapes: T tokens on one rank, D hidden, E experts, K per token, R rows: dispatch
 
 from __future__ import annotations
 
-from app.choices import Dtype, Recompute
+from app.choices import Dtype, Recompute, Score
 from app.config import MoEConfig
 from app.kernels.tiling import ONES, PARTS
 from app.plan.model.experts import MoEBodyWeights, RouterWeights
@@ -84,7 +84,8 @@ def route(t: Trace, moe: MoEConfig, h: int, weights: RouterWeights) -> None:
     losses = bool(moe.aux_loss_coeff) + bool(moe.z_loss_coeff)
     # scores of the choice, then those of the losses; probabilities and ids of the chosen experts
     t.op(Work.other, scores, scores, scores * (1 + bool(moe.aux_loss_coeff)), kernels=2)
-    extra = 3 * moe.normalizes_sigmoids + 12 * (moe.capacity_factor is not None)
+    divides = moe.normalizes_sigmoids or moe.score is Score.softmax_bias
+    extra = 3 * divides + 12 * (moe.capacity_factor is not None)
     t.op(Work.other, picked, 3 * picked, 3 * picked, kernels=2 + extra)
     for _ in range(losses):
         t.op(Work.other, scores, 4, kernels=6)
