@@ -103,9 +103,13 @@ class AdapterNames:
 
     def _fits(self, named: NamedWeight) -> bool:
         """Return whether files can hold the adapters of a weight."""
-        if self._apart(named):
+        ours = tables.layer_of(named.name)[1]
+        line = self._line(ours)
+        # several adapters, of one linear layer in files
+        joined = bool(named.weight.fused) and len(line.theirs) < len(LINEARS.get(ours, ()))
+        if joined or self._apart(named):
             return False
-        fit = self._line(tables.layer_of(named.name)[1]).fit
+        fit = line.fit
         if not named.weight.expert or not self.stacked:
             return fit in ONE_EACH
         two = {each.name for each in named.weight.adapters}.intersection(("gate_proj", "up_proj"))
@@ -128,7 +132,7 @@ class AdapterNames:
         Those of all experts of a layer have dimensions apart that `peft` joins (`joined`).
         """
         stacked = self.stacked
-        for named in self._adapted():
+        for named in filter(self._fits, self._adapted()):  # all of them but for `targets`
             layer, ours = tables.layer_of(named.name)
             line = self._line(ours)
             for adapter in named.weight.adapters:

@@ -12,6 +12,9 @@ from app.plan.phases import PhaseName
 from app.plan.select import captured_layers, captured_phases
 from app.rules.pipeline import one_stage
 
+# blocks whose feed-forward reads an output of attention's phase beside the hidden states
+PARALLEL = (BlockKind.parallel, BlockKind.parallel_norms)
+
 
 def _whole() -> Instead:
     return Instead("cuda_graph=full_iteration")
@@ -54,8 +57,8 @@ def check_graphs_choice(run: Run) -> None:
             rule = f"{later.value} follows {earlier.value}, so it needs {earlier.value}"
             nearest_scope = "[" + ", ".join(each.value for each in order[:end]) + "]"
             raise ConfigError(key, named, rule, nearest=nearest_scope)
-    if run.model.block is BlockKind.parallel and scope == {GraphScope.mlp}:
-        rule = "feed-forwards of this model read a norm of attn, which needs to be captured too"
+    if run.model.block in PARALLEL and scope == {GraphScope.mlp}:
+        rule = "feed-forwards of this model read more of attn, which needs to be captured too"
         raise ConfigError(key, named, rule, nearest="[attn, mlp]")
     if partial and not captured_layers(run, range(run.model.num_layers)):
         raise ConfigError(

@@ -159,11 +159,14 @@ FAMILIES = {
     "deepseek_v3": (),
     "gpt_oss": ("self_attn", "mlp", "router"),
     "granite": (),
+    "starcoder2": (),
+    "nemotron": (),
+    "gpt_neox": ("mlp",),
 }
 
 
 @OF_PEFT
-@pytest.mark.parametrize("family", chosen({name: name for name in FAMILIES}, ["llama"]))
+@pytest.mark.parametrize("family", chosen({name: name for name in FAMILIES}, ["llama", "nemotron"]))
 def test_steps_and_files_are_those_of_peft(tmp_path: Path, family: str):
     """Losses, norms, gradients, adapters and logits after 20 steps; B begins as zeros."""
     base = tmp_path / "base"
@@ -304,9 +307,20 @@ def test_adapter_of_another_base_is_refused(
         SavedAdapter(model, replace(LORA, init_from=str(adapter)))
 
 
+@pytest.mark.parametrize("family", ["gpt-neox", "phi3-long"])
+def test_adapters_of_joined_projections_have_no_files(family: str):
+    model = CASES[family]()[2]
+    for targets in ((), ("v_proj",)):
+        with pytest.raises(ConfigError, match="store layers.0.attn.wqkv otherwise"):
+            AdapterNames.of(model, replace(LORA, targets=targets), "key", "value")
+    names = AdapterNames.of(model, replace(LORA, targets=("o_proj", "down_proj")), "key", "value")
+    theirs = ["dense", "dense_4h_to_h"] if family == "gpt-neox" else ["down_proj", "o_proj"]
+    assert names.targets() == (theirs, [])
+
+
 def test_adapters_of_experts_of_granite_have_no_files():
     model = CASES["granitemoe"]()[2]
     for targets in (("experts", "gate_up_proj"), ("gate",)):
-        with pytest.raises(ConfigError, match="models of type granitemoe store body"):
+        with pytest.raises(ConfigError, match="models of type granitemoe store layers.0.body"):
             AdapterNames.of(model, replace(LORA, targets=targets), "key", "value")
     AdapterNames.of(model, replace(LORA, targets=("self_attn",)), "key", "value")
