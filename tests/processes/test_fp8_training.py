@@ -28,6 +28,7 @@ from app.config import (
     CudaGraphConfig,
     Fp8Config,
     LossConfig,
+    ModelConfig,
     OptimConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -172,11 +173,21 @@ LAYOUTS_QUICK = [(Fp8Recipe.current, "tp2 pp2 zero-bubble"), (Fp8Recipe.block, "
 @pytest.mark.parametrize(("recipe", "layout"), chosen(LAYOUT_CASES, LAYOUTS_QUICK))
 def test_layouts_are_as_near_to_fp64_as_one_process(recipe: Fp8Recipe, layout: str):
     """Ranks that have parts of a matrix scale their own: no worse than one scale for all."""
+    expect_near(recipe, layout, DENSE)
+
+
+@pytest.mark.parametrize("recipe", chosen(RECIPES, [Fp8Recipe.block]))
+def test_feed_forwards_without_gates_are_near_too(recipe: Fp8Recipe):
+    ungated = dataclasses.replace(TWO, mlp_gate=False, mlp_bias=True)  # with silu
+    expect_near(recipe, "tp2", ungated)
+
+
+def expect_near(recipe: Fp8Recipe, layout: str, model: ModelConfig) -> None:
     given = {"precision": in_8(recipe, Dtype.float32), "train": TWO_MICROBATCHES}
     plain = given | {"precision": in_8(None, Dtype.float32)}
-    exact = run_distributed(exact_step, 1, run_of(None, **plain))[0]
-    one = run_distributed(first_step, 1, run_of(recipe, **given))[0]
-    run = run_of(recipe, **given, **LAYOUTS[layout])
+    exact = run_distributed(exact_step, 1, run_of(None, model, **plain))[0]
+    one = run_distributed(first_step, 1, run_of(recipe, model, **given))[0]
+    run = run_of(recipe, model, **given, **LAYOUTS[layout])
     several = run_distributed(first_step, run.world_size, run)
     noise = distance(one, exact)
     assert 1e-3 < noise < 0.25  # steps of 2⁻⁴ and 2⁻³, in every GEMM of four layers

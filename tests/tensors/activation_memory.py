@@ -138,6 +138,7 @@ MODELS = {
         activation=ActivationKind.relu2,
         mlp_bias=True,
     ),
+    "ungated_silu": dataclasses.replace(DENSE, mlp_gate=False),
     "parallel_norms": dataclasses.replace(
         DENSE,
         block=BlockKind.parallel_norms,
