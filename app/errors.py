@@ -208,13 +208,15 @@ def _divisors(of: int) -> list[int]:
 
 
 def nearest(word: str, known: Sequence[str]) -> str | None:
-    """Return the known word that `word` misspells or uniquely abbreviates; None if none is near."""
+    """Return the known word that `word` misspells or abbreviates; None if none is near."""
     if near := near_names(word, known):
         return near[0]
     begun = letters(word)
     longer = [each for each in known if letters(each).startswith(begun)]
-    if len(begun) >= LEAST_PREFIX and len(longer) == 1:
-        return longer[0]
+    shortest = min(longer, key=len, default="")
+    all_begin = all(letters(each).startswith(letters(shortest)) for each in longer)
+    if longer and len(begun) >= LEAST_PREFIX and all_begin:
+        return shortest
     first = re.split(r"[^\w-]", word)[0]  # "cuda" of "cuda:0"
     return first if first in known else None
 

@@ -24,11 +24,12 @@ def telling(
     *,
     aloud: bool = True,
     stream: TextIO | None = None,
+    ended: str = "done",
 ) -> Iterator[None]:
     """Print, for a slow block, what it does, its `progress()`, and its end; to stdout or `stream`.
 
-    Prints nothing for a block that takes less than FIRST_S, or without `aloud`. On a terminal the
-    line is updated in place.
+    `ended`: the word for its end. Prints nothing for a block that takes less than FIRST_S, or
+    without `aloud`. On a terminal the line is updated in place.
     """
     if not aloud:
         yield
@@ -65,7 +66,7 @@ def telling(
         over.set()
         thread.join()
         if done and told.is_set():
-            say(f"{what}: {come()}done in {_since(began)}", stream)
+            say(f"{what}: {come()}{ended} in {_since(began)}", stream)
         elif told.is_set() and stream.isatty():
             print(file=stream)  # what went wrong is said below the line
 

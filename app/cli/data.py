@@ -52,7 +52,7 @@ Documents are tokenized into the cache, as a start of the run does; no model is 
 
 Examples:
   python -m app.cli.data inspect +experiment=smoke --sequence 3
-  python -m app.cli.data inspect data=text data.path='docs/*.md' data.document_mask=true"""
+  python -m app.cli.data inspect data=text data.path='texts/*.txt' data.document_mask=true"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ Byte-level BPE, as of GPT-2 and Llama 3. One document of a hundred is left out, 
 bytes per token.
 
 Examples:
-  python -m app.cli.tokenizer --out tok data=text data.path='docs/*.md' --size 1024
+  python -m app.cli.tokenizer --out tok data=text data.path='texts/*.txt' --size 1024
   python -m app.cli.tokenizer --out tok data.sources='[{path: a, weight: 2}, {path: b.jsonl}]'"""
 
 

@@ -469,6 +469,12 @@ def test_saving_thread_waits_in_dropped_collective():
     )
 
 
+def test_a_single_rank_that_saves_waits_for_nobody():
+    watchdog = Watchdog(0, 100.0)
+    watchdog.saving.note("saving step 3")
+    assert watchdog.waits() == []
+
+
 def test_a_rank_rests_until_it_enters_a_collective():
     activity = ThreadActivity()
     activity.rest("preparing the corpus")

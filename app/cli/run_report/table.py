@@ -12,6 +12,7 @@ from app.engine.files.run_folder import CONFIG, RUNS
 from app.errors import ConfigError, nearest, typed
 from app.plan.formatting import count_of, figures
 
+MOST_KEYS = 5  # by which runs are told apart; of less alike ones the folder's name is shorter
 COLUMNS = ("run", "tokens/s", "TFLOP/s", "peak GiB", "loss", "state")
 
 
@@ -98,9 +99,9 @@ def _rows_of_runs(folder: Path) -> list[Row]:
     rows = []
     for path, values in asked.items():
         facts = run_facts(path)
-        label = (
-            " ".join(f"{key}={typed(values.get(key))}" for key in differing) or path.resolve().name
-        )
+        label = path.resolve().name
+        if 0 < len(differing) <= MOST_KEYS:
+            label = " ".join(f"{key}={typed(values.get(key))}" for key in differing)
         rows.append(
             Row(
                 path.name,

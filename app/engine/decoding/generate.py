@@ -61,7 +61,8 @@ def sample_text(
         seed=run.train.seed,
         seconds=SECONDS,
     )
-    with telling("sampling", lambda: f"{len(drawn)} of {count} tokens", aloud=aloud):
+    far = f"of {count} tokens, {SECONDS:g} s at most"
+    with telling("sampling", lambda: f"{len(drawn)} {far}", aloud=aloud, ended="ended"):
         for token in tokens:
             drawn.append(token)
             if token == end:

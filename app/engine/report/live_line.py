@@ -40,7 +40,9 @@ class LiveLine:
         cells: list[RenderableType] = [text]
         if bar >= SHORTEST_BAR:
             line.add_column(width=bar)
-            cells.insert(0, ProgressBar(total=self.total, completed=completed))
+            cells.insert(
+                0, ProgressBar(total=self.total, completed=completed, finished_style="green")
+            )
         else:
             cells = [GAP.join(filter(None, (f"{completed / self.total:.0%}", text)))]
         line.add_column(no_wrap=True, overflow="crop")

@@ -171,7 +171,8 @@ class Console:
 
     def validation(self, report: ValidationReport) -> None:
         """Print a line that stays."""
-        self.val_loss = report.val_loss
+        if report.step:  # that of random weights would stand beside better losses for long
+            self.val_loss = report.val_loss
         self._keep(
             f"step {report.step}/{self.total}  validation loss {report.val_loss:.4f} nats per token"
         )

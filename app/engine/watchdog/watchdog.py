@@ -269,7 +269,10 @@ class Watchdog:
             now = time.time()
             found += [self._in_collective(each, now - each.since) for each in own]
             if activity.since < math.inf and not own:
-                found.append(self._in_action() if activity is self.main else self._in_saving())
+                if activity is self.main:
+                    found.append(self._in_action())
+                elif SAVING in self.groups:  # a single rank waits for no other
+                    found.append(self._in_saving())
         awake = time.monotonic() - self._awake
         found = [replace(wait, seconds=min(wait.seconds, awake)) for wait in found]
         return sorted(found, key=lambda wait: -wait.seconds)
