@@ -394,6 +394,23 @@ def test_training_does_not_wait_for_a_slow_tracker(tmp_path: Path, monkeypatch: 
     assert recording.rows[-1][1] == {"finished": True}
 
 
+def test_tracker_is_made_behind_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made, recording = threading.Event(), Recording()
+
+    def make() -> Sink:
+        made.set()
+        return wandb_of(tmp_path, recording, monkeypatch)
+
+    tracker = Beside("Weights & Biases", make)
+    tracker.validation(ValidationReport(0, 2.5, 64))
+    assert not made.wait(0.2)
+    zeros = dict.fromkeys(("aux_loss", "z_loss", "lr", "weight_decay", "grad_norm"), 0.0)
+    tracker.step(StepReport(**zeros, loss=2.0, skipped=0, step=1))
+    assert made.wait(60)
+    tracker.close()
+    assert recording.rows[0][0] == 0 and recording.rows[-1][1] == {"finished": True}
+
+
 def test_tracker_that_cannot_start_costs_one_warning(capsys: pytest.CaptureFixture[str]):
     def broken() -> Sink:
         raise RuntimeError("no service")

@@ -26,18 +26,21 @@ Call = Callable[[Sink], None]
 class Beside:
     """Sink that is made, called in order and closed by one thread; `close` waits for it.
 
-    A failure to start costs one warning and everything that was to be recorded.
+    It is made once the first step is done, which loading a package would delay. A failure to start
+    costs one warning and everything that was to be recorded.
     """
 
     def __init__(self, name: str, make: Callable[[], Sink]) -> None:
         self.name = name
         self._make = make
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
+        self._begun = threading.Event()
         # daemon: a process that ends at once, as by a second Ctrl-C, does not wait
         self._thread = threading.Thread(target=self._work, daemon=True, name="tracker")
         self._thread.start()
 
     def _work(self) -> None:
+        self._begun.wait()
         try:
             sink = self._make()
         except Exception as error:
@@ -50,6 +53,7 @@ class Beside:
     def step(self, report: StepReport) -> None:
         """Queue the report."""
         self._calls.put(lambda sink: sink.step(report))
+        self._begun.set()
 
     def validation(self, report: ValidationReport) -> None:
         """Queue the report."""
@@ -69,6 +73,7 @@ class Beside:
     def close(self) -> None:
         """Wait until everything is recorded and the tracker has finished."""
         self._calls.put(None)
+        self._begun.set()
         self._thread.join()
 
 
