@@ -21,7 +21,8 @@ NAMES = {
 
 def activation(config: TheirConfig, usual: str) -> ActivationKind:
     """Return the activation that hidden_act names; `usual`: where it is missing."""
-    kind = NAMES.get(config.value("hidden_act") if "hidden_act" in config.values else usual)
+    name = config.value("hidden_act") if "hidden_act" in config.values else usual
+    kind = NAMES.get(name) if isinstance(name, str) else None
     if kind is None:
         raise config.unsupported("hidden_act")
     return kind
