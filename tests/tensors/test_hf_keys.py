@@ -119,7 +119,9 @@ def edits(config: Mapping[str, Any], key: str) -> Iterator[dict[str, Any]]:
     held = (section or config).get(name)
     number = isinstance(held, int | float) and not isinstance(held, bool)
     more = (held * 2, held / 2, held + 1, held - 1) if number else ()
-    more += (8, 16, 24, 64, *SECTIONS) if section else ()
+    more += (8, *SECTIONS) if section else ()
+    if section and name != "attention_factor":  # by whose square scores, and rounding, would grow
+        more += (16, 24, 64)
     for value in (*VALUES, *more):
         if not section:
             yield {**config, key: value}
