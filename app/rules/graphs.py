@@ -60,6 +60,9 @@ def check_graphs_choice(run: Run) -> None:
     if run.model.block in PARALLEL and scope == {GraphScope.mlp}:
         rule = "feed-forwards of this model read more of attn, which needs to be captured too"
         raise ConfigError(key, named, rule, nearest="[attn, mlp]")
+    if run.model.block is BlockKind.parallel_norms and scope == {GraphScope.attn}:
+        rule = "gradients of attn and mlp meet in one sum here, whose order would change"
+        raise ConfigError(key, named, rule, nearest="[attn, mlp]")
     if partial and not captured_layers(run, range(run.model.num_layers)):
         raise ConfigError(
             key, named, f"model={run.model.name} has no such layers", nearest="[attn]"

@@ -134,7 +134,8 @@ def expect_trains(run: Run, ranks: int) -> None:
             assert all(math.isfinite(norm_sq) for _, norm_sq, *_ in found["seen"][::2])
         # recomputation needs fewer rows, and one of the two may end before the other
         both_seen = [*zip(found.pop("seen"), plain.pop("seen"), strict=False)]
-        assert all(one == other for one, other in both_seen), both_seen
+        # as text: norms in fp16 may be NaN, which equals nothing
+        assert all(repr(one) == repr(other) for one, other in both_seen), both_seen
         assert [name for name in found.keys() & plain if found[name] != plain[name]] == []
 
 
