@@ -61,7 +61,7 @@ def check_graphs_choice(run: Run) -> None:
         rule = "feed-forwards of this model read more of attn, which needs to be captured too"
         raise ConfigError(key, named, rule, nearest="[attn, mlp]")
     if run.model.block is BlockKind.parallel_norms and scope == {GraphScope.attn}:
-        rule = "gradients of attn and mlp meet in one sum here, whose order would change"
+        rule = "this model sums gradients of attn and mlp, otherwise if attn alone is captured"
         raise ConfigError(key, named, rule, nearest="[attn, mlp]")
     if partial and not captured_layers(run, range(run.model.num_layers)):
         raise ConfigError(

@@ -49,7 +49,7 @@ def test_captured_parts_compute_the_same(name: str):
     model = dataclasses.replace(TINY, moe=None, **MODELS[name])
     graphs = dict(GRAPHS)
     if name == "parallel_norms":
-        with pytest.raises(ConfigError, match="meet in one sum here"):
+        with pytest.raises(ConfigError, match="otherwise if attn alone"):
             make_run(model, cuda_graph=graphs.pop("attn"))
     runs = {graph: make_run(model, cuda_graph=config) for graph, config in graphs.items()}
     found = run_distributed(trained, 1, runs)[0]
