@@ -21,7 +21,7 @@ from app.optim.muon import MuonShard, orthogonalise
 from app.planner.plan import Plan
 from tests.cases import chosen
 from tests.distributed import run_distributed
-from tests.parity import Trained, few_steps
+from tests.parity import OneProcess, Trained, few_steps
 from tests.processes.layouts import Case, run_of
 from tests.processes.test_layouts import alone
 from tests.rounding import error
@@ -53,34 +53,31 @@ def steps_on_rank_zero(rank: int, run: Run) -> Trained | None:
 
 
 @pytest.fixture(scope="module")
-def one_process() -> dict[str, Trained]:
+def one_process() -> dict[str, OneProcess]:
     return {
-        model: run_distributed(few_steps, 1, run_of(alone(model), optim=MUON), STEPS)[0]
-        for model in ("dense", "moe")
+        model: OneProcess.of(run_of(alone(model), optim=MUON), STEPS) for model in ("dense", "moe")
     }
 
 
 @pytest.mark.parametrize("name", chosen(LAYOUTS, QUICK))
-def test_layouts_train_like_one_process(one_process: dict[str, Trained], name: str):
+def test_layouts_train_like_one_process(one_process: dict[str, OneProcess], name: str):
     case = LAYOUTS[name]
     run = run_of(case, optim=MUON)
     found = run_distributed(steps_on_rank_zero, run.world_size, run)[0]
-    for kind, values in one_process[case[0]].items():
-        for key, value in values.items():
-            assert error(found[kind][key], value) < 1e-5, (kind, key)
+    one_process[case[0]].expect(found, case)
 
 
 @pytest.mark.full
-def test_blocks_are_updated_alone(one_process: dict[str, Trained]):
+def test_blocks_are_updated_alone(one_process: dict[str, OneProcess]):
     """Approximate: other parameters than those of whole matrices, and only where tp divides."""
     blocks = dataclasses.replace(MUON, muon=dataclasses.replace(FP32, tp=MuonTp.blocks))
-    apart = []
-    for name in ("tp2", "dp2"):
-        run = run_of(LAYOUTS[name], optim=blocks)
-        found = run_distributed(steps_on_rank_zero, run.world_size, run)[0]["parameters"]
-        wanted = one_process["dense"]["parameters"]
-        apart.append(max(error(found[key], wanted[key]) for key in wanted))
-    assert apart[0] > 1e-4 and apart[1] < 1e-5
+    results = {
+        name: run_distributed(steps_on_rank_zero, 2, run_of(LAYOUTS[name], optim=blocks))[0]
+        for name in ("tp2", "dp2")
+    }
+    one_process["dense"].expect(results["dp2"], "dp2")
+    found, wanted = results["tp2"]["parameters"], one_process["dense"].plain["parameters"]
+    assert max(error(found[key], wanted[key]) for key in wanted) > 1e-4
 
 
 DENSE = dataclasses.replace(TINY, moe=None)
