@@ -1,18 +1,15 @@
 """Adapters in the files of `peft`: adapter_config.json and adapter_model.safetensors.
 
-A tensor is named after the linear layer that it adapts in the family's model. Experts have one
-layer each there, as in `transformers` 4, or one pair of matrices for all (`target_parameters`):
-GPT-OSS, and where `lora.targets` name `gate_up_proj`. `peft` stacks the experts' A, E·r × inputs,
-and interleaves their B, outputs × r·E.
+`app.hf.adapter_names` says which tensors they have.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from math import isclose, prod, sqrt
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from math import isclose, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +20,18 @@ from torch import Tensor
 
 from app.config import LoraConfig, ModelConfig
 from app.errors import ConfigError
-from app.hf import fits, tables
-from app.hf.families import family_of
-from app.hf.family import Family
-from app.hf.weight_part import WeightPart
+from app.hf.adapter_names import (
+    AdapterNames,
+    any_joined,
+    in_file,
+    module_of,
+    named_in_file,
+    paths_of,
+    pattern_of,
+)
+from app.hf.weight_part import Cut, WeightPart
 from app.hf.write import WeightReader
-from app.plan.model.lora import GATE_UP, LINEARS
-from app.plan.model.stage import NamedWeight, model_weights
-from app.plan.model.weight import Adapter, Weight
+from app.plan.model.stage import NamedWeight
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.sharding.reshard import Block
 
@@ -43,8 +44,6 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "fan_in_fan_out": (False, None),
     "modules_to_save": (None, []),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
     "layers_to_transform": (None, []),
     "lora_bias": (False, None),
     "use_qalora": (False, None),
@@ -53,222 +52,50 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     # the others, such as pissa, change the base too
     "init_lora_weights": (True, False, None, "gaussian", "orthogonal"),
 }
-ONE_EACH = (fits.whole, fits.heads, fits.gate_up, fits.expert_gate_up, fits.expert_down)
-EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)\.(lora_[AB]\.weight)")
-WRAPPED = ".base_layer"  # around the inner of two parameters of one module
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterNames:
-    """Names of a model's adapters in the files of `peft`."""
-
-    model: ModelConfig
-    lora: LoraConfig
-    family: Family
-    joins: bool = (
-        False  # True where experts are one parameter in files that could have a layer each
-    )
-
-    @classmethod
-    def of(
-        cls, model: ModelConfig, lora: LoraConfig, key: str, value: object, *, joins: bool = False
-    ) -> AdapterNames:
-        """Look up the model's family. Raises ConfigError for `key` without such files."""
-        found = cls(model, lora, family_of(model, key, value), joins)
-        if odd := next((each for each in found._adapted() if not found._fits(each)), None):
-            rule = f"models of type {found.family.model_type} store {odd.name} otherwise than as"
-            rule, advice = f"{rule} linear layers, which `peft` adapts", None
-            if odd.weight.expert and not found._apart(odd):
-                rule = "adapts gate and up of experts by one pair of matrices, lora.targets by two"
-                advice = "name gate_up_proj in lora.targets"
-            raise ConfigError(key, value, rule, advice=advice)
-        return found
-
-    @property
-    def stacked(self) -> bool:
-        """True if the experts of a layer are one parameter in the files, not a layer each."""
-        return (
-            self.joins
-            or any(GATE_UP.endswith(f".{each.name}") for _, each in self.experts())
-            or any(
-                self._line(tables.layer_of(named.name)[1]).fit not in ONE_EACH
-                for named, _ in self.experts()
-            )
-        )
-
-    def experts(self) -> Iterator[tuple[NamedWeight, Adapter]]:
-        """Yield the adapters of experts with their weights."""
-        for named in self._adapted():
-            yield from ((named, each) for each in named.weight.adapters if named.weight.expert)
-
-    def _fits(self, named: NamedWeight) -> bool:
-        """Return whether files can hold the adapters of a weight."""
-        ours = tables.layer_of(named.name)[1]
-        line = self._line(ours)
-        # several adapters, of one linear layer in files
-        joined = bool(named.weight.fused) and len(line.theirs) < len(LINEARS.get(ours, ()))
-        if joined or self._apart(named):
-            return False
-        fit = line.fit
-        if not named.weight.expert or not self.stacked:
-            return fit in ONE_EACH
-        two = {each.name for each in named.weight.adapters}.intersection(("gate_proj", "up_proj"))
-        return not two
-
-    def _apart(self, named: NamedWeight) -> bool:
-        """Return whether versions of `transformers` have modules of other names and kinds."""
-        return self._line(tables.layer_of(named.name)[1]) in tables.GRANITE_EXPERTS
-
-    def _line(self, ours: str) -> tables.NameLine:
-        return next(line for line in self.family.table(self.model) if line.ours == ours)
-
-    def _adapted(self) -> Iterator[NamedWeight]:
-        weights = model_weights(self.model, self.lora)
-        return (named for named in weights if named.weight.adapters)
-
-    def parts(self) -> Iterator[tuple[NamedWeight, WeightPart]]:
-        """Yield the weights of all adapters with the tensors that hold them.
-
-        Those of all experts of a layer have dimensions apart that `peft` joins (`joined`).
-        """
-        stacked = self.stacked
-        for named in filter(self._fits, self._adapted()):  # all of them but for `targets`
-            layer, ours = tables.layer_of(named.name)
-            line = self._line(ours)
-            for adapter in named.weight.adapters:
-                for letter, (name, weight) in zip("AB", adapter.weights(named.name), strict=True):
-                    own = NamedWeight(name, weight)
-                    if weight.expert and stacked:
-                        alternates = line.fit is fits.alternating
-                        theirs = f"mlp.experts.{adapter.name}"
-                        tensor = tables.adapter_tensor(layer, theirs, letter)
-                        yield own, _stacked(tensor, weight, alternates=alternates)
-                        continue
-                    theirs = _their_layers(line, ours)[adapter.name]
-                    layers = self.family.layers_name
-                    tensor = tables.adapter_tensor(layer, theirs, letter, layers)
-                    for part in _parts(tensor, weight):
-                        yield own, part
-
-    def targets(self) -> tuple[list[str], list[str]]:
-        """Return the adapted linear layers and the adapted parameters for adapter_config.json: by
-        their last names if that means the same layers of the model.
-
-        In models with experts, `peft` takes gate_proj, up_proj and down_proj of a list of layers
-        for those of experts and leaves out other feed-forwards (`transformers` 5); it finds these
-        as parameters. A router is a layer in some versions of `transformers`, which `peft` knows,
-        and a parameter in GPT-OSS.
-        """
-        adapted = {_module(part.name) for _, part in self.parts()}
-        parameters = set[str]()
-        if self.model.moe is not None:
-            parameters = {each for each in adapted if _fed_forward(each)}
-            parameters |= {each for each in adapted if each.endswith(".mlp.router")}
-        of_experts = {each for each in adapted if EXPERTS.fullmatch(f"{each}.lora_A.weight")}
-        adapted -= parameters | of_experts
-        last = sorted({module.rpartition(".")[2] for module in adapted})
-        everything = LoraConfig(rank=self.lora.rank, targets=("self_attn", "mlp", "gate"))
-        others = AdapterNames(self.model, everything, self.family).modules() - parameters
-        same = {each for each in others if each.rpartition(".")[2] in last}
-        within = {f"{each}.weight" for each in parameters} | of_experts
-        return (
-            last if same == adapted else sorted(adapted),
-            sorted({tables.layer_of(each.removeprefix("model."))[1] for each in within}),
-        )
-
-    def modules(self) -> set[str]:
-        """Return the paths of all adapted layers."""
-        return {_module(part.name) for _, part in self.parts()}
-
-
-def _their_layers(line: tables.NameLine, ours: str) -> dict[str, str]:
-    """Return their name of each linear layer of a weight, by ours."""
-    linears = (linear.rpartition(".")[2] for linear in LINEARS.get(ours, ("gate",)))
-    # without a gate the first is not there
-    return dict(zip([*linears][-len(line.theirs) :], line.theirs, strict=True))
-
-
-def _module(tensor: str) -> str:
-    return tensor.removeprefix(tables.ADAPTED).rpartition(".lora_")[0]
-
-
-def _fed_forward(module: str) -> bool:
-    """Return whether it is a linear layer of a feed-forward that is not an expert's."""
-    last = module.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
-    return last and ".experts." not in module
-
-
-def _parts(tensor: str, weight: Weight) -> Iterator[WeightPart]:
-    """Yield the tensors of a matrix: one, or a transposed one per expert."""
-    if not weight.expert:
-        yield WeightPart.same(tensor, weight.shape)
-        return
-    experts, rows, columns = weight.shape
-    for expert in range(experts):
-        ours = Block(weight.shape, (expert, 0, 0), (expert + 1, rows, columns))
-        whole = Block.whole(1, columns, rows)
-        yield WeightPart(tensor.format(expert=expert), (columns, rows), ours, whole, (0, 2, 1))
-
-
-def _stacked(tensor: str, weight: Weight, *, alternates: bool) -> WeightPart:
-    """Return the tensor of all experts: A as E × r × inputs, B as outputs × r × E; `alternates`:
-    gate and up alternate in the outputs.
-    """
-    order: tuple[int, ...]
-    if ".lora_A." in tensor:
-        order = 0, 2, 1
-    elif len(weight.shape) == 3:
-        order = 2, 1, 0
-    else:  # gate and up are a dimension of their own
-        order = (3, 2, 1, 0) if alternates else (3, 2, 0, 1)
-    theirs = [0] * len(order)
-    for mine, other in enumerate(order):
-        theirs[other] = weight.shape[mine]
-    whole = Block.whole(*theirs)
-    return WeightPart(tensor, tuple(theirs), Block.whole(*weight.shape), whole, order)
-
-
-def joined(part: WeightPart) -> tuple[int, ...]:
-    """Return the shape of a part's tensor in the file, where `peft` joins dimensions."""
-    if len(part.shape) == 2:
-        return part.shape
-    if ".lora_A." in part.name:
-        return part.shape[0] * part.shape[1], part.shape[2]
-    return prod(part.shape[:-2]), part.shape[-2] * part.shape[-1]
-
-
-def in_files(tensors: Iterable[str]) -> dict[str, str]:
-    """Return the name in files of every tensor.
-
-    `peft` wraps a module with two adapted parameters twice: gate_up_proj first, then down_proj.
-    """
-    names = {}
-    found = {name: match for name in tensors if (match := EXPERTS.fullmatch(name))}
-    wrapped = {match[1] for match in found.values() if match[2] == "down_proj"}
-    for name, match in found.items():
-        inner = match[2] == "gate_up_proj" and match[1] in wrapped
-        names[name] = f"{match[1]}{WRAPPED if inner else ''}.{match[3]}"
-    return {name: names.get(name, name) for name in tensors}
 
 
 def adapter_files(names: AdapterNames, source: WeightReader) -> dict[str, bytes]:
     """Return the files of adapters by name, fp32 as the optimizer has them."""
-    parts = list(names.parts())
-    named, tensors = in_files([part.name for _, part in parts]), {}
-    for own, part in parts:
+    tensors: dict[str, Tensor] = {}
+    parts = {}
+    for own, part in names.parts():
         order = [part.order.index(dim) for dim in range(len(part.order))]
         values = source.read(own.name, part.ours).permute(order)
-        tensors[named[part.name]] = values.reshape(joined(part)).float().contiguous()
+        if part.name not in tensors:
+            # adapters of one of their layers leave the others' rows out
+            tensors[part.name] = torch.zeros(part.shape)
+        place = _place(part)
+        tensors[part.name][place] = values.reshape(tensors[part.name][place].shape).float()
+        parts[part.name] = part
+    named = named_in_file(tensors)
+    written = {named[name]: value.view(in_file(parts[name])) for name, value in tensors.items()}
+    text = json.dumps(_adapter_config(names), indent=2) + "\n"
+    return {CONFIG: text.encode(), WEIGHTS: save(written, {"format": "pt"})}
+
+
+def _place(part: WeightPart) -> tuple[slice, ...]:
+    """Return where a whole part is in its tensor."""
+    return tuple(
+        slice(*each) for each in Cut(part, Block.whole(*part.ours.shape), part.ours).region
+    )
+
+
+def _adapter_config(names: AdapterNames) -> dict[str, Any]:
+    """Return adapter_config.json: r and lora_alpha are those of the layers with most of ours."""
     lora, (modules, parameters) = names.lora, names.targets()
-    # as plain alpha / r: where `peft` joins gate and up, it doubles alpha and r
-    plain = lora.rslora and any(each.name == "gate_proj" for _, each in names.experts())
-    alpha = lora.scale * lora.rank if plain and lora.rank else lora.alpha
-    config = {
+    assert lora.rank is not None, "a run with adapters has a rank"
+    counts = names.layers_in()
+    most = max(counts.values())
+    # scaled by alpha / r, not alpha / √r: joined layers have a larger r. `peft` joins gate and up
+    plain = most > 1 or any(each.name == "gate_proj" for _, each in names.experts())
+    plain = plain and (lora.rslora or most > 1)
+    fewer = {pattern_of(module): count for module, count in counts.items() if count < most}
+    config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": names.model.init_from,
-        "r": lora.rank,
-        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
+        "r": lora.rank * most,
+        "lora_alpha": _number(lora.scale * lora.rank * most if plain else lora.alpha),
         "use_rslora": lora.rslora and not plain,
         # `peft` refuses to load it beside parameters
         "lora_dropout": 0.0 if parameters else lora.dropout,
@@ -277,10 +104,18 @@ def adapter_files(names: AdapterNames, source: WeightReader) -> dict[str, bytes]
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+    if fewer:
+        config["rank_pattern"] = {name: lora.rank * count for name, count in fewer.items()}
+        config["alpha_pattern"] = {
+            name: _number(lora.scale * lora.rank * count) for name, count in fewer.items()
+        }
     if parameters:
         config["target_parameters"] = parameters
-    text = json.dumps(config, indent=2) + "\n"
-    return {CONFIG: text.encode(), WEIGHTS: save(tensors, {"format": "pt"})}
+    return config
+
+
+def _number(alpha: float) -> float:
+    return int(alpha) if alpha.is_integer() else alpha
 
 
 class SavedAdapter:
@@ -294,16 +129,23 @@ class SavedAdapter:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise self._refusal(f"{WEIGHTS} cannot be read: {error}") from error
-        joins = any(".mlp.experts.lora_" in name for name in tensors)
-        self.names = AdapterNames.of(model, lora, KEY, self.folder, joins=joins)
+        names = AdapterNames.of(model, lora, KEY, self.folder, joins=any_joined(tensors))
+        self.names = replace(names, shared=self._check_ranks(names))
         self.tensors = self._checked(tensors)
 
     def left_out(self) -> str | None:
-        """Return what training here leaves out of the adapter's settings, in words."""
-        theirs, ours = self.dropout, self.names.lora.dropout
-        if theirs in (0, ours):
-            return None
-        return f"its lora_dropout={theirs:g} is left out: lora.dropout={ours:g}"
+        """Return what training here changes of the adapter, in words."""
+        said, theirs, ours = [], self.dropout, self.names.lora.dropout
+        if theirs not in (0, ours):
+            said.append(f"its lora_dropout={theirs:g} is left out: lora.dropout={ours:g}")
+        if self.names.shared:
+            counts = self.names.layers_in().items()
+            several = {module.rpartition(".")[2] for module, count in counts if count > 1}
+            said.append(
+                f"A of {', '.join(sorted(several))} is copied to each linear layer in it, which "
+                "train apart"
+            )
+        return "; ".join(said) or None
 
     def fill(self, weights: Iterable[tuple[NamedWeight, Tensor]], coords: ShardCoords) -> None:
         """Fill this rank's parts of adapters in place."""
@@ -328,14 +170,7 @@ class SavedAdapter:
         for key, plain in PLAIN.items():
             if found.get(key, plain[0]) not in plain:
                 raise self._refusal(f"{CONFIG} has {key}={found[key]!r}, which is not built here")
-        assert lora.rank is not None, "a run with adapters has a rank"
-        if (rank := found.get("r")) != lora.rank:
-            raise self._refusal(f"has r={rank}, and lora.rank={lora.rank}")
-        alpha, rslora = found.get("lora_alpha", 8), bool(found.get("use_rslora", False))
-        if not isclose(alpha / (sqrt(lora.rank) if rslora else lora.rank), lora.scale):
-            theirs = f"lora_alpha={alpha}, use_rslora={rslora}"
-            rule = f"has {theirs}, and lora.alpha={lora.alpha:g}, lora.rslora={lora.rslora}"
-            raise self._refusal(rule)
+        self.config = found
         self.dropout = float(found.get("lora_dropout") or 0)
         base, own = found.get("base_model_name_or_path"), model.init_from
         if base and own and Path(base).name.lower() != Path(own).name.lower():
@@ -343,10 +178,47 @@ class SavedAdapter:
             advice = f"name its base, or correct base_model_name_or_path in {CONFIG}"
             raise ConfigError(KEY, self.folder, rule, advice=advice)
 
+    def _check_ranks(self, names: AdapterNames) -> bool:
+        """Return whether linear layers that are one in files share an A (`AdapterNames.shared`).
+
+        Refuses ranks and scales of adapters other than those of the run.
+        """
+        lora, shared = names.lora, set[bool]()
+        assert lora.rank is not None, "a run with adapters has a rank"
+        rslora = bool(self.config.get("use_rslora", False))
+        for module, count in names.layers_in().items():
+            rank, where = self._told("rank_pattern", module, self.config.get("r"))
+            alpha, place = self._told("alpha_pattern", module, self.config.get("lora_alpha", 8))
+            if rank not in (lora.rank, count * lora.rank):
+                raise self._refusal(f"has r={rank}{where}, and lora.rank={lora.rank}")
+            if not isclose(alpha / (sqrt(rank) if rslora else rank), lora.scale):
+                theirs = f"lora_alpha={alpha}{place}, r={rank}{where}, use_rslora={rslora}"
+                rule = f"has {theirs}, and lora.alpha={lora.alpha:g}, lora.rslora={lora.rslora}"
+                raise self._refusal(rule)
+            if count > 1:
+                shared.add(rank == lora.rank)
+        if len(shared) > 1:
+            raise self._refusal(f"has r={lora.rank} for some joined layers, and more for others")
+        return shared == {True}
+
+    def _told(self, patterns: str, module: str, usual: Any) -> tuple[Any, str]:
+        """Return a layer's value among patterns of its path, and in words which one tells it."""
+        found = self.config.get(patterns) or {}
+        if not isinstance(found, Mapping):
+            raise self._refusal(f"{CONFIG} has {patterns}={found!r}, which are no patterns")
+        for pattern, value in found.items():
+            try:
+                here = any(re.match(rf"(.*\.)?({pattern})$", path) for path in paths_of(module))
+            except re.error as error:
+                raise self._refusal(f"{CONFIG} has {patterns} {pattern!r}: {error}") from error
+            if here:
+                return value, f" for {module}"
+        return usual, ""
+
     def _checked(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors in their parts' shapes, without names and shapes that do not fit."""
         parts = {part.name: part for _, part in self.names.parts()}
-        wanted = in_files(parts)
+        wanted = named_in_file(parts)
         for name in (*wanted.values(), *tensors):
             if name not in tensors:
                 raise self._refusal(f"{WEIGHTS} lacks {name}, which lora.targets ask for")
@@ -354,13 +226,30 @@ class SavedAdapter:
                 raise self._refusal(f"{WEIGHTS} has {name}, which lora.targets leave out")
         found = {}
         for name, part in parts.items():
-            there, here = tensors[wanted[name]], joined(part)
+            there, here = tensors[wanted[name]], in_file(part)
             if tuple(there.shape) != here:
                 shape = tuple(there.shape)
                 rule = f"is of another base: {wanted[name]} has shape {shape}, here {here}"
                 raise self._refusal(rule)
             found[name] = there.view(part.shape)
+        self._check_blocks(found)
         return found
+
+    def _check_blocks(self, tensors: dict[str, Tensor]) -> None:
+        """Refuse a B whose columns adapt rows of several of our linear layers."""
+        if self.names.shared:
+            return
+        joined = {module for module, count in self.names.layers_in().items() if count > 1}
+        rest = {name: value for name, value in tensors.items() if module_of(name) in joined}
+        rest = {name: value.clone() for name, value in rest.items()}
+        for _, part in self.names.parts():
+            if part.name in rest:
+                rest[part.name][_place(part)] = 0
+        for name, value in rest.items():
+            if value.any():
+                rule = f"has one pair of matrices for the linear layers in {module_of(name)}, and"
+                rank = self.names.lora.rank
+                raise self._refusal(f"{rule} lora.rank={rank} one for each")
 
     def _refusal(self, rule: str) -> ConfigError:
         return ConfigError(KEY, self.folder, rule)

@@ -75,6 +75,18 @@ def heads_together(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> I
             yield WeightPart(name, (rows, *columns), ours, held, tuple(range(len(apart))))
 
 
+def heads_in_turn(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
+    """Map queries, key and value of one key/value head after another, in one tensor as in ours."""
+    (name,) = theirs
+    groups, width, columns = model.num_kv_heads, model.head_width, shape[1:]
+    queries, rest = model.num_heads // groups, (0,) * len(columns)
+    apart = (groups, queries + 2, width, *columns)
+    for group in range(groups):
+        for first, heads in ((0, queries), (queries, 1), (queries + 1, 1)):
+            box = Block(apart, (group, first, 0, *rest), (group + 1, first + heads, *apart[2:]))
+            yield WeightPart(name, shape, box, box, tuple(range(len(apart))))
+
+
 def gate_up_together(
     model: ModelConfig, shape: Shape, theirs: Sequence[str]
 ) -> Iterator[WeightPart]:

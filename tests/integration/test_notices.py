@@ -49,6 +49,13 @@ def test_default_rate_of_pretrained_models_is_told(words: tuple[str, ...]):
     assert said("model=dense_tiny") == []
 
 
+def test_adapters_without_a_family_are_told():
+    line = "lora.rank=4: nothing exports these adapters: no supported Hugging Face family computes"
+    assert said("model=dense_tiny", "lora.rank=4") == []
+    (found,) = said("model=dense_tiny", "model.norm=layer", "lora.rank=4")
+    assert found.startswith(line)
+
+
 def test_large_models_chosen_alone_are_told():
     run = load_typed(Typed(("model=llama3_8b",)))
     line = "model={} alone trains in fp32 on sequences of 128 tokens, the defaults: "

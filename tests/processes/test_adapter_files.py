@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from app.choices import DispatcherKind
@@ -22,7 +22,8 @@ from app.engine.files.checkpoints import checkpoint_name
 from app.engine.ranks.groups import create_groups
 from app.engine.step.engine import Engine
 from app.errors import ConfigError
-from app.hf.adapter import CONFIG, WEIGHTS, AdapterNames, SavedAdapter, adapter_files
+from app.hf.adapter import CONFIG, WEIGHTS, SavedAdapter, adapter_files
+from app.hf.adapter_names import AdapterNames
 from app.hf.pretrained import Pretrained
 from app.plan.sharding.reshard import Block
 from app.planner.plan import Plan
@@ -83,8 +84,8 @@ class Whole:
 
 
 def tuned(rank: int, run: Run, folder: Path) -> tuple[list[tuple[float, float]], Tensor]:
-    """Checkpoints before and after training, and files with the last gradients in the place of
-    adapters; returns losses with norms, and logits.
+    """Checkpoints before and after training, and files with the last gradients or ones in the place
+    of adapters; returns losses with norms, and logits.
     """
     engine = engine_from(run, rank)
     cursor = {"sequences": 0, "stream": {"rank": rank}}
@@ -92,9 +93,12 @@ def tuned(rank: int, run: Run, folder: Path) -> tuple[list[tuple[float, float]],
     seen = train_steps(run, engine, STEPS)
     save_checkpoint(folder / "checkpoints", engine, run, Progress(STEPS, STEPS), cursor=cursor)
     names = AdapterNames.of(run.model, run.lora, "lora", run.lora)
-    (folder / "gradients").mkdir()
-    for name, data in adapter_files(names, Whole(whole_gradients(engine))).items():
-        (folder / "gradients" / name).write_bytes(data)
+    gradients = whole_gradients(engine)
+    ones = {name: torch.ones_like(value) for name, value in gradients.items()}
+    for place, values in (("gradients", gradients), ("ones", ones)):
+        (folder / place).mkdir()
+        for name, data in adapter_files(names, Whole(values)).items():
+            (folder / place / name).write_bytes(data)
     engine.gather_all_params()
     return seen, logits_of(engine, run)
 
@@ -117,17 +121,15 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: each for name, each in model.named_parameters() if ".lora_" in name}
 
 
-def by_peft(model: nn.Module, run: Run) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+def by_peft(
+    model: nn.Module, run: Run, ones: dict[str, Tensor]
+) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     """Train the adapters of a model with torch.optim.AdamW; returns losses with norms, and the last
-    gradients.
+    gradients. `ones`: 0 where a matrix of several linear layers lies outside their blocks.
     """
     params = parameters_of(model)
     for name, each in params.items():
-        if "experts.base_layer.lora_B" in name and run.model.moe and not run.model.moe.expert_bias:
-            # gate and up of experts, which `peft` has in one matrix: two blocks of it
-            rows, columns = (count // 2 for count in each.shape)
-            own = torch.block_diag(torch.ones(rows, columns), torch.ones(rows, columns))
-            each.register_hook(own.mul)
+        each.register_hook(ones[name].detach().mul)
     optimizer = torch.optim.AdamW(
         params.values(),
         lr=OPTIM.lr,
@@ -161,12 +163,17 @@ FAMILIES = {
     "granite": (),
     "starcoder2": (),
     "nemotron": (),
-    "gpt_neox": ("mlp",),
+    "gpt_neox": (),
+    "phi3": (),
+    "cohere2": (),
+    "granitemoe": ("self_attn", "mlp", "gate"),
+    "ernie4_5_moe": (),
+    "mixtral": (),
 }
 
 
 @OF_PEFT
-@pytest.mark.parametrize("family", chosen({name: name for name in FAMILIES}, ["llama", "nemotron"]))
+@pytest.mark.parametrize("family", chosen({name: name for name in FAMILIES}, ["phi3", "nemotron"]))
 def test_steps_and_files_are_those_of_peft(tmp_path: Path, family: str):
     """Losses, norms, gradients, adapters and logits after 20 steps; B begins as zeros."""
     base = tmp_path / "base"
@@ -185,7 +192,7 @@ def test_steps_and_files_are_those_of_peft(tmp_path: Path, family: str):
     )
     assert 0.9 < bound <= 1.0
     model = with_adapter(base, folders[0], is_trainable=True)
-    wanted, gradients = by_peft(model, run)
+    wanted, gradients = by_peft(model, run, parameters_of(with_adapter(base, tmp_path / "ones")))
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
     trained = with_adapter(base, folders[1])
@@ -208,6 +215,10 @@ def expect_close(found: dict[str, Tensor], wanted: dict[str, Tensor], **how: flo
 
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LAYERS = {  # other linear layers that `peft` adapts in a family: those with several of ours share A
+    "phi3": ["qkv_proj", "o_proj", "gate_up_proj"],
+    "gpt_neox": ["query_key_value"],
+}
 PARAMETERS = {  # family -> adapted parameters in `peft`, and our targets
     "llama": ([], ("self_attn",)),
     "qwen3_moe": (
@@ -219,6 +230,17 @@ PARAMETERS = {  # family -> adapted parameters in `peft`, and our targets
         ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.router.weight"],
         ("self_attn", "mlp", "mlp.router"),
     ),
+    "granitemoe": (
+        [f"block_sparse_moe.{name}" for name in ("experts.gate_up_proj", "router.weight")],
+        ("self_attn", "gate_up_proj", "router"),
+    ),
+    "granitemoe-shared": (
+        ["block_sparse_moe.experts.gate_up_proj"],
+        ("self_attn", "gate_proj", "up_proj"),
+    ),
+    "phi3": ([], ("self_attn", "gate_proj", "up_proj")),
+    "gpt_neox": ([], ("q_proj", "k_proj", "v_proj")),
+    "cohere2": ([], ("self_attn",)),
 }
 
 
@@ -227,17 +249,18 @@ def logits_with(rank: int, run: Run) -> Tensor:
 
 
 @OF_PEFT
-@pytest.mark.parametrize("name", chosen({name: name for name in PARAMETERS}, ["qwen3_moe"]))
+@pytest.mark.parametrize("name", chosen({name: name for name in PARAMETERS}, ["qwen3_moe", "phi3"]))
 def test_adapter_that_peft_saved_is_read(tmp_path: Path, name: str):
     peft = pytest.importorskip("peft")  # takes seconds
     base, folder = tmp_path / "base", tmp_path / "adapter"
-    model, _ = save_random(name.partition("-")[0], base)
+    family = name.partition("-")[0]
+    model, _ = save_random(family, base)
     parameters, targets = PARAMETERS[name]
     config = peft.LoraConfig(
         r=4,
         lora_alpha=6,
         use_rslora=True,
-        target_modules=ATTENTION,
+        target_modules=LAYERS.get(family, ATTENTION),
         target_parameters=parameters,
         init_lora_weights=False,  # B is not zero
     )
@@ -263,24 +286,48 @@ def trained_whole(rank: int, run: Run, folder: Path) -> dict[str, Tensor]:
     return whole_parameters(engine)
 
 
-def test_adapter_is_read_at_any_layout(tmp_path: Path):
+EXPERTS = (
+    ParallelConfig(tp=2, ep=2, etp=1),
+    ParallelConfig(tp=2, ep=1, etp=2),
+    ParallelConfig(pp=2),
+)
+DENSE = (ParallelConfig(tp=2), ParallelConfig(), ParallelConfig(pp=3))
+LAYOUTS = {  # of the run that writes an adapter, then of others that read it
+    "qwen3_moe": EXPERTS,
+    "granitemoe": (*EXPERTS[:2], ParallelConfig(pp=3)),
+    "phi3": DENSE,
+    "gpt_neox": DENSE,
+    "cohere2": DENSE,
+}
+
+
+@pytest.mark.parametrize("family", chosen(LAYOUTS, ["qwen3_moe", "phi3"]))
+def test_adapter_is_read_at_any_layout(tmp_path: Path, family: str):
     base, adapter = tmp_path / "base", tmp_path / "adapter"
-    save_random("qwen3_moe", base)
-    run = run_from(base, ParallelConfig(tp=2, ep=2, etp=1))
+    save_random(family, base)
+    first, *others = LAYOUTS[family]
+    run = run_from(base, first)
     wanted = run_distributed(trained_whole, 2, run, tmp_path)[0]
     export_adapter(tmp_path / "checkpoints" / checkpoint_name(2), adapter, "to-peft")
     config = json.loads((adapter / CONFIG).read_text())
-    assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (4, 12, False)
-    assert "gate_proj" in config["target_modules"]
+    found = (config["r"], config["lora_alpha"], config["use_rslora"])
+    if family == "qwen3_moe":
+        assert found == (4, 12, False)
+        assert "gate_proj" in config["target_modules"]
+    if family == "phi3":
+        assert found == (12, 36, False)
+        ranks = {"mlp.down_proj": 4, "mlp.gate_up_proj": 8, "self_attn.o_proj": 4}
+        assert config["rank_pattern"] == ranks
+        assert config["alpha_pattern"] == {name: 3 * rank for name, rank in ranks.items()}
     begun = replace(LORA, init_from=str(adapter))
-    for parallel in (ParallelConfig(pp=2), ParallelConfig(tp=2, ep=1, etp=2)):
+    for parallel in others:
         other = run_from(base, parallel, begun)
         found = run_distributed(read, other.world_size, other)[0]
         assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("other", "said"),
     [
         ({"base_model_name_or_path": "hub/other"}, "was trained beside hub/other"),
         ({"r": 8}, "has r=8, and lora.rank=4"),
@@ -290,37 +337,50 @@ def test_adapter_is_read_at_any_layout(tmp_path: Path):
     ],
 )
 def test_adapter_of_another_base_is_refused(
-    tmp_path: Path, change: dict[str, Any] | None, said: str
+    tmp_path: Path, other: dict[str, Any] | None, said: str
 ):
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     save_random("llama", base)
     run = run_from(base, ParallelConfig())
     run_distributed(trained_whole, 1, run, tmp_path)
     export_adapter(tmp_path / "checkpoints" / checkpoint_name(2), adapter, "to-peft")
-    path = adapter / CONFIG
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_dropout": 0.05}))
+    change(adapter / CONFIG, lora_dropout=0.05)
     told = SavedAdapter(run.model, replace(LORA, init_from=str(adapter))).left_out()
     assert told == "its lora_dropout=0.05 is left out: lora.dropout=0"
-    path.write_text(json.dumps(json.loads(path.read_text()) | (change or {})))
-    model = run.model if change else replace(run.model, ffn_hidden_size=8)
+    change(adapter / CONFIG, **(other or {}))
+    model = run.model if other else replace(run.model, ffn_hidden_size=8)
     with pytest.raises(ConfigError, match=said):
         SavedAdapter(model, replace(LORA, init_from=str(adapter)))
 
 
-@pytest.mark.parametrize("family", ["gpt-neox", "phi3-long"])
-def test_adapters_of_joined_projections_have_no_files(family: str):
-    model = CASES[family]()[2]
-    for targets in ((), ("v_proj",)):
-        with pytest.raises(ConfigError, match=r"store layers\.0\.attn\.wqkv otherwise"):
-            AdapterNames.of(model, replace(LORA, targets=targets), "key", "value")
-    names = AdapterNames.of(model, replace(LORA, targets=("o_proj", "down_proj")), "key", "value")
-    theirs = ["dense", "dense_4h_to_h"] if family == "gpt-neox" else ["down_proj", "o_proj"]
-    assert names.targets() == (theirs, [])
+def test_one_adapter_for_joined_layers_is_told(tmp_path: Path):
+    """Its A may be copied, but of three times the rank it is no three adapters."""
+    model = CASES["phi3-long"]()[2]
+    lora = replace(LORA, targets=("self_attn",), init_from=str(tmp_path))
+    shapes = {own.name: own.weight.shape for own, _ in AdapterNames.of(model, lora, "k", 1).parts()}
+    values = Whole({name: torch.ones(shape) for name, shape in shapes.items()})
+    for name, data in adapter_files(AdapterNames.of(model, lora, "k", 1), values).items():
+        (tmp_path / name).write_bytes(data)
+    assert SavedAdapter(model, lora).left_out() is None
+    tensors = load_file(tmp_path / WEIGHTS)
+    name = "base_model.model.model.layers.0.self_attn.qkv_proj.lora_B.weight"
+    tensors[name][0, -1] = 1  # a query's row, of the values' columns
+    save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(ConfigError, match=r"layers in model\.layers\.0\.self_attn\.qkv_proj, and"):
+        SavedAdapter(model, lora)
+    config = {"r": 4, "lora_alpha": 6, "use_rslora": True, "rank_pattern": {}, "alpha_pattern": {}}
+    change(tmp_path / CONFIG, **config)
+    own = {"qkv_proj.lora_A": slice(4), "qkv_proj.lora_B": (slice(None), slice(4))}
+    for name, value in tensors.items():
+        place = next((place for end, place in own.items() if end in name), ...)
+        tensors[name] = value[place].contiguous()
+    save_file(tensors, tmp_path / WEIGHTS)
+    assert "A of qkv_proj is copied to each" in str(SavedAdapter(model, lora).left_out())
+    change(tmp_path / CONFIG, rank_pattern={"o_proj": 8})
+    with pytest.raises(ConfigError, match=r"r=8 for model\.layers\.0\.self_attn\.o_proj, and"):
+        SavedAdapter(model, lora)
 
 
-def test_adapters_of_experts_of_granite_have_no_files():
-    model = CASES["granitemoe"]()[2]
-    for targets in (("experts", "gate_up_proj"), ("gate",)):
-        with pytest.raises(ConfigError, match=r"models of type granitemoe store layers\.0\.body"):
-            AdapterNames.of(model, replace(LORA, targets=targets), "key", "value")
-    AdapterNames.of(model, replace(LORA, targets=("self_attn",)), "key", "value")
+def change(path: Path, **values: Any) -> None:
+    """Change keys of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))

@@ -10,7 +10,9 @@ from app.cli.options.continued import RunSettings
 from app.cli.processes.home import CONF
 from app.cli.start.overlaid import overlaid
 from app.config import OptimConfig, Run, TrainConfig
+from app.errors import ConfigError
 from app.errors import typed as as_typed
+from app.hf.adapter_names import AdapterNames
 
 RATE = "optim.lr"
 FINE_TUNING = ("finetune", "finetune_lora")
@@ -27,6 +29,7 @@ def notices(run: Run, typed: Typed, *, trains: bool = True) -> Iterator[str]:
         yield from chosen_alone(run, typed)
     if trains:
         yield from trial_data(run)
+        yield from kept_adapters(run)
 
 
 def usual_rate(run: Run, typed: Typed) -> Iterator[str]:
@@ -61,6 +64,15 @@ def chosen_alone(run: Run, typed: Typed) -> Iterator[str]:
         yield f"{line}+experiment={experiment} sets a whole run of it"
     else:
         yield f"{line}type precision=bf16 train.seq_len=4096, for example"
+
+
+def kept_adapters(run: Run) -> Iterator[str]:
+    """Yield a line for a run whose adapters have no files of `peft`."""
+    if run.lora.rank is not None:
+        try:
+            AdapterNames.of(run.model, run.lora, "lora.rank", run.lora.rank)
+        except ConfigError as error:
+            yield f"lora.rank={run.lora.rank}: nothing exports these adapters: {error.rule}"
 
 
 def trial_data(run: Run) -> Iterator[str]:

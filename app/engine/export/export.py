@@ -32,7 +32,8 @@ from app.engine.ranks.dtypes import DTYPES
 from app.engine.ranks.groups import Groups
 from app.engine.watchdog.activity import ThreadActivity
 from app.errors import ConfigError, warn
-from app.hf.adapter import AdapterNames, adapter_files
+from app.hf.adapter import adapter_files
+from app.hf.adapter_names import AdapterNames
 from app.hf.families import family_of
 from app.hf.family import Family
 from app.hf.write import Export, complete_or_gone, write_all
