@@ -67,7 +67,9 @@ def test_a_missing_key_is_what_transformers_takes(name: str, tmp_path: Path):
             try:
                 whole = type(theirs).from_dict(copy.deepcopy(some)).to_dict()
             except Exception as error:  # of several libraries
-                refused = isinstance(error, KeyError) or "Validation" in type(error).__name__
+                # EXAONE-4 without windows and layer_types divides by the interval that it sets to 0
+                fails = isinstance(error, KeyError | ZeroDivisionError)
+                refused = fails or "Validation" in type(error).__name__
                 assert refused, what  # by them, and we may
                 continue
             expected = read(whole, tmp_path)
