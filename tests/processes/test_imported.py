@@ -181,7 +181,7 @@ def test_rounded_weights_are_reported(tmp_path: Path):
     edit_config(tmp_path / "theirs", unsloth_fixed=True)
     left = "left out: config.json: unsloth_fixed, which models of type qwen3_moe do not use\n"
     data = [word for word in corpus_in(tmp_path / "corpus") if not word.startswith("model")]
-    words = ["model=pretrained", "model.init_from=theirs", "train.steps=1"]
+    words = ["model=pretrained", "model.init_from=theirs", "train.steps=1", "optim.lr=1e-3"]
     told = "computed with in precision.params=bfloat16; the optimizer keeps their bits"
     for precision, expected in (
         ("bf16", f"train.py: model.init_from=theirs: {FINER} {told}\n"),
