@@ -68,6 +68,8 @@ def prepare_tokens(
                     _write(config, tokenizer, sources, partial=partial)
                 if folder.exists():
                     shutil.rmtree(folder)
+                # here, not where it is written: that process may have been killed before
+                (partial / STATE).unlink(missing_ok=True)
                 partial.rename(folder)
     except OSError as error:
         reason = error.strerror or str(error)
@@ -213,4 +215,3 @@ def _write(config: DataConfig, tokenizer: Tokenizer, sources: Sources, *, partia
     if written.mapped:
         contents |= {"mapped": written.mapped, "open_end": written.open_end}
     (partial / CONTENTS).write_text(json.dumps(contents) + "\n", encoding="utf-8")
-    (partial / STATE).unlink(missing_ok=True)
