@@ -39,6 +39,11 @@ class LayerSpec:
     routed: bool  # has routed experts instead of a dense feed-forward
     predicts: bool = False  # predicts a further token, behind the decoder's layers
 
+    @property
+    def follows(self) -> bool:
+        """True if a layer reads the output of the layer before, as it is."""
+        return not self.predicts
+
 
 @dataclass(frozen=True, slots=True)
 class MTPConfig:
@@ -301,9 +306,14 @@ class ModelConfig:
         return self.norm_eps if own is None else own
 
     @property
+    def layers_behind(self) -> int:
+        """Layers behind the decoder's, all on the last stage, that training alone needs."""
+        return self.mtp.layers
+
+    @property
     def all_layers(self) -> range:
-        """Decoder layers, then those of multi-token prediction."""
-        return range(self.num_layers + self.mtp.layers)
+        """Decoder layers, then those behind them."""
+        return range(self.num_layers + self.layers_behind)
 
     @property
     def copies_embedding(self) -> bool:

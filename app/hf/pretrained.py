@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from app.config import MTPConfig
+from app.config.model import MTPConfig
 from app.errors import ConfigError
 from app.hf import tables
 from app.hf.file_names import CONFIG_JSON

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.config import ModelConfig, MTPConfig
+from app.config import ModelConfig
+from app.config.model import MTPConfig
 from app.data.feed import make_batch
 from app.errors import ConfigError
 from app.hf.chunks import fill_chunks
@@ -20,7 +21,7 @@ from app.hf.families import family_of
 from app.hf.file_names import CONFIG_JSON, ONE_FILE
 from app.hf.pretrained import Pretrained
 from app.hf.write import Export, as_json
-from app.model.ahead import AheadLosses, shifted
+from app.model.ahead import AHEAD, AheadLosses, shifted
 from app.model.chunk import Chunk
 from app.plan.sharding.blocks import ShardCoords
 from tests.hf_folders import FAMILIES, KEY, edit_config, edit_tensors, load_file, transformers
@@ -92,13 +93,13 @@ def their_loss(model: torch.nn.Module, folder: Path, tokens_BS1: Tensor) -> floa
 
 def test_its_loss_is_that_of_their_layer(theirs: torch.nn.Module, folder: Path):
     chunk = read(folder)
-    chunk.ahead_losses = AheadLosses(1, torch.device("cpu"))
+    losses = AheadLosses(1, [chunk], torch.device("cpu"))
     rows = draw_tokens(chunk.model, 3, 17)
     batch = make_batch([*rows.numpy()], None)
     ahead = shifted(batch.tokens_BS, batch.labels_BS, batch.positions_BS, 1)
-    context = chunk.context(batch.positions_BS, None, ahead_2KBS=ahead)
+    context = chunk.context(batch.positions_BS, None, extras={AHEAD: ahead})
     chunk.losses_of(chunk(batch.tokens_BS, context).x, batch.labels_BS, context)
-    found = chunk.ahead_losses.metrics(chunk.ahead_losses.sums())["mtp_loss"]["1"]
+    found = losses.metrics(losses.sums())["mtp_loss"]["1"]
     assert float(found) == pytest.approx(their_loss(theirs, folder, rows), rel=1e-5)
 
 
