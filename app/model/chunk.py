@@ -33,7 +33,6 @@ from app.plan.model.weight import Adapter
 from app.plan.recompute import NOTHING, RecomputeChoice
 from app.plan.stages import Stage
 
-
 # parameters -> pre-hook that waits until they are gathered, which may be called without arguments
 Gate = Callable[[Sequence[nn.Parameter]], Callable[..., None]]
 

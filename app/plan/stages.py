@@ -301,7 +301,8 @@ def _without_mtp(layout: object, parts: list[str], behind: int) -> list[str]:
     if any("m" in part for part in parts):
         near = "|".join(plain).removesuffix("L") + "m" * behind + "L"
         if "|".join(parts) != near:
-            rule = f"needs model.mtp.layers={behind} times m, multi-token prediction, right before L"
+            times = f"model.mtp.layers={behind} times m, multi-token prediction"
+            rule = f"needs {times}, right before L"
             raise ConfigError("parallel.layout", layout, rule, nearest=near)
     return plain
 
