@@ -29,7 +29,7 @@ from tests.tensors.hf_parity import CASES
 from tests.tensors.hf_weights import Held, spread_weights
 from tests.tensors.models import draw_tokens, make_chunk
 
-ONE = MTPConfig(1, 0.5)
+ONE = dataclasses.replace(ModelConfig(), mtp=MTPConfig(1, 0.5))
 DECODER = 3  # layers
 
 
@@ -126,7 +126,7 @@ def test_it_is_left_out_unless_asked_for(folder: Path):
     assert found.left_out() == f"left out: model.layers.{DECODER}, which predicts further tokens"
     assert Pretrained(folder, KEY, ONE).left_out() is None
     with pytest.raises(ConfigError, match=r"layers=2: .* has 1 layer of .*did you mean 1"):
-        Pretrained(folder, KEY, MTPConfig(2))
+        Pretrained(folder, KEY, dataclasses.replace(ONE, mtp=MTPConfig(2)))
 
 
 def test_a_table_of_its_own_is_refused(folder: Path):
@@ -138,6 +138,5 @@ def test_a_table_of_its_own_is_refused(folder: Path):
 
 
 def test_families_without_it_say_so(folder: Path):
-    model = dataclasses.replace(ModelConfig(), mtp=ONE)
     with pytest.raises(ConfigError, match=r"llama, the closest, has no mtp\.layers=1"):
-        family_of(model, "test", "here")
+        family_of(ONE, "test", "here")
