@@ -5,7 +5,7 @@
 NEW is this checkout where none is given. Both train every configuration below on the CPU, in turn
 and in fresh processes, on the same copy of NEW's documentation. Losses and gradient norms of all
 steps and the validation losses are compared as exact values. Prints a table, and exits with 1 where
-a number differs or a run fails. Takes about five minutes on two cores.
+a number differs or a run fails. Takes about six minutes on two cores.
 """
 
 from __future__ import annotations
@@ -36,13 +36,16 @@ CONFIGURATIONS: dict[str, tuple[str, ...]] = {
         *("model=dense_tiny", "parallel.pp=2", "parallel.vpp=2", "schedule=interleaved"),
         "recompute=selective",
     ),
+    "moe, pp=2, multi-token prediction": (
+        *("model=moe_tiny", "model.mtp.layers=2", "parallel.pp=2", "optim.overlap_params=true"),
+    ),
     "moe, pp=2, zero_bubble_v, full_iteration": (
         *("model=moe_tiny", "model.tie_embeddings=true", "parallel.pp=2", "parallel.vpp=2"),
         *("schedule=zero_bubble_v", "cuda_graph=full_iteration"),
     ),
 }
 EVERY_STEP = ("loss", "grad_norm")
-COMPARED = (*EVERY_STEP, "aux_loss", "z_loss", "val_loss")
+COMPARED = (*EVERY_STEP, "aux_loss", "z_loss", "val_loss", "mtp_loss/1", "mtp_loss/2")
 Numbers = dict[tuple[int, str], float]  # step and key of metrics.jsonl -> value
 
 

@@ -22,7 +22,7 @@ def even_layout(plan: Plan) -> str | None:
     if plan.profile is None or plan.stages.pp == 1:
         return None
     sizes = [len(stage.layers) for stage in plan.stages.in_order]
-    sizes[-1] -= plan.run.model.mtp.layers  # these stay
+    sizes[-1] -= plan.run.model.layers_behind  # these stay
     split = _Split(plan)
     moved = _moved(sizes, split)
     if split.slowest(moved)[0] > (1 - GAIN) * split.slowest(sizes)[0]:

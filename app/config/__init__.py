@@ -29,7 +29,7 @@ from app.config.layout import (
     ScheduleConfig,
 )
 from app.config.lora import LoraConfig
-from app.config.model import LayerSpec, ModelConfig, MTPConfig
+from app.config.model import LayerSpec, ModelConfig
 from app.config.profile import HardwareProfile
 from app.config.training import (
     USUAL_STEPS,
@@ -58,7 +58,6 @@ __all__ = [
     "LoraConfig",
     "LossConfig",
     "MLAConfig",
-    "MTPConfig",
     "MoEConfig",
     "ModelConfig",
     "OptimConfig",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from app.config.model import RARE_SECTIONS
+
 # Keys, and sections with all their keys.
 ADVANCED = (
     # architectures: presets and config.json of published models set these
-    "model.yarn",
-    "model.llama3_rope",
-    "model.longrope",
-    "model.dynamic_rope",
+    *(f"model.{section}" for section in RARE_SECTIONS),
     "model.rotary_dim",
     "model.linear_rope_factor",
     "model.qk_norm_whole",
@@ -26,7 +25,6 @@ ADVANCED = (
     "model.moe.group_best",
     "model.moe.norm_topk_prob",
     "model.moe.jitter_eps",
-    "model.mtp",
     # experts: how tokens and replicas travel, and what plans assume
     "model.moe.shared_overlap",
     "model.moe.planned_imbalance",

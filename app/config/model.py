@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from app.choices import (
@@ -29,6 +29,10 @@ from app.errors import ConfigError, FirstOf, Instead, nearest_divisors
 ABOVE_ZERO = ("rope_theta", "local_rope_theta", "norm_eps", "init_std", "query_pre_attn_scalar",
               "attention_softcap", "residual_scale", "logit_scale", "logit_softcap")  # fmt: skip
 SCALINGS = ("yarn", "llama3_rope", "longrope", "dynamic_rope")  # of rotary frequencies
+RARE_SECTIONS = (*SCALINGS, "mtp")  # all of whose keys are advanced
+# keys, in any section, that weigh a loss of training against others
+LOSS_WEIGHTS = frozenset(("aux_loss_coeff", "z_loss_coeff", "loss_weight"))
+TRAINING_ALONE = {"init_from": None, "mtp": {"layers": 0}}  # for use: values that leave it out
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,11 @@ class LayerSpec:
     attention: AttentionSpec
     routed: bool  # has routed experts instead of a dense feed-forward
     predicts: bool = False  # predicts a further token, behind the decoder's layers
+
+    @property
+    def follows(self) -> bool:
+        """True if a layer reads the output of the layer before, as it is."""
+        return not self.predicts
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +132,7 @@ class ModelConfig:
     init_from: str | None = None
     mla: MLAConfig | None = None  # null: grouped-query attention
     moe: MoEConfig | None = None  # null: every layer is dense
-    mtp: MTPConfig = MTPConfig()
+    mtp: MTPConfig = MTPConfig()  # layers that predict further tokens
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layer_types", tuple(self.layer_types))
@@ -287,6 +296,13 @@ class ModelConfig:
                 nearest=self.num_heads,
             )
 
+    def check_frozen(self, key: str) -> None:
+        """Raise ConfigError if the model trains all parameters or none; `key` freezes some."""
+        if self.mtp.layers:
+            rule = "multi-token prediction is trained with all parameters"
+            rule = f"{rule}, and {key} leaves some out"
+            raise ConfigError("model.mtp.layers", self.mtp.layers, rule, nearest=0)
+
     @property
     def head_width(self) -> int:
         """Width of one query or key head."""
@@ -301,9 +317,18 @@ class ModelConfig:
         return self.norm_eps if own is None else own
 
     @property
+    def layers_behind(self) -> int:
+        """Layers behind the decoder's, all on the last stage, that training alone needs."""
+        return self.mtp.layers
+
+    @property
     def all_layers(self) -> range:
-        """Decoder layers, then those of multi-token prediction."""
-        return range(self.num_layers + self.mtp.layers)
+        """Decoder layers, then those behind them."""
+        return range(self.num_layers + self.layers_behind)
+
+    def with_behind(self, other: ModelConfig) -> ModelConfig:
+        """Return the model with the layers behind the decoder's that another one has."""
+        return replace(self, mtp=other.mtp)
 
     @property
     def copies_embedding(self) -> bool:

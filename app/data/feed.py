@@ -6,7 +6,7 @@ Shapes: B sequences per microbatch, S tokens per sequence.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -45,8 +45,8 @@ class Batch:
     # int32; where the documents of each whole sequence end, padded with S; None: not kept apart
     ends_BD: torch.Tensor | None
     sources_B: torch.Tensor | None = None  # of each sequence, its place in a blend; None: no blend
-    # inputs and labels of K layers of multi-token prediction (`app.model.ahead`); None: none runs
-    ahead_2KBS: torch.Tensor | None = None
+    # what features of training read of whole sequences, by name, … × S (`StepState.inputs`)
+    extras: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

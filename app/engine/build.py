@@ -33,13 +33,12 @@ from app.hf.adapter import SavedAdapter
 from app.hf.chunks import fill_chunks, fill_main_params
 from app.hf.pretrained import Pretrained
 from app.model.adapter_dropout import AdapterDropout
-from app.model.ahead import AheadLosses, PredictingChunk
+from app.model.ahead import Ahead, AheadLosses, PredictingChunk
 from app.model.attention.chosen import library_attention, torch_attention
 from app.model.attention.softcap import SoftcapAttention
 from app.model.block import BLOCKS, Body, Layer, StepState
 from app.model.chunk import Chunk
 from app.model.init import init_weights
-from app.model.layers.ahead import Ahead
 from app.model.layers.attend import Attend, TorchAttention
 from app.model.layers.frozen import freeze, start_backward_at
 from app.model.layers.layer_groups import LayerGroups, own_tokens
@@ -99,7 +98,7 @@ def build_engine(
         all_succeed(groups, lambda: fill_main_params(optimizer.param_shards(), pretrained))
     if run.optim.overlap_params:
         for chunk in chunks:
-            _wait_for_parameters(chunk, optimizer)
+            chunk.wait_with(optimizer.gate)
     if fp8 is not None:
         optimizer.changed = fp8.expire  # an update invalidates quantised copies of weights
         fp8.watch()
@@ -187,11 +186,7 @@ def _states(
     if dropout is not None:
         yield dropout
     if run.model.mtp.layers:
-        losses = AheadLosses(run.model.mtp.layers, device)
-        for chunk in chunks:
-            if isinstance(chunk, PredictingChunk):
-                chunk.ahead_losses = losses
-        yield losses
+        yield AheadLosses(run.model.mtp.layers, chunks, device)
     if run.data.parts:
         yield SourceLosses([source.label for source, _ in run.data.parts], device)
 
@@ -315,21 +310,6 @@ def build_recorder(run: Run, device: torch.device) -> Recorder | None:
     return CudaRecorder() if device.type == "cuda" else HostRecorder()
 
 
-def _wait_for_parameters(chunk: Chunk, optimizer: DistributedOptimizer) -> None:
-    """Make each module's forward wait for its own parameters only (optim.overlap_params)."""
-    around = [each for each in chunk.modules() if isinstance(each, Ahead)]
-    inner = [*chunk.layers.values(), *around, *([] if chunk.norm is None else [chunk.norm])]
-    own = [chunk.embedding.weight] if chunk.looks_up and chunk.embedding is not None else []
-    for module, params in ((chunk, own), *((module, module.parameters()) for module in inner)):
-        wait = optimizer.gate([param for param in params if param.requires_grad])
-        module.register_forward_pre_hook(wait)
-    if isinstance(chunk, PredictingChunk):
-        ahead = chunk.in_order[len(chunk.decoder()) :]
-        chunk.wait_for_ahead = optimizer.gate([p for layer in ahead for p in layer.parameters()])
-    if chunk.last and chunk.table.weight.requires_grad:
-        chunk.wait_for_head = optimizer.gate([chunk.table.weight])
-
-
 def build_chunks(
     run: Run,
     stages: StagePlan,
@@ -399,6 +379,7 @@ def build_layer(
     else:
         body = block.dense(model, layer_groups)
     layer = block.layer(model, spec.attention, body, layer_groups)
+    layer.follows = spec.follows
     if spec.predicts:
         layer.ahead = Ahead(model, layer_groups)
     return layer

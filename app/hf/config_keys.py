@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from app.errors import ConfigError
+from app.hf.behind import OF_MINIMAX
 from app.hf.their_config import TheirConfig, shortened
 
 # Values besides null with which a key changes nothing; any other is refused.
@@ -118,10 +119,7 @@ WITHOUT_EFFECT_IN: Mapping[str, Mapping[str, str]] = {
     "minimax_m2": {
         "mlp_intermediate_size": "there are no dense layers",
         "shared_moe_mode": "there are no shared experts",
-        **dict.fromkeys(
-            ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
-            "layers that predict further tokens, which published files lack",
-        ),
+        **OF_MINIMAX,
     },
     "gemma3_text": {"_sliding_window_pattern": "sliding_window_pattern has its number"},
 }

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any
 
 from app.config import ModelConfig
+from app.config.model import LOSS_WEIGHTS
 from app.errors import ConfigError, typed
 from app.hf import config_json as config
 from app.hf.family import Family
@@ -42,8 +43,8 @@ def family_of(model: ModelConfig, key: str, value: object) -> Family:
         try:
             fields = family.read(TheirConfig(family.written(model), NOWHERE, key))
             again = config.as_model(fields, model.name)
-            if family.predicts:
-                again = dataclasses.replace(again, mtp=model.mtp)
+            if family.behind.lines:
+                again = again.with_behind(model)
         except ConfigError:
             continue  # the model lacks something that this family requires
         unlike = list(differences(model, again))
@@ -94,7 +95,6 @@ def _essence(model: ModelConfig) -> dict[str, Any]:
     """Return the fields that change what a model computes, in a canonical form."""
     found = {name: _plain(getattr(model, name)) for name in ARCHITECTURE}
     found["head_dim"] = None if model.mla else model.head_width
-    found["mtp"] = {"layers": model.mtp.layers}
     found["rotary_dim"] = None if model.mla else model.rope.width
     found["layer_types"] = config.layer_types(model)
     found["no_rope_layers"] = config.rotated_layers(model)
@@ -128,5 +128,6 @@ def _essence(model: ModelConfig) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
+        found = dataclasses.asdict(value)
+        return {name: each for name, each in found.items() if name not in LOSS_WEIGHTS}
     return value.value if isinstance(value, Enum) else value

@@ -9,6 +9,7 @@ from typing import Any
 from app.config import ModelConfig, MoEConfig
 from app.hf import config_json as config
 from app.hf import tables
+from app.hf.behind import NONE, Behind
 from app.hf.tables import NameLine
 from app.hf.their_config import TheirConfig
 from app.plan.model.stage import NamedWeight, model_weights
@@ -31,21 +32,16 @@ class Family:
     redundant: tuple[str, ...] = ()  # ends of their names
     # type that models without variants are exported as, where an earlier family computes the same
     written_as: str | None = None
-    # beginning of the names of tensors that predict further tokens, besides those of layers
-    predicting: str | None = None
+    behind: Behind = NONE  # what files have behind the decoder's layers
     # values of keys that config.json lacks: the defaults of the class in `transformers`
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def table(self, model: ModelConfig) -> Sequence[NameLine]:
         """Return the lines that this model uses."""
+        lines = (*self.lines, *self.behind.lines)
         if model.mla is not None and model.mla.q_lora_rank is None:
-            return tables.without_query_latent(self.lines)
-        return self.lines
-
-    @property
-    def predicts(self) -> bool:
-        """True if its models may have multi-token prediction."""
-        return tables.PREDICTS in self.lines
+            return tables.without_query_latent(lines)
+        return lines
 
     def weights(self, model: ModelConfig) -> Iterator[NamedWeight]:
         """Yield the model's tensors that its files hold: weights and router biases."""
@@ -59,6 +55,5 @@ class Family:
             found |= self.written_moe(model.moe)
         layers = config.written_layers(model)
         found |= {key: layers[key] for key in self.layers}
-        if self.predicts:
-            found[tables.PREDICTED] = model.mtp.layers
+        found = self.behind.counted(found, model)
         return found if self.more is None else {**found, **self.more(model)}

@@ -20,7 +20,6 @@ DEFAULTS = {
     "routed_scaling_factor": 1.0,
     "first_k_dense_replace": 1,
     "norm_topk_prob": True,
-    "num_nextn_predict_layers": 1,
     "partial_rotary_factor": 0.5,
 }
 

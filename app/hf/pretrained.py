@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import reduce
 from math import prod
 from pathlib import Path
@@ -12,16 +11,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from app.config import MTPConfig
-from app.errors import ConfigError
+from app.config import ModelConfig
 from app.hf import tables
+from app.hf.behind import copies
 from app.hf.file_names import CONFIG_JSON
 from app.hf.files import TensorFiles
 from app.hf.tables import mapping, router_biases
 from app.hf.their_model import TheirModel
 from app.hf.weight_part import WeightPart, grouped, names
 from app.hf.write import PART_NUMEL
-from app.plan.formatting import count_of
 from app.plan.model.stage import NamedWeight, model_weights
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.sharding.reshard import Block
@@ -29,10 +27,6 @@ from app.plan.shards import Bounds
 
 # redundant tensors: `transformers` saved tables of rotary frequencies until version 4.31
 SAID_ELSEWHERE = re.compile(r"\.rotary_emb\.inv_freq$")
-LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-# tensors that only multi-token prediction layers have
-PREDICTING = re.compile(r"model\.layers\.(\d+)\.eh_proj\.weight")
-MTP_LAYERS = "model.mtp.layers"
 MOST_NAMED = 3  # most tensors named in a message
 COMPARED_NUMEL = 2**22  # elements of head and embedding compared at a time
 
@@ -41,23 +35,18 @@ class Pretrained:
     """Weights of a model, checked to be complete and without unknown tensors. Every rank opens them
     itself.
 
-    `mtp`: the layers of multi-token prediction that are read; others are left out. Raises
+    `like`: a model with as many layers behind the decoder's as are read; None: with none. Raises
     ConfigError, naming file and tensor.
     """
 
-    def __init__(self, folder: Path, key: str, mtp: MTPConfig = MTPConfig()) -> None:  # noqa: B008 - frozen
+    def __init__(self, folder: Path, key: str, like: ModelConfig | None = None) -> None:
         self.their = TheirModel.read(folder, key)
-        self.model = replace(self.their.model, mtp=mtp)
+        self.model = self.their.model if like is None else self.their.model.with_behind(like)
         self.files = TensorFiles(folder, key, self.their.quantised)
         self._layers = self.their.family.layers_name
         self._table = self.their.family.table(self.their.model)
-        marked = (PREDICTING.fullmatch(name) for name in self.files.file_of)
-        layers = sorted(int(found[1]) for found in marked if found)
-        there = [layer for layer in layers if layer in self.their.predicted]
-        if mtp.layers > len(there) or (mtp.layers and not self.their.family.predicts):
-            rule = f"{folder} has {count_of(len(there), 'layer')} of multi-token prediction"
-            raise ConfigError(MTP_LAYERS, mtp.layers, rule, nearest=len(there))
-        self._predicting = there[mtp.layers :]
+        behind = self.their.family.behind
+        self._behind = behind.left_out(self.files.file_of, self.their.behind, self.model, folder)
         self._check_names()
 
     def parts(self, weight: NamedWeight) -> Sequence[WeightPart]:
@@ -144,13 +133,13 @@ class Pretrained:
             for weight in self.their.family.weights(self.model)
             for name in names(self.parts(weight))
         }
-        copies = {copy: name for copy, name, _ in tables.copies(self.model)}
+        same = {copy: name for copy, name, _ in copies(self.model)}
         if self.model.tie_embeddings:
             embedding, heads = tables.embedding_and_heads(self._table)
-            copies |= dict.fromkeys(heads, embedding)
-        for copy in sorted(copies.keys() & self.files.file_of.keys()):
+            same |= dict.fromkeys(heads, embedding)
+        for copy in sorted(same.keys() & self.files.file_of.keys()):
             used.add(copy)
-            self._check_copy(copy, copies[copy])
+            self._check_copy(copy, same[copy])
         unknown = [
             name for name in self.files.file_of if name not in used and not self._left_out(name)
         ]
@@ -176,24 +165,13 @@ class Pretrained:
                 )
 
     def _left_out(self, name: str) -> bool:
-        layer = LAYER.match(name)
-        extra = layer is not None and int(layer[1]) in self._predicting
-        extra = extra or self._predicts(name)
         redundant = name.endswith(self.their.family.redundant or "\n")
         elsewhere = redundant or SAID_ELSEWHERE.search(name) is not None
-        return extra or elsewhere or name in self.files.left_out
-
-    def _predicts(self, name: str) -> bool:
-        begins = self.their.family.predicting
-        return begins is not None and name.startswith(begins)
+        return elsewhere or name in self._behind or name in self.files.left_out
 
     def left_out(self) -> str | None:
         """Return a line on what is not read of the model's files; None if everything is."""
-        texts = [
-            f"model.layers.{layer}, which predicts further tokens" for layer in self._predicting
-        ]
-        if any(map(self._predicts, self.files.file_of)):
-            texts.append(f"{self.their.family.predicting}*, which predicts further tokens")
+        texts = [*self._behind.phrases(self.files.file_of)]
         if scales := sorted(self.files.left_out):
             texts.append(f"{_listed(scales)}, as activations are not quantised")
         texts += [f"{CONFIG_JSON}: {phrase}" for phrase in self.their.left_out]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from app.hf import (
+    behind,
     cohere2,
     deepseek,
     ernie4_5,
@@ -33,7 +34,6 @@ _DEEPSEEK = (
     *tables.EXPERTS,
     *tables.SHARED_EXPERTS,
 )
-_PREDICTING = (*_DEEPSEEK, *tables.PREDICTION)
 _QWEN_LAYERS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 _QWEN_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
 _DEEPSEEK_V3_DEFAULTS = {
@@ -44,7 +44,6 @@ _DEEPSEEK_V3_DEFAULTS = {
     "n_group": 8,
     "topk_group": 4,
     "routed_scaling_factor": 2.5,
-    tables.PREDICTED: 1,
     "norm_topk_prob": True,
 }
 FAMILIES = (
@@ -213,9 +212,10 @@ FAMILIES = (
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
         deepseek.deepseek_v3,
-        _PREDICTING,
+        _DEEPSEEK,
         deepseek.written_deepseek,
         defaults=_DEEPSEEK_V3_DEFAULTS,
+        behind=behind.ONE,
     ),
     Family(
         "glm4_moe_lite",
@@ -230,10 +230,11 @@ FAMILIES = (
         "glm4_moe",
         "Glm4MoeForCausalLM",
         glm4_moe.read,
-        (*_GROUPED, *tables.EXPERTS, *tables.SHARED_EXPERTS, *tables.PREDICTION),
+        (*_GROUPED, *tables.EXPERTS, *tables.SHARED_EXPERTS),
         deepseek.written_deepseek,
         more=glm4_moe.written,
         defaults=glm4_moe.DEFAULTS,
+        behind=behind.ONE,
     ),
     Family(
         "minimax_m2",
@@ -260,15 +261,16 @@ FAMILIES = (
         ernie4_5.written_moe,
         more=ernie4_5.written,
         defaults=ernie4_5.DEFAULTS,
-        predicting="model.mtp_",
+        behind=behind.BLOCK,
     ),
     Family(
         "kimi_k2",  # of which `transformers` has no class
         "DeepseekV3ForCausalLM",
         deepseek.deepseek_v3,
-        _PREDICTING,
+        _DEEPSEEK,
         written_as="deepseek_v3",
         defaults=_DEEPSEEK_V3_DEFAULTS,
+        behind=behind.ONE,
     ),
     Family(
         "gpt_oss",

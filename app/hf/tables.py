@@ -215,14 +215,6 @@ GPT_OSS = (
     NameLine("body.experts.w_down", ("mlp.experts.down_proj",), whole),
     NameLine("body.experts.b_down", ("mlp.experts.down_proj_bias",), whole),
 )
-PREDICTS = NameLine("ahead.proj", ("eh_proj.weight",), whole)
-PREDICTION = (  # around a layer of multi-token prediction
-    NameLine("ahead.embedding_norm.weight", ("enorm.weight",), whole),
-    NameLine("ahead.hidden_norm.weight", ("hnorm.weight",), whole),
-    PREDICTS,
-    NameLine("ahead.norm.weight", ("shared_head.norm.weight",), whole),
-)
-PREDICTED = "num_nextn_predict_layers"  # key of config.json: their number
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,16 +235,6 @@ def router_biases(model: ModelConfig) -> Iterator[NamedWeight]:
     """Yield the biases of all routers."""
     for layer in filter(model.is_moe_layer, model.all_layers):
         yield from router_bias(model, f"layers.{layer}.body.router")
-
-
-def copies(model: ModelConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield names of tensors of which layers of multi-token prediction have copies in files: of the
-    copy, of the tensor, and of our weight.
-    """
-    for layer in model.all_layers[model.num_layers :]:
-        yield f"model.layers.{layer}.embed_tokens.weight", EMBEDDING, "embedding"
-        head = (EMBEDDING, "embedding") if model.tie_embeddings else (HEAD, "head")
-        yield f"model.layers.{layer}.shared_head.head.weight", *head
 
 
 def without_query_latent(lines: Sequence[NameLine]) -> Sequence[NameLine]:

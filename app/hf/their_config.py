@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import ConfigError
+from app.hf.behind import COUNTS
 from app.hf.file_names import CONFIG_JSON
 
 NOWHERE = Path(CONFIG_JSON)  # path of a config.json that exists in memory only
@@ -20,8 +21,7 @@ WHOLE = frozenset((
     "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
     "decoder_sparse_step", "n_routed_experts", "n_shared_experts", "first_k_dense_replace",
     "n_group", "topk_group", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
-    "v_head_dim", "num_nextn_predict_layers", "num_mtp_layers", "sliding_window",
-    "max_window_layers", "no_rope_layer_interval",
+    "v_head_dim", *COUNTS, "sliding_window", "max_window_layers", "no_rope_layer_interval",
     "shared_expert_intermediate_size", "rotary_dim", "moe_k", "moe_num_experts",
     "moe_num_shared_experts", "moe_layer_start_index", "moe_layer_interval",
 ))  # fmt: skip

@@ -7,15 +7,13 @@ from pathlib import Path
 
 from app.config import ModelConfig
 from app.errors import ConfigError, typed
+from app.hf.behind import COUNTS
 from app.hf.config_json import as_model
 from app.hf.config_keys import check_neutral, left_out
 from app.hf.families import family_named
 from app.hf.family import Family
 from app.hf.quantisation import Quantisation
-from app.hf.tables import PREDICTED
 from app.hf.their_config import TheirConfig
-
-PREDICT_LAYERS = PREDICTED, "num_mtp_layers"  # one number under two names
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +24,7 @@ class TheirModel:
     family: Family
     model: ModelConfig
     quantised: Quantisation | None  # None: every tensor is what its type says
-    predicted: range  # layers after the last one, for multi-token prediction
+    behind: range  # layers behind the decoder's
     left_out: tuple[str, ...]  # phrases on what is ignored in config.json
 
     @classmethod
@@ -37,7 +35,7 @@ class TheirModel:
         config = said.completed(family.defaults)
         fields = family.read(config)
         quantised = Quantisation.read(config)
-        predicted = _predicted(said, family, fields["num_layers"])
+        behind = _behind(said, family, fields["num_layers"])
         check_neutral(config)
         try:
             model = as_model(fields, folder.resolve().name)
@@ -46,14 +44,11 @@ class TheirModel:
             told = f"{error.key}={typed(error.value)}: {error.rule}"
             raise config.refusal(f"as {told}") from None
         phrases = tuple(left_out(config, family.model_type))
-        return cls(config, family, model, quantised, predicted=predicted, left_out=phrases)
+        return cls(config, family, model, quantised, behind=behind, left_out=phrases)
 
 
-def _predicted(said: TheirConfig, family: Family, layers: int) -> range:
-    """Return the multi-token prediction layers. `said` is config.json without defaults, because
-    the number may be given under either name.
-    """
-    usual = family.defaults.get(PREDICT_LAYERS[0], 0)
-    there = any(said.values.get(name) is not None for name in PREDICT_LAYERS)
-    more = said.either(*PREDICT_LAYERS) if there else usual
+def _behind(said: TheirConfig, family: Family, layers: int) -> range:
+    """Return the layers behind the decoder's, whose number `said` may have under either name."""
+    there = any(said.values.get(name) is not None for name in COUNTS)
+    more = said.either(*COUNTS) if there else family.behind.usual
     return range(layers, layers + int(more))

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from app.config import ModelConfig
 from app.errors import ConfigError
+from app.hf.behind import copies
 from app.hf.family import Family
 from app.hf.file_names import INDEX, ONE_FILE
-from app.hf.tables import copies, mapping
+from app.hf.tables import mapping
 from app.hf.weight_part import WeightPart, by_tensor
 from app.plan.sharding.reshard import Block
 

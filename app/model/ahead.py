@@ -16,14 +16,44 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from app.config import ModelConfig
 from app.model.block import Layer, RoutingReport, RunPhases, StepState, run_layer
-from app.model.chunk import Chunk, ChunkOutput, TokenLosses, nothing
-from app.model.layers.layer_groups import rank
+from app.model.chunk import Chunk, ChunkOutput, Gate, TokenLosses, nothing
+from app.model.layers.layer_groups import ALONE, LayerGroups, rank
 from app.model.layers.layers import Context
+from app.model.layers.linear import ColumnParallelLinear
+from app.model.layers.norms import norm_of_hidden
+from app.model.layers.weight_grads import WeightGradSink
+from app.plan.model.layer import AheadWeights
 
 UNLABELLED = -100
+AHEAD = "ahead"  # name of what `shifted` returns
+
+
+class Ahead(nn.Module):
+    """Inputs and output of a layer of multi-token prediction: norms and a projection before it, a
+    norm behind.
+    """
+
+    def __init__(self, model: ModelConfig, layer_groups: LayerGroups = ALONE) -> None:
+        super().__init__()
+        self.embedding_norm = norm_of_hidden(model)
+        self.hidden_norm = norm_of_hidden(model)
+        self.proj = ColumnParallelLinear(AheadWeights.of(model).proj, layer_groups)
+        self.norm = norm_of_hidden(model)
+
+    @classmethod
+    def of(cls, layer: Layer) -> Ahead:
+        """Return what a layer that predicts a further token has around it."""
+        assert isinstance(layer.ahead, cls), "it predicts a further token"
+        return layer.ahead
+
+    def forward(self, h_BsD: Tensor, e_BsD: Tensor, sink: WeightGradSink | None) -> Tensor:
+        """Return hidden states for the layer: B × s × D."""
+        normed = self.embedding_norm(e_BsD, sink), self.hidden_norm(h_BsD, sink)
+        return self.proj.forward(torch.cat(normed, dim=-1), sink)
 
 
 def shifted(tokens_BS: Tensor, labels_BS: Tensor, positions_BS: Tensor, layers: int) -> Tensor:
@@ -46,22 +76,30 @@ def predict(
     layer: Layer, h_BsD: Tensor, e_BsD: Tensor, context: Context, run: RunPhases
 ) -> tuple[Tensor, RoutingReport | None]:
     """Return what the head reads to predict one token further, and the router's report or None."""
-    assert layer.ahead is not None, "it predicts a further token"
-    x_BsD = layer.ahead(h_BsD, e_BsD, context.sink)
-    x_BsD, report = layer(x_BsD, context, run)
-    return layer.ahead.norm(x_BsD, context.sink), report
+    ahead = Ahead.of(layer)
+    x_BsD, report = layer(ahead(h_BsD, e_BsD, context.sink), context, run)
+    return ahead.norm(x_BsD, context.sink), report
 
 
 class AheadLosses(StepState):
     """Sums of this rank's losses and labels of each prediction ahead, from the start of a step."""
 
-    def __init__(self, layers: int, device: torch.device) -> None:
+    def __init__(self, layers: int, chunks: Sequence[Chunk], device: torch.device) -> None:
         self.losses_K, self.counts_K = torch.zeros(2, layers, device=device)
+        for chunk in chunks:
+            if isinstance(chunk, PredictingChunk):
+                chunk.ahead_losses = self
 
     def start_step(self) -> None:
         """Clear the sums."""
         self.losses_K.zero_()
         self.counts_K.zero_()
+
+    def inputs(
+        self, tokens_BS: Tensor, labels_BS: Tensor, positions_BS: Tensor
+    ) -> Mapping[str, Tensor]:
+        """See `shifted`."""
+        return {AHEAD: shifted(tokens_BS, labels_BS, positions_BS, len(self.counts_K))}
 
     def add(self, losses_KBS: Tensor, labels_KBS: Tensor) -> None:
         """Count the losses of a microbatch."""
@@ -87,13 +125,27 @@ class PredictingChunk(Chunk):
     along the first dimension: (1 + K) · B × s × D in training, otherwise B × s × D.
     """
 
+    looks_up = True
     ahead_losses: AheadLosses  # set when the engine is built
     # replaced with optim.overlap_params, where parameters of the last layers may still be gathered
     wait_for_ahead: Callable[[], None] = staticmethod(nothing)
 
     def decoder(self) -> Sequence[Layer]:
         """See `Chunk`."""
-        return self.in_order[: len(self.in_order) - self.model.mtp.layers]
+        return self.in_order[: -self.model.mtp.layers]
+
+    @property
+    def behind(self) -> Sequence[Layer]:
+        """Layers of multi-token prediction."""
+        return self.in_order[-self.model.mtp.layers :]
+
+    def wait_with(self, gate: Gate) -> None:
+        """See `Chunk`."""
+        super().wait_with(gate)
+        for layer in self.behind:
+            ahead = Ahead.of(layer)
+            ahead.register_forward_pre_hook(gate([*ahead.parameters()]))
+        self.wait_for_ahead = gate([p for layer in self.behind for p in layer.parameters()])
 
     def forward(
         self, x: Tensor, context: Context, runs: Sequence[RunPhases] | None = None
@@ -102,13 +154,14 @@ class PredictingChunk(Chunk):
         runs = runs or [run_layer] * len(self.in_order)
         first = len(self.decoder())
         out = super().forward(x, context, runs[:first])
-        if context.ahead_2KBS is None:
+        if AHEAD not in context.extras:
             self.wait_for_ahead()
             return out
         assert self.embedding is not None, "the last stage has a copy"
         heads, routing = [out.x], [*out.routing]
         with context.recompute.forward():
-            parts = zip(self.in_order[first:], context.ahead_2KBS[0], runs[first:], strict=True)
+            tokens_KBS = context.extras[AHEAD][0]
+            parts = zip(self.behind, tokens_KBS, runs[first:], strict=True)
             for layer, tokens_BS, run in parts:
                 embedded_BsD = self.embedding.lookup(tokens_BS)
                 one = partial(predict, layer)
@@ -121,9 +174,9 @@ class PredictingChunk(Chunk):
 
     def losses_of(self, x_BsD: Tensor, labels_BS: Tensor, context: Context) -> TokenLosses:
         """See `Chunk`; the losses of further tokens are added by their weight."""
-        if context.ahead_2KBS is None:
+        if AHEAD not in context.extras:
             return super().losses_of(x_BsD, labels_BS, context)
-        labels_KBS = context.ahead_2KBS[1]
+        labels_KBS = context.extras[AHEAD][1]
         layers, count = len(labels_KBS), len(labels_BS)
         weights_B = x_BsD.new_full(
             (len(x_BsD),), self.model.mtp.loss_weight / layers, dtype=torch.float32

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from app.choices import BlockKind, Recompute
 from app.config import AttentionSpec, ModelConfig
 from app.model.attention.modules import attention
-from app.model.layers.ahead import Ahead
 from app.model.layers.layer_groups import ALONE, LayerGroups
 from app.model.layers.layers import Context, RMSNorm, mlp
 from app.model.layers.norms import norm_of_hidden
@@ -134,6 +133,7 @@ class Layer(nn.Module):
 
     norm_before: ClassVar[bool] = True  # on the residual
     norm_behind: ClassVar[bool] = False  # on attention's output
+    follows: bool = True  # its input is the output of the layer before (`LayerSpec.follows`)
     outputs: ClassVar[tuple[str, ...]] = ("x",)  # of the attention phase
     attn_norm: RMSNorm
     attn_out_norm: RMSNorm
@@ -146,8 +146,6 @@ class Layer(nn.Module):
         layer_groups: LayerGroups = ALONE,
     ) -> None:
         super().__init__()
-        # set where the layer predicts a further token; then its input is not the layer's before
-        self.ahead: Ahead | None = None
         if self.norm_before:
             self.attn_norm = norm_of_hidden(model)
         self.attn = attention(spec, layer_groups)
@@ -326,6 +324,15 @@ class StepState:
     def start_step(self) -> None:
         """Prepare for the first forward of a step, or of its rerun."""
 
+    def inputs(
+        self, tokens_BS: Tensor, labels_BS: Tensor, positions_BS: Tensor
+    ) -> Mapping[str, Tensor]:
+        """Return what layers need of a microbatch's whole sequences, by name: … × S, on the CPU.
+
+        `Context.extras` has the part of this rank's tokens, on its device.
+        """
+        return {}
+
     def sums(self) -> Mapping[str, Tensor]:
         """Return scalars of this step by name, to be summed over all ranks."""
         return {}
@@ -340,7 +347,7 @@ class StepState:
         """Resume from a checkpoint that was taken after `updates` updates."""
 
     def metrics(self, sums: Mapping[str, float]) -> Mapping[str, object]:
-        """Return metrics of this step (fields of `StepReport`) from its `sums` over all ranks."""
+        """Return metrics of this step (as `StepReport.take`) from its `sums` over all ranks."""
         return {}
 
     def on_trial(self) -> AbstractContextManager[None]:

@@ -33,6 +33,9 @@ from app.plan.model.weight import Adapter
 from app.plan.recompute import NOTHING, RecomputeChoice
 from app.plan.stages import Stage
 
+# parameters -> pre-hook that waits until they are gathered, which may be called without arguments
+Gate = Callable[[Sequence[nn.Parameter]], Callable[..., None]]
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkOutput:
@@ -80,7 +83,6 @@ class Chunk(nn.Module):
         self.chunk_tokens = chunk_tokens
         self.first = embedding
         self.last = head
-        self.looks_up = embedding or (head and model.mtp.layers > 0)  # tokens in its table
         rows = table(model)
         # registered in the order of use, which is that of the optimizer's buffers
         self.embedding = (
@@ -101,6 +103,21 @@ class Chunk(nn.Module):
         self.lora: LoraConfig | None = None  # set where adapters are added
         # replaced with optim.overlap_params, where the head's table may still be gathered
         self.wait_for_head: Callable[[], None] = nothing
+
+    @property
+    def looks_up(self) -> bool:
+        """True if it looks tokens up in its embedding."""
+        return self.first
+
+    def wait_with(self, gate: Gate) -> None:
+        """Make each module's forward wait for its own parameters only (optim.overlap_params)."""
+        inner = [*self.in_order, *([] if self.norm is None else [self.norm])]
+        own = [self.embedding.weight] if self.looks_up and self.embedding is not None else []
+        for module, params in ((self, own), *((module, module.parameters()) for module in inner)):
+            wait = gate([param for param in params if param.requires_grad])
+            module.register_forward_pre_hook(wait)
+        if self.last and self.table.weight.requires_grad:
+            self.wait_for_head = gate([self.table.weight])
 
     def weights(self) -> Iterator[tuple[NamedWeight, nn.Parameter]]:
         """Yield the description of every weight and this rank's shard of it, in order of use."""
@@ -127,13 +144,14 @@ class Chunk(nn.Module):
         sink: WeightGradSink | None = None,
         recompute: RecomputeChoice = NOTHING,
         length: int = 0,
-        ahead_2KBS: Tensor | None = None,
+        extras: Mapping[str, Tensor] | None = None,
     ) -> Context:
         """Build the inputs of the layers other than the hidden states.
 
         `ends_BD`: ends of documents in whole sequences (`app.data.feed.Batch`). Backward sends
         weight gradients to `sink` if given, and recomputes what `recompute` says. `length`: of
-        sequences, as `RotaryTable.of`, unless all have the same (`rope_length`).
+        sequences, as `RotaryTable.of`, unless all have the same (`rope_length`). `extras`: as
+        `app.data.feed.Batch`.
         """
         documents = None
         if ends_BD is not None:
@@ -150,7 +168,7 @@ class Chunk(nn.Module):
             sink=sink,
             recompute=Recomputation(recompute, draws, replaces=paged_buffers),
             length=self.rope_length or length,
-            ahead_2KBS=ahead_2KBS,
+            extras=extras,
         )
 
     def forward(

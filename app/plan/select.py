@@ -27,7 +27,7 @@ def select_stages(run: Run) -> StagePlan:
         count_embedding=p.count_embedding,
         count_head=p.count_head,
         v_shape=v_shape,
-        ahead=run.model.mtp.layers,
+        behind=run.model.layers_behind,
     )
 
 
@@ -91,8 +91,8 @@ def own_inputs(run: Run, layers: Sequence[int]) -> tuple[int, ...]:
     ended = False
     for place, layer in enumerate(layers):
         phases = MOE if run.model.is_moe_layer(layer) else DENSE
-        # one that predicts ahead reads a projection of the output before, made outside of graphs
-        follows = ended and phases[0] in captured and layer < run.model.num_layers
+        # one that does not follow reads what is made of the output before, outside of graphs
+        follows = ended and phases[0] in captured and run.model.layer_specs[layer].follows
         if not (captured.isdisjoint(phases) or follows):
             own.append(place)
         ended = phases[-1] in captured

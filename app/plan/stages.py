@@ -23,7 +23,7 @@ LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 class Stage:
     """Decoder layers of one pipeline stage, and whether it holds embedding and head."""
 
-    # decoder layers, from 0 over the whole model; on the last stage then those that predict ahead
+    # decoder layers, from 0 over the whole model; on the last stage then those behind the decoder
     layers: tuple[int, ...]
     embedding: bool  # has the token embedding
     head: bool  # has the output layer and the loss
@@ -70,7 +70,7 @@ def plan_stages(
     count_embedding: bool = False,
     count_head: bool = False,
     v_shape: bool = False,
-    ahead: int = 0,
+    behind: int = 0,
 ) -> StagePlan:
     """Split num_layers decoder layers over pp ranks with vpp stages each.
 
@@ -79,7 +79,7 @@ def plan_stages(
     count the embedding, and the head with its loss, as one layer of the first and last stage.
     `layout` spells the stages out instead (see `parse_layout`) and sets vpp itself: vpp=1 then
     means unset. v_shape lays out the two stages of each rank in a V (see Pipeline): the first rank
-    holds both embedding and head. The last stage has `ahead` layers of multi-token prediction too.
+    holds both embedding and head. The last stage has `behind` layers of multi-token prediction too.
 
     Raises ConfigError (a ValueError) for uneven splits, with the nearest that works.
     """
@@ -102,7 +102,7 @@ def plan_stages(
             )
             raise ConfigError("parallel.layout", layout, rule, advice="give either of them alone")
         parts = parse_layout(layout)
-        parts = _without_ahead(layout, parts, ahead)
+        parts = _without_mtp(layout, parts, behind)
         _check_layout(layout, parts, num_layers, pp=pp, vpp=2 if v_shape else vpp)
     elif not uneven:
         parts = _as_layout(
@@ -114,7 +114,7 @@ def plan_stages(
         raise ConfigError(key, first or last, rule, nearest=(None,))
     else:
         parts = _as_layout(_uneven_sizes(num_layers, Pipeline(pp, vpp, v_shape), first, last=last))
-    return _assemble(parts, Pipeline(pp, len(parts) // pp, v_shape), ahead)
+    return _assemble(parts, Pipeline(pp, len(parts) // pp, v_shape), behind)
 
 
 def parse_layout(layout: str | Sequence[Sequence[str]]) -> list[str]:
@@ -293,15 +293,16 @@ def _check_layout(layout: object, parts: list[str], num_layers: int, pp: int, vp
         raise ConfigError("parallel.layout", layout, rule, nearest=nearest)
 
 
-def _without_ahead(layout: object, parts: list[str], ahead: int) -> list[str]:
+def _without_mtp(layout: object, parts: list[str], behind: int) -> list[str]:
     """Return a layout without its layers of multi-token prediction, which are before L wherever
     they are spelled out.
     """
     plain = [part.replace("m", "") for part in parts]
     if any("m" in part for part in parts):
-        near = "|".join(plain).removesuffix("L") + "m" * ahead + "L"
+        near = "|".join(plain).removesuffix("L") + "m" * behind + "L"
         if "|".join(parts) != near:
-            rule = f"needs model.mtp.layers={ahead} times m, multi-token prediction, right before L"
+            times = f"model.mtp.layers={behind} times m, multi-token prediction"
+            rule = f"needs {times}, right before L"
             raise ConfigError("parallel.layout", layout, rule, nearest=near)
     return plain
 
@@ -324,15 +325,15 @@ def _as_layout(sizes: list[int]) -> list[str]:
     return parts
 
 
-def _assemble(parts: list[str], pipeline: Pipeline, ahead: int) -> StagePlan:
+def _assemble(parts: list[str], pipeline: Pipeline, behind: int) -> StagePlan:
     starts = accumulate((part.count("t") for part in parts), initial=0)
     stages = [
         Stage(tuple(range(start, start + part.count("t"))), "E" in part, "L" in part)
         for part, start in zip(parts, starts, strict=False)
     ]
     last = stages[-1]
-    behind = sum(len(stage.layers) for stage in stages)
-    more = range(behind, behind + ahead)
+    first = sum(len(stage.layers) for stage in stages)
+    more = range(first, first + behind)
     stages[-1] = replace(last, layers=(*last.layers, *more))
     chunks = range(pipeline.num_chunks)
     return StagePlan(

@@ -60,12 +60,9 @@ def _no_match(run: Run, pattern: str, names: list[str]) -> ConfigError:
 
 def _check_beside(run: Run, frozen: frozenset[str]) -> None:
     """Refuse options that cannot be combined with these frozen parameters."""
-    if run.model.mtp.layers:
-        key = KEY if run.train.frozen else "lora.rank"
-        rule = f"multi-token prediction is trained with all parameters, and {key} leaves some out"
-        raise ConfigError("model.mtp.layers", run.model.mtp.layers, rule, nearest=0)
+    key = KEY if run.train.frozen else "lora.rank"
+    run.model.check_frozen(key)
     if run.cuda_graph.impl is GraphImpl.transformer_engine:
-        key = KEY if run.train.frozen else "lora.rank"
         rule = f"captures gradients of all parameters of a layer, and {key} leaves some without"
         near = Instead("cuda_graph.impl=local")
         raise ConfigError("cuda_graph.impl", run.cuda_graph.impl, rule, nearest=near)

@@ -341,7 +341,7 @@ BUGS = {
     ),
     "a layer ahead that reads the graph before it": Bug(
         "engine/capture/partial.py",
-        "follows = layers[nth + 1].ahead is None",
+        "follows = layers[nth + 1].follows",
         "follows = True",
         "processes/test_prediction_layouts.py",
     ),

@@ -26,7 +26,7 @@ def planned(args: dict) -> StagePlan:
         args.get("vpp") or 1,
         **set_by_hand,
         **counted,
-        ahead=args.get("mtp", 0),
+        behind=args.get("mtp", 0),
     )
 
 
@@ -76,9 +76,9 @@ def test_multi_token_prediction_is_on_the_last_stage(case: dict):
 @each(["Et|tm|tL", "Et|t|tmmL", "Emt|t|tL"])
 def test_misplaced_predictions_get_the_layout_that_works(layout: str):
     with pytest.raises(ConfigError) as refused:
-        plan_stages(3, 3, layout=layout, ahead=1)
+        plan_stages(3, 3, layout=layout, behind=1)
     assert "Et|t|tmL" in str(refused.value)
-    plan_stages(3, 3, layout="Et|t|tmL", ahead=1)
+    plan_stages(3, 3, layout="Et|t|tmL", behind=1)
 
 
 @each(GOLDEN["layout_parse"])

@@ -28,7 +28,7 @@ from app.config import (
 from app.engine.build import adapter_dropout, build_chunks
 from app.engine.dispatchers import build_dispatcher
 from app.engine.ranks.groups import create_groups
-from app.model.ahead import AheadLosses
+from app.model.ahead import AHEAD, AheadLosses
 from app.model.chunk import Chunk
 from app.model.layers.frozen import freeze
 from app.model.layers.layer_groups import own_tokens
@@ -115,13 +115,13 @@ def measured(rank: int, run: Run) -> tuple[dict[str, int], int, int, int, int]:
     tokens, labels = torch.randint(0, run.model.vocab_size, (2, SEQUENCES, LENGTH))[:, :, places]
     positions = places.expand(SEQUENCES, -1)
     ahead = tokens_ahead(chunk, tokens, labels)
-    inputs = [tokens, labels, positions, *ahead]
+    inputs = [tokens, labels, positions, *ahead.values()]
 
     splits = run.schedule.name is ScheduleName.zero_bubble_h1
 
     def loss(sink: WeightGradSink | None) -> Tensor:
         again = recompute_policy(run).usual
-        context = chunk.context(positions, None, sink, again, ahead_2KBS=next(iter(ahead), None))
+        context = chunk.context(positions, None, sink, again, extras=ahead)
         out = chunk(tokens, context)
         return sum(
             (r.loss for r in out.routing if r.loss.requires_grad),
@@ -145,13 +145,13 @@ def measured(rank: int, run: Run) -> tuple[dict[str, int], int, int, int, int]:
     return dict(kept), *map(min, *(alive() for _ in range(3)))
 
 
-def tokens_ahead(chunk: Chunk, tokens: Tensor, labels: Tensor) -> list[Tensor]:
+def tokens_ahead(chunk: Chunk, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Inputs and labels of its layers of multi-token prediction, if it has some."""
     layers = chunk.model.mtp.layers
     if not layers:
-        return []
-    chunk.ahead_losses = AheadLosses(layers, tokens.device)
-    return [torch.stack([torch.stack([tokens, labels])] * layers, dim=1)]
+        return {}
+    AheadLosses(layers, [chunk], tokens.device)
+    return {AHEAD: torch.stack([torch.stack([tokens, labels])] * layers, dim=1)}
 
 
 @contextmanager

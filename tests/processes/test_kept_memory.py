@@ -24,13 +24,13 @@ from app.config import (
     MLAConfig,
     ModelConfig,
     MoEConfig,
-    MTPConfig,
     RecomputeConfig,
     Run,
     ScheduleConfig,
     YarnConfig,
 )
 from app.config.experts import EchoConfig, StaticConfig
+from app.config.model import MTPConfig
 from tests.cases import chosen, sampled
 from tests.distributed import run_distributed
 from tests.processes.kept_memory import DENSE, cpu_masks, measured, planned, pool_of, run_of

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from app.choices import DispatcherKind, Recompute
-from app.config import MTPConfig, RecomputeConfig, Run
+from app.config import RecomputeConfig, Run
+from app.config.model import MTPConfig
 from app.engine.step.step import TrainingStep, Validation
 from tests.cases import chosen
 from tests.distributed import run_distributed
@@ -59,7 +60,8 @@ def validated(rank: int, run: Run) -> list[float]:
     validation, seen = Validation(engine, len(held_out)), []
     for number in range(1, 5):
         report, _ = step(batches_of(run, number, engine.groups.dp_rank), lr=1e-3, weight_decay=0.1)
-        seen += [report.loss, report.grad_norm, report.mtp_loss["1"], validation(held_out)[0]]
+        seen += [report.loss, report.grad_norm, report.parts["mtp_loss"]["1"]]
+        seen.append(validation(held_out)[0])
     engine.release()
     return seen
 

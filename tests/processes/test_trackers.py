@@ -49,7 +49,7 @@ METRICS = {
 
 
 def test_every_metric_has_its_panel():
-    known = METRICS - {"step", "by_source"} | {"epochs"}  # of sources, with their labels
+    known = METRICS - {"step", "by_source", "parts"} | {"epochs"}  # of sources, with their labels
     assert sorted(key for keys in PANELS.values() for key in keys) == sorted(known)
     assert list(PANELS) == ["train", "val", "perf", "memory", "moe", "fp8", "graph"]
     report = ValidationReport(3, 2.5, 64, {"a": 1.5, "b": 3.5}, time=7.0)
@@ -59,8 +59,8 @@ def test_every_metric_has_its_panel():
 
 def test_losses_of_later_tokens_have_names():
     """A metric without a panel would end a tracker's recording."""
-    numbers = dict.fromkeys(f.name for f in dataclasses.fields(StepReport)) | {"by_source": None}
-    found = in_panels(StepReport(**numbers | {"mtp_loss": {"1": 2.5}}))
+    numbers = dict.fromkeys(f.name for f in dataclasses.fields(StepReport))
+    found = in_panels(StepReport(**numbers | {"parts": {"mtp_loss": {"1": 2.5}}}))
     assert found["train/mtp_loss/1"] == 2.5
 
 

@@ -53,7 +53,7 @@ def make_chunks(
     cpu = torch.device("cpu")
     chunks = build_chunks(
         run,
-        plan_stages(model.num_layers, 1, vpp, ahead=model.mtp.layers),
+        plan_stages(model.num_layers, 1, vpp, behind=model.mtp.layers),
         groups,
         dispatcher=build_dispatcher(run, groups.layer_groups(CpComm.all_gather), cpu).dispatcher,
         device=cpu,

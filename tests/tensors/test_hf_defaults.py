@@ -104,3 +104,4 @@ def test_defaults_are_those_of_the_class(family: Any):
     usual = {"rope_theta": 10000.0}
     assert {name: values[name] for name in family.defaults} == dict(family.defaults)
     assert {**usual, **family.defaults}["rope_theta"] == values["rope_theta"]
+    assert not family.behind.lines or family.behind.usual == values["num_nextn_predict_layers"]

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.config import ModelConfig, MTPConfig
+from app.config import ModelConfig
+from app.config.model import MTPConfig
 from app.data.feed import make_batch
 from app.errors import ConfigError
 from app.hf.chunks import fill_chunks
@@ -20,7 +21,7 @@ from app.hf.families import family_of
 from app.hf.file_names import CONFIG_JSON, ONE_FILE
 from app.hf.pretrained import Pretrained
 from app.hf.write import Export, as_json
-from app.model.ahead import AheadLosses, shifted
+from app.model.ahead import AHEAD, AheadLosses, shifted
 from app.model.chunk import Chunk
 from app.plan.sharding.blocks import ShardCoords
 from tests.hf_folders import FAMILIES, KEY, edit_config, edit_tensors, load_file, transformers
@@ -28,7 +29,7 @@ from tests.tensors.hf_parity import CASES
 from tests.tensors.hf_weights import Held, spread_weights
 from tests.tensors.models import draw_tokens, make_chunk
 
-ONE = MTPConfig(1, 0.5)
+ONE = dataclasses.replace(ModelConfig(), mtp=MTPConfig(1, 0.5))
 DECODER = 3  # layers
 
 
@@ -92,13 +93,13 @@ def their_loss(model: torch.nn.Module, folder: Path, tokens_BS1: Tensor) -> floa
 
 def test_its_loss_is_that_of_their_layer(theirs: torch.nn.Module, folder: Path):
     chunk = read(folder)
-    chunk.ahead_losses = AheadLosses(1, torch.device("cpu"))
+    losses = AheadLosses(1, [chunk], torch.device("cpu"))
     rows = draw_tokens(chunk.model, 3, 17)
     batch = make_batch([*rows.numpy()], None)
     ahead = shifted(batch.tokens_BS, batch.labels_BS, batch.positions_BS, 1)
-    context = chunk.context(batch.positions_BS, None, ahead_2KBS=ahead)
+    context = chunk.context(batch.positions_BS, None, extras={AHEAD: ahead})
     chunk.losses_of(chunk(batch.tokens_BS, context).x, batch.labels_BS, context)
-    found = chunk.ahead_losses.metrics(chunk.ahead_losses.sums())["mtp_loss"]["1"]
+    found = losses.metrics(losses.sums())["mtp_loss"]["1"]
     assert float(found) == pytest.approx(their_loss(theirs, folder, rows), rel=1e-5)
 
 
@@ -125,7 +126,7 @@ def test_it_is_left_out_unless_asked_for(folder: Path):
     assert found.left_out() == f"left out: model.layers.{DECODER}, which predicts further tokens"
     assert Pretrained(folder, KEY, ONE).left_out() is None
     with pytest.raises(ConfigError, match=r"layers=2: .* has 1 layer of .*did you mean 1"):
-        Pretrained(folder, KEY, MTPConfig(2))
+        Pretrained(folder, KEY, dataclasses.replace(ONE, mtp=MTPConfig(2)))
 
 
 def test_a_table_of_its_own_is_refused(folder: Path):
@@ -137,6 +138,5 @@ def test_a_table_of_its_own_is_refused(folder: Path):
 
 
 def test_families_without_it_say_so(folder: Path):
-    model = dataclasses.replace(ModelConfig(), mtp=ONE)
     with pytest.raises(ConfigError, match=r"llama, the closest, has no mtp\.layers=1"):
-        family_of(model, "test", "here")
+        family_of(ONE, "test", "here")

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.config import ModelConfig, MTPConfig
+from app.config import ModelConfig
+from app.config.model import MTPConfig
 from app.data.feed import IGNORED, make_batch
-from app.model.ahead import AheadLosses, PredictingChunk, shifted
+from app.model.ahead import AHEAD, AheadLosses, PredictingChunk, shifted
 from tests.runs import TINY
 from tests.tensors.models import draw_tokens, make_chunk
 
@@ -44,7 +45,7 @@ def loss_by_formulas(chunk: PredictingChunk, tokens_BS1: Tensor) -> tuple[Tensor
         x, _ = layer(x, context(seq_len))
     h = normed(x, chunk.norm)
     first, further = loss(h, tokens_BS1[:, 1:]), []
-    for k, layer in enumerate(chunk.in_order[len(chunk.decoder()) :], start=1):
+    for k, layer in enumerate(chunk.behind, start=1):
         left = seq_len - k
         pair = (
             normed(table[tokens_BS[:, k:]], layer.ahead.embedding_norm),
@@ -59,7 +60,7 @@ def loss_by_formulas(chunk: PredictingChunk, tokens_BS1: Tensor) -> tuple[Tensor
 def double_chunk(model: ModelConfig) -> PredictingChunk:
     chunk = make_chunk(model).double()
     assert isinstance(chunk, PredictingChunk)
-    chunk.ahead_losses = AheadLosses(LAYERS, torch.device("cpu"))
+    AheadLosses(LAYERS, [chunk], torch.device("cpu"))
     return chunk
 
 
@@ -69,7 +70,7 @@ def test_losses_and_gradients_equal_the_formulas(model: ModelConfig):
     rows = draw_tokens(model, 3, 17)
     batch = make_batch([*rows.numpy()], None)
     ahead = shifted(batch.tokens_BS, batch.labels_BS, batch.positions_BS, LAYERS)
-    context = chunk.context(batch.positions_BS, None, ahead_2KBS=ahead)
+    context = chunk.context(batch.positions_BS, None, extras={AHEAD: ahead})
     losses = chunk.losses_of(chunk(batch.tokens_BS, context).x, batch.labels_BS, context)
     first, further = loss_by_formulas(chunk, rows)
     wanted = first + WEIGHT * sum(further) / LAYERS

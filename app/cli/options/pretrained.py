@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from enum import Enum
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -78,10 +77,10 @@ def _asks_for_none(moe: DictConfig) -> bool:
 
 
 def check_agreement(run: Run, found: ModelConfig) -> None:
-    """Raise ConfigError where a run's model is not the one of its config.json. How many layers of
-    multi-token prediction there are is a matter of the files.
+    """Raise ConfigError where a run's model is not the one of its config.json. How many layers
+    there are behind the decoder's is a matter of the files.
     """
-    for field, ours, theirs in differences(run.model, replace(found, mtp=run.model.mtp)):
+    for field, ours, theirs in differences(run.model, found.with_behind(run.model)):
         rule = f"{run.model.init_from} has {typed(theirs)} in its config.json"
         raise ConfigError(f"model.{field}", ours, rule, nearest=(theirs, Instead(PRESET)))
     ours_moe, theirs_moe = run.model.moe, found.moe

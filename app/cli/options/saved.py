@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from app.cli.options.compose import load_run, run_schema
 from app.cli.options.old_names import with_present_names
 from app.config import ModelConfig, Run
+from app.config.model import TRAINING_ALONE
 from app.engine.files.signals import ctrl_c_held_back
 from app.errors import ConfigError, FirstOf, typed
 from app.plan.model.stage import model_weights
@@ -30,8 +31,7 @@ def saved_run(config: dict[str, Any], overrides: Sequence[str], world_size: int 
     launcher has started; None: none has. Raises ConfigError, also for overrides with which the
     weights would have other shapes, and what Hydra and OmegaConf raise.
     """
-    # where its training began matters no more, and one token is predicted at a time
-    model = dict(config["model"], init_from=None, mtp={"layers": 0})
+    model = {**config["model"], **TRAINING_ALONE}
     if model["moe"] is not None:
         model["moe"] = NO_LOSSES | {
             name: value for name, value in model["moe"].items() if name not in OF_TRAINING

@@ -154,7 +154,7 @@ class PartialGraphs:
     def _chained(self, chunk: int, nth: int) -> bool:
         """True if the next layer's captured part begins where that of layer `nth` ends."""
         ranges, layers = self.ranges[chunk], self.layers[chunk]
-        follows = layers[nth + 1].ahead is None
+        follows = layers[nth + 1].follows
         return follows and _starts(ranges[nth + 1]) and _ends(ranges[nth], layers[nth])
 
     def captured_function(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from app.hf.families import differences
 from app.hf.family import Family
 from app.hf.file_names import CONFIG_JSON
 from app.hf.hub import CHAT_TEMPLATES, PRETRAINED, TEXTS, model_folder, texts_folder
-from app.hf.their_model import PREDICT_LAYERS, TheirModel
+from app.hf.their_model import TheirModel
 from app.hf.tokenizer_files import TrainedTokenizer, with_tokenizer
 from app.hf.write import as_json, write_all
 
@@ -143,7 +143,7 @@ class ExportTexts:
 
     def _check_model(self, folder: Path) -> None:
         """Raise ConfigError if a folder's config.json describes another model."""
-        found = replace(TheirModel.read(folder, self.key).model, mtp=self.model.mtp)
+        found = TheirModel.read(folder, self.key).model.with_behind(self.model)
         for field, ours, theirs in differences(self.model, found):
             rule = f"has model.{field}={typed(theirs)}, and the checkpoint {typed(ours)}"
             raise ConfigError(self.key, folder, f"{CONFIG_JSON} {rule}")
@@ -151,10 +151,7 @@ class ExportTexts:
     def _their_config(self, found: dict[str, Any]) -> dict[str, Any]:
         """Return config.json of the initial model, changed only in how weights are stored."""
         kept = {name: value for name, value in found.items() if name not in NOT_KEPT}
-        if self.family.predicts:
-            kept.pop(PREDICT_LAYERS[1], None)
-            kept[PREDICT_LAYERS[0]] = self.model.mtp.layers
-        return {**kept, "torch_dtype": self.dtype}
+        return {**self.family.behind.counted(kept, self.model), "torch_dtype": self.dtype}
 
     def _new_config(self, tokenizer: TrainedTokenizer | None) -> dict[str, Any]:
         found: dict[str, Any] = {

@@ -29,7 +29,7 @@ FLUSH_S = 10  # seconds after which TensorBoard can show recorded values
 TENSORBOARD = "tensorboard"  # folder in the run folder
 # Panel -> its metrics, by their keys in metrics.jsonl; `step` is the axis of all.
 PANELS = {
-    "train": ("loss", "aux_loss", "z_loss", "mtp_loss", "lr", "weight_decay", "grad_norm",
+    "train": ("loss", "aux_loss", "z_loss", "lr", "weight_decay", "grad_norm",
               "skipped", "loss_scale", "tokens", "epochs", "rollback_from", "rollbacks"),
     "val": ("val_loss", "val_tokens"),
     "perf": ("time", "step_ms", "data_wait_ms", "checkpoint_blocked_ms", "tokens_per_s",
@@ -55,9 +55,10 @@ def in_panels(report: AnyReport) -> dict[str, Any]:
     """Return a report's metrics under their names in trackers, as "train/loss"."""
     found = {}
     for key, value in report.metrics().items():
-        name, slash, label = key.partition("/")  # of a source
+        name, slash, label = key.partition("/")  # of a part, which training alone may have
         if name != "step":
-            found[NAMES[name] + slash + label] = value
+            place = NAMES.get(name, f"train/{name}") if slash else NAMES[name]
+            found[place + slash + label] = value
     return found
 
 

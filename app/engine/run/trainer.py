@@ -353,7 +353,7 @@ class Trainer:
         self.meter.count(totals)
         report.step = self.progress.step + 1
         report.tokens = self.progress.tokens + self.meter.tokens_per_step
-        report.by_source = {**by_source, **(report.by_source or {})} if by_source else None
+        report.parts = {**(by_source or {}), **report.parts}
         updates = self.progress.updates + 1 - report.skipped
         self.progress = Progress(report.step, updates, report.tokens)
         # a stop request during the last step changes nothing: the run ends anyway

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config import ModelConfig, MoEConfig, Run
+from app.config.model import LOSS_WEIGHTS
 from app.data.sources import (
     TOKENIZER_KEY,
     Record,
@@ -47,10 +48,9 @@ FREE = frozenset((
     "model.name", "run_dir", "resume",
     # Used before the first step only.
     "model.init_std", "model.init_from", "lora.init_from",
-    # Auxiliary losses, noise and bias updates of training, as the learning rate; see `_misfit`.
-    "model.moe.aux_loss_coeff", "model.moe.balance", "model.moe.z_loss_coeff",
-    "model.moe.jitter_eps", "model.moe.bias_update_rate", "loss.normalize", "lora.dropout",
-    "model.mtp.loss_weight",
+    # Noise and bias updates of training, as the learning rate and LOSS_WEIGHTS; see `_misfit`.
+    "model.moe.balance", "model.moe.jitter_eps", "model.moe.bias_update_rate", "loss.normalize",
+    "lora.dropout",
     # Speed and memory: results differ at most in the order of summation.
     "model.moe.dispatcher", "model.moe.static.transport", "model.moe.static.capacity",
     "model.moe.static.factor", "model.moe.static.on_overflow", "model.moe.static.paged_buffer",
@@ -97,7 +97,7 @@ Difference = tuple[str, Any, Any]  # dotted key, saved value, current value
 def is_fixed(key: str) -> bool:
     """True if a resumed run must have the checkpoint's value of a key."""
     in_free_section = key not in FIXED and f"{key}.".startswith(FREE_SECTIONS)
-    free = key in FREE or in_free_section
+    free = key in FREE or in_free_section or key.rpartition(".")[2] in LOSS_WEIGHTS
     # keys of the model decide shapes of weights and the forward computation, unless listed as free
     fixed = key in FIXED or (key.startswith("model.") and not free)
     assert fixed != free, f"{key} must be listed as either fixed or free for resumed runs"

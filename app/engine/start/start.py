@@ -327,7 +327,7 @@ def find_pretrained(run: Run, commit: str | None = None, asks: bool = True) -> P
     """
     name = str(run.model.init_from)
     folder = model_folder(name, INIT_FROM, commit, asks=asks)
-    found = Pretrained(folder, INIT_FROM, run.model.mtp)
+    found = Pretrained(folder, INIT_FROM, run.model)
     for field, ours, theirs in differences(run.model, found.model):
         rule = f"has model.{field}={typed(theirs)} now, and had {typed(ours)} when the run began"
         raise ConfigError(INIT_FROM, name, rule, advice="start it again")

@@ -172,7 +172,7 @@ class InFlight:
             batch.ends_BD,
             sink,
             recompute=recompute,
-            ahead_2KBS=batch.ahead_2KBS,
+            extras=batch.extras,
         )
         graphs = self.stages.graphs if self.training else None
         runners = graphs and graphs.layer_runners(mb, chunk, context)

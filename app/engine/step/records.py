@@ -150,16 +150,21 @@ class StepReport:
     loss_scale: float | None = None  # factor on the loss in this step
     # time that saving the step before blocked this one, ms
     checkpoint_blocked_ms: float | None = None
-    # of each of several sources: tokens and epochs read so far by all ranks
-    by_source: Mapping[str, Mapping[str, float]] | None = None
-    # of multi-token prediction: nats per token of the prediction after the next token's, and so on
-    mtp_loss: Mapping[str, float] | None = None
+    # metrics of several things of a kind, by label: loss, tokens and epochs of each source, for one
+    parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def take(self, metrics: Mapping[str, object]) -> None:
+        """Set metrics by key; those by label become parts."""
+        for key, value in metrics.items():
+            if isinstance(value, Mapping):
+                self.parts = {**self.parts, key: value}
+            else:
+                setattr(self, key, value)
 
     def metrics(self) -> dict[str, float]:
         """Return the measured metrics by key."""
         found = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
-        ahead = found.pop("mtp_loss", {})
-        return _with_sources(found, {**(self.by_source or {}), "mtp_loss": ahead})
+        return _with_parts(found, found.pop("parts"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,15 +180,15 @@ class ValidationReport:
 
     def metrics(self) -> dict[str, float]:
         """Metric key -> value, for metrics.jsonl."""
-        return _with_sources(dataclasses.asdict(self), {"val_loss": dict(self.by_source)})
+        found = dataclasses.asdict(self)
+        return _with_parts(found, {"val_loss": found.pop("by_source")})
 
 
-def _with_sources(
-    values: dict[str, float], of_sources: Mapping[str, Mapping[str, float]]
+def _with_parts(
+    values: dict[str, float], parts: Mapping[str, Mapping[str, float]]
 ) -> dict[str, float]:
-    """Return metrics with those of every source under its label: `val_loss/<label>`."""
-    values.pop("by_source", None)
-    for key, found in of_sources.items():
+    """Return metrics with those of every part under its label: `val_loss/<label>`."""
+    for key, found in parts.items():
         values |= {f"{key}/{label}": value for label, value in found.items()}
     return values
 

@@ -52,4 +52,4 @@ class SourceLosses(StepState):
         """Return nats per token of every source with a label in this step."""
         counts = {label: sums[f"labels/{label}"] for label in self.labels}
         found = {label: sums[f"loss/{label}"] / n for label, n in counts.items() if n}
-        return {"by_source": {"loss": found}}
+        return {"loss": found}

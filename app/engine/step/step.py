@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from functools import partial
 
 import torch
@@ -19,6 +18,7 @@ from app.collectives import all_reduce
 from app.data.feed import IGNORED, Batch
 from app.engine.capture.full_iteration import FullIteration
 from app.engine.capture.partial import PartialGraphs
+from app.engine.capture.tree import flatten
 from app.engine.files.signals import StopRequest
 from app.engine.ranks.groups import Groups
 from app.engine.step.engine import Engine, build_partial_graphs, select_forward_backward
@@ -26,7 +26,7 @@ from app.engine.step.executor import ForwardBackward
 from app.engine.step.records import StepInput, StepReport, StepTotals
 from app.engine.step.shortage import RowShortage
 from app.kernels.adamw import update_rates
-from app.model.ahead import shifted
+from app.model.block import StepState
 from app.model.layers.layer_groups import own_tokens
 from app.moe.router import update_bias
 from app.plan.recompute import recompute_policy, with_full_recompute
@@ -37,8 +37,10 @@ LoadedBatches = tuple[tuple[Batch, ...], Tensor]  # microbatches; tokens with a 
 class Loader:
     """Loader of this rank's part of microbatches; copies overlap with the GPU's computation."""
 
-    def __init__(self, groups: Groups, device: torch.device, ahead: int = 0) -> None:
-        self.ahead_layers = ahead  # of multi-token prediction
+    def __init__(
+        self, groups: Groups, device: torch.device, states: Sequence[StepState] = ()
+    ) -> None:
+        self.states = states  # whose inputs are loaded too
         self.cp, self.cp_rank = groups.layout.cp, groups.cp_rank
         self.device = device
         self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -66,9 +68,8 @@ class Loader:
             here.wait_event(there)
             # The tensors come from the side stream: the allocator must not reuse their memory
             # there while this stream still reads them.
-            for tensor in (tensor for batch in loaded[0] for tensor in _tensors(batch)):
+            for tensor in flatten(loaded)[0]:
                 tensor.record_stream(here)
-            loaded[1].record_stream(here)
         return loaded
 
     def _load(self, batches: Sequence[Batch]) -> LoadedBatches:
@@ -80,19 +81,15 @@ class Loader:
 
     def _part(self, batch: Batch, own_S: Tensor) -> Batch:
         ends, sources = batch.ends_BD, batch.sources_B
-        ahead = None
-        if self.ahead_layers:
-            whole = shifted(
-                batch.tokens_BS, batch.labels_BS, batch.positions_BS, layers=self.ahead_layers
-            )
-            ahead = self._move(whole[..., own_S])
+        whole = batch.tokens_BS, batch.labels_BS, batch.positions_BS
+        extras = {name: x for state in self.states for name, x in state.inputs(*whole).items()}
         return Batch(
             tokens_BS=self._move(batch.tokens_BS[:, own_S]),
             labels_BS=self._move(batch.labels_BS[:, own_S]),
             positions_BS=self._move(batch.positions_BS[:, own_S]),
             ends_BD=None if ends is None else self._move(ends),
             sources_B=None if sources is None else self._move(sources),
-            ahead_2KBS=ahead,
+            extras={name: self._move(x[..., own_S]) for name, x in extras.items()},
         )
 
     def _move(self, tensor: Tensor) -> Tensor:
@@ -100,11 +97,6 @@ class Loader:
             return tensor
         # only copies from pinned memory are asynchronous to the host
         return tensor.pin_memory().to(self.device, non_blocking=True)
-
-
-def _tensors(batch: Batch) -> list[Tensor]:
-    found = (getattr(batch, field.name) for field in fields(batch))
-    return [tensor for tensor in found if tensor is not None]
 
 
 def step_input(
@@ -175,7 +167,7 @@ class TrainingStep:
         self.request = request or StopRequest()
         self.stops = False  # True once a rank was asked to stop
         self.taken = 0  # steps of this process
-        self.loader = Loader(engine.groups, engine.device, self.run.model.mtp.layers)
+        self.loader = Loader(engine.groups, engine.device, engine.states)
         forward_backward = select_forward_backward(engine, engine.plan.actions)
         self.shortage = RowShortage.of(engine)
         self.passes = partial(run_passes, engine, forward_backward)
@@ -283,8 +275,7 @@ class TrainingStep:
         )
         for state in engine.states:
             state.stepped(skipped)
-            for key, value in state.metrics(numbers).items():
-                setattr(report, key, value)
+            report.take(state.metrics(numbers))
         return report, totals
 
     def _take(self, run_all: ForwardBackward, step: StepInput) -> StepTotals:

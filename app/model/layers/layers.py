@@ -209,7 +209,7 @@ class Context:
     attend: Attend = BY_TORCH  # implementation of softmax attention
     sink: WeightGradSink | None = None  # takes weight gradients; None leaves them to autograd
     recompute: Recomputation = field(default_factory=Recomputation)  # parts to recompute
-    ahead_2KBS: Tensor | None = None  # `app.model.ahead.shifted`; None: no layer predicts ahead
+    extras: Mapping[str, Tensor] = field(default_factory=dict)  # inputs of features, by name
 
 
 def layer_context(
@@ -220,7 +220,7 @@ def layer_context(
     sink: WeightGradSink | None = None,
     recompute: Recomputation | None = None,
     length: int = 0,
-    ahead_2KBS: Tensor | None = None,
+    extras: Mapping[str, Tensor] | None = None,
 ) -> Context:
     """Build the context of a microbatch, with a rotary table for each of `ropes`; `length` as
     `RotaryTable.of`.
@@ -231,7 +231,7 @@ def layer_context(
         attend=attend,
         sink=sink,
         recompute=recompute or Recomputation(),
-        ahead_2KBS=ahead_2KBS,
+        extras=extras or {},
     )
 
 

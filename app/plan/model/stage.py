@@ -34,8 +34,8 @@ def stage_weights(
     """Yield the weights of a stage in order of use: embedding, layers, norm, head; with `lora` each
     followed by its adapters.
 
-    A last stage of its own has a copy of a tied embedding, where it serves as the head, and of the
-    one that multi-token prediction looks up.
+    A last stage of its own has a copy of an embedding that serves as the head, or that layers
+    behind the decoder's look up.
     """
     embedding = NamedWeight(
         "embedding", table(model), tied=model.copies_embedding and stage.embedding != stage.head
