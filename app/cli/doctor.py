@@ -20,7 +20,7 @@ if __name__ == "__main__":
     # before the imports, which take seconds: Ctrl-C meanwhile prints one line
     stop_quietly("doctor", speak=environment().get("RANK", "0") == "0")
 
-from app.cli.host_checks.finding import Finding, as_json, as_text, exit_code
+from app.cli.host_checks.finding import CheckResult, as_json, as_text, exit_code
 from app.cli.processes.launcher import Launch
 from app.cli.start.launch import SPEAK_S
 from app.cli.start.program import run_program
@@ -49,14 +49,14 @@ Exit code: 0; 1 if a check fails; 2 for a mistake. docs/cluster.md says more."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class DoctorRequest:
     """What the command line asks for."""
 
     run_dir: Path = Path("runs")
     json: bool = False
 
     @classmethod
-    def parse(cls, arguments: Sequence[str]) -> Asked:
+    def parse(cls, arguments: Sequence[str]) -> DoctorRequest:
         """Read the arguments. Raises ConfigError."""
         asked = cls()
         for word in arguments:
@@ -71,7 +71,7 @@ class Asked:
                 raise ConfigError("option", word, rule, guess=guess and f"{guess}{value}")
         return asked
 
-    def told(self, findings: Sequence[Finding], hosts: int, seconds: float) -> str:
+    def told(self, findings: Sequence[CheckResult], hosts: int, seconds: float) -> str:
         """Return the report."""
         return (as_json if self.json else as_text)(findings, hosts, seconds)
 
@@ -79,7 +79,7 @@ class Asked:
 def work(arguments: Sequence[str], launch: Launch) -> int:
     """Check, report and return the exit code."""
     began = time.monotonic()
-    asked = Asked.parse(arguments)
+    asked = DoctorRequest.parse(arguments)
     from app.cli.host_checks.alone import read_all  # loads torch; mistakes are reported before
 
     read = read_all(asked.run_dir, environment(), launch)
@@ -103,7 +103,9 @@ def work(arguments: Sequence[str], launch: Launch) -> int:
     return exit_code(found)
 
 
-def give_up(asked: Asked, launch: Launch, began: float, findings: Sequence[Finding]) -> None:
+def give_up(
+    asked: DoctorRequest, launch: Launch, began: float, findings: Sequence[CheckResult]
+) -> None:
     """Print what is known so far and end this process, which waits for another."""
     if launch.rank == 0:
         hosts = len({each.host for each in findings if each.host})

@@ -195,7 +195,7 @@ CHECKS: dict[str, Callable[[Sequence[str]], object]] = {
     "convert": check_convert,
     "report": check_report,
     "calibrate": calibrate._parsed,
-    "doctor": doctor.Asked.parse,
+    "doctor": doctor.DoctorRequest.parse,
     "data": lambda words: load_typed(data.InspectRequest.parse(words).typed),
     "tokenizer": lambda words: check_train(tokenizer.TokenizerRequest.parse(words).words),
     "bench": check_python,

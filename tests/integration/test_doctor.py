@@ -15,9 +15,9 @@ from typing import TextIO
 
 import pytest
 
-from app.cli.doctor import Asked, main
-from app.cli.host_checks.collectives import Links, expected_gb_s, judge_speed
-from app.cli.host_checks.finding import Finding, State, as_text, exit_code, fail, ok, warn
+from app.cli.doctor import DoctorRequest, main
+from app.cli.host_checks.collectives import HostLinks, expected_gb_s, judge_speed
+from app.cli.host_checks.finding import CheckResult, State, as_text, exit_code, fail, ok, warn
 from app.cli.host_checks.host import Host, Storage, judge_host, judge_storage, read_storage
 from app.cli.host_checks.network import Network, judge_network, judge_variables, read_network
 from app.cli.host_checks.nodes import Unreachable, meeting
@@ -63,7 +63,7 @@ class Smi:
         return 2, 'Field "x" is not a valid field to query.'
 
 
-def states(found: Sequence[Finding]) -> dict[str, State]:
+def states(found: Sequence[CheckResult]) -> dict[str, State]:
     """The findings that are no ok."""
     return {each.check: each.state for each in found if each.state is not State.ok}
 
@@ -244,7 +244,7 @@ def test_network_is_read_from_sys(tmp_path: Path):
 
 
 def test_expected_bandwidth_follows_the_slowest_link():
-    node = Links(gpus=True, gpu_gb_s=478.0, card_gb_s=50.0, cards=8)
+    node = HostLinks(gpus=True, gpu_gb_s=478.0, card_gb_s=50.0, cards=8)
     assert expected_gb_s(node, 1, 8) == 478.0
     assert expected_gb_s(node, 2, 1) == 50.0
     assert expected_gb_s(node, 2, 8) == 400.0
@@ -269,13 +269,13 @@ def test_report_merges_equal_lines_and_counts_failures():
         "warn  x      y\n             -> z\n2 hosts, 3 s: 2 ok, 1 warn, 1 fail"
     )
     assert exit_code(found) == 1 and exit_code(found[:2]) == 0
-    assert [Finding.from_json(each.as_json()) for each in found] == found
+    assert [CheckResult.from_json(each.as_json()) for each in found] == found
 
 
 def test_unknown_option_names_the_nearest():
-    assert Asked.parse(["run_dir=/a", "--json"]) == Asked(Path("/a"), json=True)
+    assert DoctorRequest.parse(["run_dir=/a", "--json"]) == DoctorRequest(Path("/a"), json=True)
     with pytest.raises(ConfigError, match="did you mean run_dir=/a"):
-        Asked.parse(["rundir=/a"])
+        DoctorRequest.parse(["rundir=/a"])
 
 
 def test_this_host_alone_as_json(

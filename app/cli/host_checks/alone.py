@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from app.cli.host_checks.collectives import Links
-from app.cli.host_checks.finding import Finding, fail
+from app.cli.host_checks.collectives import HostLinks
+from app.cli.host_checks.finding import CheckResult, fail
 from app.cli.host_checks.host import judge_host, judge_storage, read_host, read_storage
 from app.cli.host_checks.network import interface_address, judge_network, own_address, read_network
 from app.cli.host_checks.nodes import Node
@@ -32,7 +32,7 @@ def read_all(run_dir: Path, env: Mapping[str, str], launch: Launch) -> Node:
     address, source = own_address(env)
     used = [each for each in network.interfaces if interface_address(each) == address]
     storage = read_storage(run_dir)
-    found: list[Finding] = []
+    found: list[CheckResult] = []
     if launch.local_rank == 0:
         built_for = torch.version.cuda if gpus is not None or not hidden(env) else None
         found = [
@@ -48,7 +48,7 @@ def read_all(run_dir: Path, env: Mapping[str, str], launch: Launch) -> Node:
         address,
         source,
         facts=_facts(gpus),
-        links=Links.of(gpus, network, used[0] if used else None),
+        links=HostLinks.of(gpus, network, used[0] if used else None),
         folder=storage.folder,
         findings=tuple(replace(each, host=name) for each in found),
     )
@@ -59,7 +59,7 @@ def hidden(env: Mapping[str, str]) -> bool:
     return env.get("CUDA_VISIBLE_DEVICES") == ""
 
 
-def _usable(gpus: Gpus | None) -> list[Finding]:
+def _usable(gpus: Gpus | None) -> list[CheckResult]:
     """Return a finding if the driver has GPUs that torch cannot use."""
     if gpus is None or not gpus.gpus or torch.version.cuda is None or torch.cuda.is_available():
         return []

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from app.cli.host_checks.finding import Finding, fail, ok, skip, warn
+from app.cli.host_checks.finding import CheckResult, fail, ok, skip, warn
 from app.cli.host_checks.network import Network
 from app.cli.host_checks.nvidia import Gpus
 
@@ -23,7 +23,7 @@ GLOO_GB_S = 1.0  # what gloo's thread of one rank moves at most, GB/s
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
+class HostLinks:
     """What carries a collective."""
 
     gpus: bool  # whether ranks compute on GPUs, and NCCL sends
@@ -32,7 +32,7 @@ class Links:
     cards: int = 1
 
     @classmethod
-    def of(cls, gpus: Gpus | None, network: Network, interface: str | None) -> Links:
+    def of(cls, gpus: Gpus | None, network: Network, interface: str | None) -> HostLinks:
         """Return the links; `interface` is the one that sockets use, None if not known."""
         speeds: list[float] = [*network.cards.values()]
         if not speeds:
@@ -47,7 +47,7 @@ class Links:
         )
 
 
-def expected_gb_s(links: Links, hosts: int, ranks_per_host: int) -> float | None:
+def expected_gb_s(links: HostLinks, hosts: int, ranks_per_host: int) -> float | None:
     """Return the bus bandwidth of a large all-reduce that the links allow, GB/s; None: not known.
 
     Bus bandwidth as nccl-tests define it: 2 (n - 1) / n times the bytes per second, which is what
@@ -102,7 +102,7 @@ def _wait(tensor: torch.Tensor) -> None:
 
 def judge_speed(
     backend: str, latency_us: float, gb_s: float, *, expected: float | None, hosts: int
-) -> list[Finding]:
+) -> list[CheckResult]:
     """Return the findings on measured all-reduces."""
     most = PATIENCE_US[backend][hosts > 1]
     told = f"{backend} all-reduce of {SMALL} bytes: {latency_us:.0f} µs"
@@ -112,7 +112,7 @@ def judge_speed(
     return [quick if latency_us <= most else slow, _bandwidth(backend, gb_s, expected)]
 
 
-def _bandwidth(backend: str, gb_s: float, expected: float | None) -> Finding:
+def _bandwidth(backend: str, gb_s: float, expected: float | None) -> CheckResult:
     told = f"{backend} all-reduce of {LARGE[backend] >> 20} MiB: {gb_s:.3g} GB/s"
     if expected is None:
         return skip("bandwidth", f"{told}; not judged: the speed of the links is not known")

@@ -18,7 +18,7 @@ class State(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """Outcome of one check on one host, or of all hosts together."""
 
     check: str
@@ -42,7 +42,7 @@ class Finding:
         }
 
     @classmethod
-    def from_json(cls, found: dict[str, str]) -> Finding:
+    def from_json(cls, found: dict[str, str]) -> CheckResult:
         """Return what `as_json` was made from."""
         return cls(
             found["check"],
@@ -53,32 +53,32 @@ class Finding:
         )
 
 
-def ok(check: str, measured: str) -> Finding:
+def ok(check: str, measured: str) -> CheckResult:
     """Return the finding of a check that has passed."""
-    return Finding(check, State.ok, measured)
+    return CheckResult(check, State.ok, measured)
 
 
-def skip(check: str, why: str) -> Finding:
+def skip(check: str, why: str) -> CheckResult:
     """Return the finding of a check that could not be made here."""
-    return Finding(check, State.skip, why)
+    return CheckResult(check, State.skip, why)
 
 
-def warn(check: str, measured: str, advice: str) -> Finding:
+def warn(check: str, measured: str, advice: str) -> CheckResult:
     """Return the finding of a check after which a run works, but worse than it could."""
-    return Finding(check, State.warn, measured, advice=advice)
+    return CheckResult(check, State.warn, measured, advice=advice)
 
 
-def fail(check: str, measured: str, advice: str) -> Finding:
+def fail(check: str, measured: str, advice: str) -> CheckResult:
     """Return the finding of a check after which a run does not work."""
-    return Finding(check, State.fail, measured, advice=advice)
+    return CheckResult(check, State.fail, measured, advice=advice)
 
 
-def exit_code(findings: Iterable[Finding]) -> int:
+def exit_code(findings: Iterable[CheckResult]) -> int:
     """Return 1 if a check has failed, otherwise 0: warnings do not keep a run from starting."""
     return int(any(each.state is State.fail for each in findings))
 
 
-def as_json(findings: Sequence[Finding], hosts: int, seconds: float) -> str:
+def as_json(findings: Sequence[CheckResult], hosts: int, seconds: float) -> str:
     """Return the findings of `hosts` hosts as JSON, with the exit code and the time taken."""
     return json.dumps(
         {
@@ -91,7 +91,7 @@ def as_json(findings: Sequence[Finding], hosts: int, seconds: float) -> str:
     )
 
 
-def as_text(findings: Sequence[Finding], hosts: int, seconds: float) -> str:
+def as_text(findings: Sequence[CheckResult], hosts: int, seconds: float) -> str:
     """Return a line per check, with what to do below it; equal ones of several hosts once."""
     merged: dict[tuple[str, State, str, str], list[str]] = {}
     for each in findings:

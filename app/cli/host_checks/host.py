@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.cli.host_checks.finding import Finding, fail, ok, skip, warn
+from app.cli.host_checks.finding import CheckResult, fail, ok, skip, warn
 from app.programs import command_name
 
 GIB = 2**30
@@ -133,7 +133,7 @@ def _locks(path: Path) -> bool:
         return False
 
 
-def judge_host(read: Host, gpus: int, rdma: bool) -> list[Finding]:
+def judge_host(read: Host, gpus: int, rdma: bool) -> list[CheckResult]:
     """Return the findings for `gpus` GPUs, and with `rdma` for InfiniBand or RoCE cards."""
     return [
         _libraries(read),
@@ -145,7 +145,7 @@ def judge_host(read: Host, gpus: int, rdma: bool) -> list[Finding]:
     ]
 
 
-def _libraries(read: Host) -> Finding:
+def _libraries(read: Host) -> CheckResult:
     told = f"Python {read.python}, torch {read.torch}"
     version = tuple(int(part) for part in read.torch.split("+")[0].split(".")[:2])
     if version < OLDEST_TORCH:
@@ -154,7 +154,7 @@ def _libraries(read: Host) -> Finding:
     return ok("libraries", told)
 
 
-def _processor(read: Host, gpus: int) -> Finding:
+def _processor(read: Host, gpus: int) -> CheckResult:
     told = f"{read.cores:g} cores, load {read.load:.1f}"
     if read.cores < CORES_PER_GPU * gpus:
         advice = f"ask for {CORES_PER_GPU} per GPU: --cpus-per-task={CORES_PER_GPU * gpus}"
@@ -164,7 +164,7 @@ def _processor(read: Host, gpus: int) -> Finding:
     return ok("cores", told)
 
 
-def _governor(read: Host) -> Iterator[Finding]:
+def _governor(read: Host) -> Iterator[CheckResult]:
     if read.governor == "powersave":
         advice = "cpupower frequency-set --governor performance, as root"
         yield warn("CPU clocks", "governor powersave", advice)
@@ -172,7 +172,7 @@ def _governor(read: Host) -> Iterator[Finding]:
         yield ok("CPU clocks", f"governor {read.governor}")
 
 
-def _room(read: Host, gpus: int) -> Finding:
+def _room(read: Host, gpus: int) -> CheckResult:
     told = f"{read.memory_gib:.0f} GiB free"
     least = MEMORY_GIB_PER_GPU * gpus
     if read.memory_gib < least:
@@ -181,7 +181,7 @@ def _room(read: Host, gpus: int) -> Finding:
     return ok("memory", told)
 
 
-def _shm(read: Host) -> Finding:
+def _shm(read: Host) -> CheckResult:
     advice = "mount more: --shm-size 8g, or in Kubernetes an emptyDir of medium Memory"
     if read.shm_gib is None:
         return fail("/dev/shm", "missing", advice)
@@ -189,7 +189,7 @@ def _shm(read: Host) -> Finding:
     return warn("/dev/shm", told, advice) if read.shm_gib < SHM_GIB else ok("/dev/shm", told)
 
 
-def _limits(read: Host, rdma: bool) -> Finding:
+def _limits(read: Host, rdma: bool) -> CheckResult:
     locked = "unlimited" if read.memlock_gib is None else f"{read.memlock_gib:.2f} GiB"
     told = f"locked memory {locked}, {read.open_files} open files"
     if rdma and read.memlock_gib is not None:
@@ -200,7 +200,7 @@ def _limits(read: Host, rdma: bool) -> Finding:
     return ok("limits", told)
 
 
-def judge_storage(read: Storage) -> list[Finding]:
+def judge_storage(read: Storage) -> list[CheckResult]:
     """Return the findings on the folder of runs."""
     where = f"{read.folder}: {read.free_gib:.0f} GiB free"
     if read.error is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
-from app.cli.host_checks.finding import Finding, fail, ok, skip, warn
+from app.cli.host_checks.finding import CheckResult, fail, ok, skip, warn
 
 SIOCGIFADDR = 0x8915  # ioctl of Linux: IPv4 address of an interface
 TESTED = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_BUFFSIZE")
@@ -81,12 +81,12 @@ def own_address(env: Mapping[str, str]) -> tuple[str | None, str]:
         return None, f"host name {name}"
 
 
-def judge_network(read: Network, env: Mapping[str, str], gpus: int) -> list[Finding]:
+def judge_network(read: Network, env: Mapping[str, str], gpus: int) -> list[CheckResult]:
     """Return the findings; `gpus` counts those of this host."""
     return [_cards(read), *_direct(read, gpus), *judge_variables(read, env, gpus)]
 
 
-def _cards(read: Network) -> Finding:
+def _cards(read: Network) -> CheckResult:
     if read.cards:
         speeds = sorted(set(read.cards.values()))
         told = f"{len(read.cards)} RDMA ports of {'/'.join(f'{each:g}' for each in speeds)} Gb/s"
@@ -105,7 +105,7 @@ def _cards(read: Network) -> Finding:
     return ok("network", f"no RDMA; {told}")
 
 
-def _direct(read: Network, gpus: int) -> Iterator[Finding]:
+def _direct(read: Network, gpus: int) -> Iterator[CheckResult]:
     if not gpus or read.gpu_direct is None:
         return
     if read.gpu_direct:
@@ -115,7 +115,7 @@ def _direct(read: Network, gpus: int) -> Iterator[Finding]:
         yield warn("GPUDirect", "nvidia_peermem is not loaded", advice)
 
 
-def judge_variables(read: Network, env: Mapping[str, str], gpus: int) -> list[Finding]:
+def judge_variables(read: Network, env: Mapping[str, str], gpus: int) -> list[CheckResult]:
     """Return findings on variables of NCCL, gloo and CUDA that this host contradicts."""
     found = [*_names(read, env), *_switches(read, env, gpus)]
     if found:
@@ -124,7 +124,7 @@ def judge_variables(read: Network, env: Mapping[str, str], gpus: int) -> list[Fi
     return [ok("variables", ", ".join(given) or "none of NCCL_… or GLOO_… is set")]
 
 
-def _names(read: Network, env: Mapping[str, str]) -> Iterator[Finding]:
+def _names(read: Network, env: Mapping[str, str]) -> Iterator[CheckResult]:
     there = ", ".join(read.interfaces) or "none"
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         text = env.get(variable, "")
@@ -154,7 +154,7 @@ def _is_card(text: str, cards: Mapping[str, object]) -> bool:
     return False
 
 
-def _switches(read: Network, env: Mapping[str, str], gpus: int) -> Iterator[Finding]:
+def _switches(read: Network, env: Mapping[str, str], gpus: int) -> Iterator[CheckResult]:
     if env.get("NCCL_IB_DISABLE") == "1" and read.cards:
         advice = "unset it: NCCL would use sockets, several times slower"
         yield warn("variables", "NCCL_IB_DISABLE=1, and this host has RDMA cards", advice)

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from app.cli.host_checks.collectives import Links, expected_gb_s, judge_speed, measure
-from app.cli.host_checks.finding import Finding, fail, ok, skip, warn
+from app.cli.host_checks.collectives import HostLinks, expected_gb_s, judge_speed, measure
+from app.cli.host_checks.finding import CheckResult, fail, ok, skip, warn
 from app.cli.host_checks.network import is_loopback
 from app.cli.processes.launcher import Launch
 from app.engine.files.attempt import Attempt
@@ -51,11 +51,11 @@ class Node:
     address: str | None  # where gloo listens on this host
     source: str  # what the address is from
     facts: Mapping[str, str]  # of EQUAL and ALIKE
-    links: Links
+    links: HostLinks
     folder: Path  # where runs are written
-    findings: tuple[Finding, ...] = ()  # of the host alone; only its first rank has them
+    findings: tuple[CheckResult, ...] = ()  # of the host alone; only its first rank has them
     # prints what is known and ends the process: a collective may never return
-    give_up: Callable[[list[Finding]], None] = field(default=lambda found: None)
+    give_up: Callable[[list[CheckResult]], None] = field(default=lambda found: None)
 
     @property
     def leads(self) -> bool:
@@ -66,7 +66,7 @@ class Node:
 class Unreachable(Exception):
     """No meeting: the finding says which rank or address does not answer."""
 
-    def __init__(self, finding: Finding) -> None:
+    def __init__(self, finding: CheckResult) -> None:
         super().__init__(finding.measured)
         self.finding = finding
 
@@ -94,7 +94,7 @@ def meeting(launch: Launch, seconds: float = MEET_S) -> dist.Store:
             time.sleep(0.2)
 
 
-def together(node: Node, store: dist.Store, seconds: float = MEET_S) -> list[Finding]:
+def together(node: Node, store: dist.Store, seconds: float = MEET_S) -> list[CheckResult]:
     """Make all checks that need several ranks; every rank calls it, and gets all findings: those of
     each host alone first.
     """
@@ -111,11 +111,11 @@ def together(node: Node, store: dist.Store, seconds: float = MEET_S) -> list[Fin
             "findings": [each.as_json() for each in node.findings],
         }
         everyone = _shared(store, "facts", said, node.launch, seconds)
-        alone = [Finding.from_json(each) for one in everyone for each in one["findings"]]
+        alone = [CheckResult.from_json(each) for one in everyone for each in one["findings"]]
         leaders = [one for one in everyone if one["leads"]]
         mine = [*_reach(node, leaders), *_folder(node, leaders)] if node.leads else []
         parts = _shared(store, "ports", [each.as_json() for each in mine], node.launch, seconds)
-    several = [Finding.from_json(each) for part in parts for each in part]
+    several = [CheckResult.from_json(each) for part in parts for each in part]
     found = [*alone, *_same(leaders), *several]
     if any(each.check == "ports" and each.state.value == "fail" for each in found):
         return [*found, skip("collectives", "not tried: ports are closed")]
@@ -200,11 +200,11 @@ class _SharedFile:
             self._path.unlink(missing_ok=True)
 
 
-def _on(host: str, found: Finding) -> Finding:
-    return Finding(found.check, found.state, found.measured, advice=found.advice, host=host)
+def _on(host: str, found: CheckResult) -> CheckResult:
+    return CheckResult(found.check, found.state, found.measured, advice=found.advice, host=host)
 
 
-def _reach(node: Node, leaders: list[dict[str, Any]]) -> list[Finding]:
+def _reach(node: Node, leaders: list[dict[str, Any]]) -> list[CheckResult]:
     """Connect to the first rank of every other host; compare clocks."""
     others = [each for each in leaders if each["host"] != node.name]
     if not others or node.launch.one_host:
@@ -246,7 +246,7 @@ def _clock_of(address: str, port: int) -> tuple[float, float]:
     return float(text) - (clock + took / 2), took
 
 
-def _folder(node: Node, leaders: list[dict[str, Any]]) -> list[Finding]:
+def _folder(node: Node, leaders: list[dict[str, Any]]) -> list[CheckResult]:
     """Look for the file that rank 0 has written beside the run folder."""
     path = leaders[0]["shared"]
     if len({each["host"] for each in leaders}) < 2 or node.launch.rank == 0 or path is None:
@@ -258,7 +258,7 @@ def _folder(node: Node, leaders: list[dict[str, Any]]) -> list[Finding]:
     return [_on(node.name, fail("shared folder", told, advice))]
 
 
-def _same(leaders: list[dict[str, Any]]) -> list[Finding]:
+def _same(leaders: list[dict[str, Any]]) -> list[CheckResult]:
     """Compare software and GPUs of the hosts."""
     found = []
     for name, advice in {**EQUAL, **ALIKE}.items():
@@ -274,8 +274,8 @@ def _same(leaders: list[dict[str, Any]]) -> list[Finding]:
 
 
 def _collectives(
-    node: Node, store: dist.Store, hosts: int, *, before: list[Finding]
-) -> list[Finding]:
+    node: Node, store: dist.Store, hosts: int, *, before: list[CheckResult]
+) -> list[CheckResult]:
     """Time all-reduces; if they do not end in time, report and end this process."""
     world = node.launch.world_size or 1
     expected = expected_gb_s(node.links, hosts, world // max(1, hosts))

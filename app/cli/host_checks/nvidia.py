@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from app.cli.host_checks.finding import Finding, fail, ok, skip, warn
+from app.cli.host_checks.finding import CheckResult, fail, ok, skip, warn
 
 FIELDS = (
     "name",
@@ -199,7 +199,7 @@ def _nvlinks(ask: Ask, count: int) -> tuple[tuple[float, ...] | None, int]:
     return tuple(sum(map(float, each)) for each in speeds), text.count("<inactive>")
 
 
-def judge_gpus(read: Gpus | None, torch_cuda: str | None) -> list[Finding]:
+def judge_gpus(read: Gpus | None, torch_cuda: str | None) -> list[CheckResult]:
     """Return the findings; `torch_cuda` is the CUDA version that torch was built for, or None."""
     if read is None:
         if torch_cuda is None:
@@ -221,7 +221,7 @@ def judge_gpus(read: Gpus | None, torch_cuda: str | None) -> list[Finding]:
     ]
 
 
-def _models(read: Gpus) -> Finding:
+def _models(read: Gpus) -> CheckResult:
     names = [each.name for each in read.gpus]
     told = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     if len(set(names)) > 1:
@@ -229,7 +229,7 @@ def _models(read: Gpus) -> Finding:
     return ok("GPUs", told)
 
 
-def _driver(driver: str, torch_cuda: str | None) -> Finding:
+def _driver(driver: str, torch_cuda: str | None) -> CheckResult:
     if torch_cuda is None:
         advice = "install torch with CUDA: pip install --force-reinstall torch"
         return fail("driver", f"driver {driver}, but torch is a CPU build", advice)
@@ -248,7 +248,7 @@ def _listed(gpus: Sequence[Gpu], wrong: Callable[[Gpu], object]) -> str:
     return ", ".join(str(place) for place, each in enumerate(gpus) if wrong(each))
 
 
-def _health(gpus: Sequence[Gpu]) -> Iterator[Finding]:
+def _health(gpus: Sequence[Gpu]) -> Iterator[CheckResult]:
     """Yield findings on ECC memory and on what keeps the GPUs from a run's use."""
     broken = _listed(gpus, lambda gpu: gpu.uncorrected or gpu.remapping)
     off = _listed(gpus, lambda gpu: gpu.ecc == "Disabled")
@@ -275,7 +275,7 @@ def _health(gpus: Sequence[Gpu]) -> Iterator[Finding]:
         yield ok("GPU use", "free")
 
 
-def _clocks(gpus: Sequence[Gpu]) -> Finding:
+def _clocks(gpus: Sequence[Gpu]) -> CheckResult:
     if all(gpu.reasons is None for gpu in gpus):
         return skip("GPU clocks", "this driver does not say why clocks are lowered")
     slow = {
@@ -289,7 +289,7 @@ def _clocks(gpus: Sequence[Gpu]) -> Finding:
     return ok("GPU clocks", "not lowered by heat or power")
 
 
-def _pcie(gpus: Sequence[Gpu]) -> Finding:
+def _pcie(gpus: Sequence[Gpu]) -> CheckResult:
     if any(gpu.pcie_width is None for gpu in gpus):
         return skip("PCIe", "the driver does not report the slots")
     widths = [gpu.pcie_width for gpu in gpus if gpu.pcie_width is not None]
@@ -302,7 +302,7 @@ def _pcie(gpus: Sequence[Gpu]) -> Finding:
     return ok("PCIe", f"generation {'/'.join(sorted(gens)) or '?'}, {widths[0][0]:.0f} lanes")
 
 
-def _topology(read: Gpus) -> Iterator[Finding]:
+def _topology(read: Gpus) -> Iterator[CheckResult]:
     """Yield findings on the links between the GPUs of the host."""
     if len(read.gpus) < 2:
         return
