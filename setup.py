@@ -12,6 +12,8 @@ setup(
         "app.docs",
         "hydra_plugins",
     ],
+    # <prefix>/share/graphfold: jobs of SLURM for those who have no checkout
+    data_files=[("share/graphfold", ["scripts/train.sbatch", "scripts/sweep.sbatch"])],
     package_dir={"app.conf": "conf", "app.docs": "docs"},
     package_data={
         "app": ["py.typed", "cli/options/*.txt"],

@@ -63,6 +63,11 @@ def calibrate() -> None:
     _run_rank("calibrate")
 
 
+def doctor() -> None:
+    """Check hosts before a run (`python -m app.cli.doctor`)."""
+    _run_rank("doctor")
+
+
 def _run(program: str) -> None:
     main = _loaded(program).main
     from app.cli.processes.output import exit_by

@@ -186,11 +186,12 @@ def main(arguments: Sequence[str]) -> int:
 
 def _bind_ranks(options: Namespace) -> None:
     """Make the ranks end with this process, even if it dies while they start."""
-    if options.no_python or options.module:
+    if options.no_python:
         return
-    python = [sys.executable, "-u", options.training_script]
+    named = ["-m"] if options.module else []
+    python = [sys.executable, "-u", *named, options.training_script]
     command = bound([*python, *options.training_script_args])
-    options.no_python = True
+    options.no_python, options.module = True, False
     options.training_script, *options.training_script_args = command
 
 

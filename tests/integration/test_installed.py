@@ -34,6 +34,7 @@ SOURCES = (
     "docs",
     "graphfold",
     "hydra_plugins",
+    "scripts",
     "LICENSE",
     "README.md",
     "pyproject.toml",
@@ -109,7 +110,9 @@ def test_a_wheel_holds_all_that_a_run_needs(wheel: Path):
     rest = {name for name in names if ".dist-info/" not in name}
     docs = {f"app/{path.relative_to(ROOT)}" for path in (ROOT / "docs").rglob("*.[ms][dv]*")}
     typed = {"app/py.typed", "graphfold/py.typed"}
-    assert rest == code | conf | docs | typed | {"app/cli/options/other_names.txt"}
+    jobs = {name for name in rest if ".data/data/share/graphfold/" in name}
+    assert {Path(name).name for name in jobs} == {"train.sbatch", "sweep.sbatch"}
+    assert rest - jobs == code | conf | docs | typed | {"app/cli/options/other_names.txt"}
     assert "app/docs/planning.md" in docs
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

@@ -47,7 +47,7 @@ def test_help_names_what_its_reader_can_type(
     for name in HELPS:
         monkeypatch.setattr(sys, "argv", [f"bin/graphfold-{name}" if installed else "plan.py"])
         module = import_module(f"app.cli.{name}")
-        ranks = [0] if name in ("generate", "chat", "evaluate", "calibrate") else []
+        ranks = [0] if name in ("generate", "chat", "evaluate", "calibrate", "doctor") else []
         assert module.main(["--help"], *ranks) == 0
         said = capsys.readouterr().out
         assert (f"Usage:  graphfold-{name} " in said) == installed, name

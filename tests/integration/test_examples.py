@@ -1,0 +1,76 @@
+"""examples/: what they launch composes; their fields are those of the published schemas."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from app.cli.options.arguments import Typed
+from app.cli.options.compose import load_typed
+from tests.training import ROOT
+
+FILES = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / "examples").glob("*.yaml")}
+# Packages generated from the CRDs of Trainer and JobSet; models drop fields that they do not know.
+CHECK = """
+import sys, yaml
+from kubeflow_trainer_api import models
+kinds = {"JobSet": models.JobsetV1alpha2JobSet, "TrainJob": models.TrainerV1alpha1TrainJob}
+for path in sys.argv[1:]:
+    text = yaml.safe_load(open(path))
+    kept = kinds[text["kind"]].from_dict(text).to_dict()
+    assert kept == text, (path, kept, text)
+    text["spec"]["unknown"] = 1
+    assert kinds[text["kind"]].from_dict(text).to_dict() != text
+    print(text["kind"])
+"""
+
+
+def _container(name: str) -> dict[str, Any]:
+    spec = FILES[name]["spec"]
+    if name == "trainjob":
+        return spec["trainer"]
+    (job,) = spec["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    return container
+
+
+@pytest.mark.parametrize("name", ["jobset", "trainjob", "skypilot"])
+def test_example_launches_a_run_of_sixteen_ranks(name: str):
+    if name == "skypilot":
+        words = shlex.split(FILES[name]["run"].replace("\\\n", " "))
+    else:
+        words = [*_container(name)["command"], *_container(name)["args"]]
+    place = words.index("app.cli.train")
+    assert words[place - 1] == "-m" and words[1:3] == ["-m", "app.cli.torchrun"]
+    overrides = [word for word in words[place + 1 :] if not word.startswith("resume=")]
+    run = load_typed(Typed.parse(overrides), 16)
+    assert run.world_size == 16 and run.run_dir == "/shared/runs/first"
+
+
+def test_jobset_meets_at_its_first_pod():
+    (job,) = FILES["jobset"]["spec"]["replicatedJobs"]
+    name = FILES["jobset"]["metadata"]["name"]
+    assert f"--rdzv-endpoint={name}-{job['name']}-0-0.{name}:29500" in _container("jobset")["args"]
+    spec = job["template"]["spec"]
+    assert f"--nnodes={spec['parallelism']}" in _container("jobset")["args"]
+    assert spec["parallelism"] == spec["completions"]
+
+
+@pytest.mark.index
+def test_kubernetes_examples_follow_the_published_types(tmp_path: Path):
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(tmp_path)]
+    subprocess.run([*pip, "kubeflow-trainer-api", "pyyaml"], check=True)
+    paths = [str(ROOT / f"examples/{name}.yaml") for name in ("jobset", "trainjob")]
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK, *paths],
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["JobSet", "TrainJob"], done.stderr
