@@ -10,6 +10,8 @@ ADVANCED = (
     "model.longrope",
     "model.dynamic_rope",
     "model.rotary_dim",
+    "model.attention_gate",
+    "model.linear_attention",
     "model.linear_rope_factor",
     "model.qk_norm_whole",
     "model.local_rope_theta",
