@@ -32,6 +32,9 @@ def spread_weights(model: nn.Module) -> None:
         param.data.copy_(
             noise / math.sqrt(param.shape[-1]) * 1.5 if param.dim() > 1 else 1 + 0.3 * noise
         )
+    for name, param in model.named_parameters():
+        if name.endswith("A_log"):  # states that last, so that no output is near zero
+            param.data.sub_(4)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.randn(buffer.shape, generator=random) * 0.2)
