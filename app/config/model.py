@@ -270,10 +270,6 @@ class ModelConfig:
         if self.linear_attention is not None and linear not in types[: self.num_layers]:
             rule = "no layer has linear_attention: model.layer_types"
             raise ConfigError(key, "{…}", rule, nearest=("null",))
-        if set(types[: self.num_layers]) == {linear}:
-            rule = "has no layer of another type than linear_attention"
-            near = ((*types[1:], LayerType.full_attention), Instead("model.layer_types=[]"))
-            raise ConfigError("model.layer_types", types, rule, nearest=near)
         if self.attention_gate:
             for name in ("mla", "sinks", "attn_out_bias", "qkv_bias", "attention_softcap"):
                 if (held := getattr(self, name)) not in (None, False):

@@ -100,26 +100,6 @@ def written_next(model: ModelConfig) -> Mapping[str, Any]:
     return {**written(model), **qwen_moe.written_sparse_layers(model)}
 
 
-def gated_heads(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
-    """Map queries, keys and values; a head of their queries is followed by its gate."""
-    groups, width, columns = model.num_kv_heads, model.head_width, shape[1:]
-    queries = model.num_heads // groups
-    apart, rest = (groups, 2 * queries + 2, 1, width, *columns), (0,) * (1 + len(columns))
-    order = tuple(range(len(apart)))
-
-    def box(first: int, heads: int) -> Block:
-        return Block(apart, (0, first, 0, *rest), (groups, first + heads, *apart[2:]))
-
-    of_query = (groups, queries, 2, width, *columns)
-    rows = groups * queries * 2 * width, *columns
-    for half, first in enumerate((0, queries + 2)):
-        start, stop = (0, 0, half, *rest), (groups, queries, half + 1, *of_query[3:])
-        yield WeightPart(theirs[0], rows, box(first, queries), Block(of_query, start, stop), order)
-    their_whole = Block.whole(groups, 1, 1, width, *columns)
-    for first, name in enumerate(theirs[1:], start=queries):
-        yield WeightPart(name, (groups * width, *columns), box(first, 1), their_whole, order)
-
-
 def channels(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
     """Map taps of all queries, then of all keys, then of all values."""
     (name,) = theirs
@@ -176,8 +156,7 @@ def _module(name: str) -> str:
 
 
 _ATTENTION = (
-    NameLine("attn.wqkv", tuple(f"self_attn.{name}_proj.weight" for name in "qkv"), gated_heads),
-    *(line for line in tables.GROUPED_ATTENTION if line.ours.endswith("_norm.weight")),
+    *tables.GROUPED_ATTENTION,
     NameLine("attn.a_log", (_module("A_log"),), whole),
     NameLine("attn.dt_bias", (_module("dt_bias"),), whole),
     NameLine("attn.conv", (_module("conv1d.weight"),), channels),

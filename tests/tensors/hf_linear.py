@@ -24,6 +24,7 @@ THEIR_SIZES = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
+    "rms_norm_eps": 1e-4,  # outputs of heads are small before their norm
     "max_position_embeddings": 64,
     "attn_implementation": "eager",
     "experts_implementation": "eager",
@@ -48,7 +49,7 @@ def _ours(**fields: Any) -> ModelConfig:
         "num_kv_heads": 2,
         "head_dim": 16,
         "rotary_dim": 4,
-        "norm_eps": 1e-6,
+        "norm_eps": 1e-4,
         "norm": NormKind.rms_plus_one,
         "qk_norm": True,
         "attention_gate": True,
@@ -108,14 +109,6 @@ def qwen3_5_moe() -> Any:
     """Like `qwen3_next`, with experts in every layer."""
     theirs = transformers.Qwen3_5MoeTextConfig(**THEIR_SIZES, **THEIR_EXPERTS)
     return transformers.Qwen3_5MoeForCausalLM, theirs, _ours(moe=EXPERTS)
-
-
-def gated_attention(hf: dict[str, Tensor], theirs: str, model: ModelConfig) -> Tensor:
-    """Our weight of queries, keys, values and gates, by key/value head."""
-    groups, width = model.num_kv_heads, model.head_width
-    q, k, v = (hf[f"{theirs}.{name}_proj.weight"].unflatten(0, (groups, -1)) for name in "qkv")
-    queries, gates = q.unflatten(1, (-1, 2, width)).unbind(2)
-    return torch.cat((queries.flatten(1, 2), k, v, gates.flatten(1, 2)), dim=1).flatten(0, 1)
 
 
 def linear_attention(

@@ -14,7 +14,7 @@ from app.model.chunk import Chunk
 from app.model.layers.linear import named_parameters
 from app.moe.phases import Router
 from app.plan.sharding.reshard import Block
-from tests.tensors.hf_linear import gated_attention, linear_attention
+from tests.tensors.hf_linear import linear_attention
 
 NEIGHBOURS = 1234.0  # base of rotary positions of test models whose neighbouring values rotate
 
@@ -204,9 +204,6 @@ def softmax_attention(
         weights[f"{ours}.attn.{norm}.weight"] = hf[f"{theirs}.self_attn.{norm}.weight"]
     if model.mla is not None:
         return weights | latents(hf, f"{ours}.attn", f"{theirs}.self_attn")
-    if model.attention_gate:
-        wqkv = gated_attention(hf, f"{theirs}.self_attn", model)
-        return weights | {f"{ours}.attn.wqkv": wqkv}
     of_heads = f"{theirs}.self_attn", model.num_kv_heads
     if model.block is BlockKind.parallel or model.rope_theta == NEIGHBOURS:
         hf = hf | halves(hf, f"{theirs}.self_attn", model.head_width)

@@ -202,7 +202,7 @@ class PlusOneAttentionWithOutBias(PlusOneAttention, AttentionWithOutBias):
 class GatedAttention(Attention):
     """Attention whose heads' outputs are multiplied by the sigmoid of a gate (Qwen3-Next).
 
-    `wqkv` holds the gates of a key/value head's query heads behind its value.
+    In `wqkv` a query head is followed by its gate.
     """
 
     def forward(self, x_BsD: Tensor, context: Context) -> Tensor:
@@ -222,11 +222,10 @@ class GatedAttention(Attention):
 
     def _parts(self, made: Tensor) -> tuple[Tensor, Tensor]:
         """Split what the projection has made: queries, keys and values; gates."""
-        sizes = [
-            count * self.spec.width for count in (self.queries_per_kv + 2, self.queries_per_kv)
-        ]
-        qkv, gate = made.unflatten(-1, (self.num_kv_heads, -1)).split(sizes, dim=-1)
-        return qkv.flatten(-2), gate.flatten(-2)
+        heads = made.unflatten(-1, (self.num_kv_heads, -1, self.spec.width))
+        queries, kv = heads.split((2 * self.queries_per_kv, 2), dim=-2)
+        q, gate = queries.unflatten(-2, (-1, 2)).unbind(-2)
+        return torch.cat((q, kv), dim=-2).flatten(-3), gate.flatten(-3)
 
 
 class PlusOneGatedAttention(PlusOneAttention, GatedAttention):

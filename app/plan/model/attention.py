@@ -29,7 +29,7 @@ class AttentionWeights(Part):
     bqkv: Weight | None
     bo: Weight | None  # of wo
     sinks: Weight | None  # a logit per query head
-    # per key/value head: its query heads, its key, its value, gates of its query heads if any
+    # per key/value head: its query heads, each with its gate if any, its key, its value
     wqkv: Weight
     wo: Weight
     q_norm: NormWeights | None
@@ -51,7 +51,7 @@ class AttentionWeights(Part):
             q_norm = NormWeights.of(spec.heads * width, tp=0)
             k_norm = NormWeights.of(spec.kv_heads * width, tp=0)
         queries = spec.heads // spec.kv_heads  # per key/value head
-        fused = (queries * width, width, width) + spec.gate * (queries * width,)
+        fused = ((1 + spec.gate) * queries * width, width, width)
         rows = spec.kv_heads * sum(fused)
         bias = Weight((rows,), tp=0, initial=Initial.zeros, decay=False, linear=False)
         of_out = Weight((hidden,), initial=Initial.zeros, decay=False, linear=False)
