@@ -66,7 +66,8 @@ class _DeltaRule(torch.autograd.Function):
         q, k, v, g, beta = given
         with torch.enable_grad():
             out_BSHV, _ = with_state(q, k, v, g_BSH=g, beta_BSH=beta)
-        return torch.autograd.grad(out_BSHV, given, grad_BSHV)
+        found: tuple[Tensor, ...] = torch.autograd.grad(out_BSHV, given, grad_BSHV)
+        return found
 
 
 def with_state(
@@ -84,8 +85,11 @@ def with_state(
     q, k, v = (_blocks(each.float(), block) for each in (q * k.shape[-1] ** -0.5, k, v_BSHV))
     g, beta = (_blocks(each.float()[..., None], block) for each in (g_BSH, beta_BSH))
     since = g.cumsum(-2)  # logarithm of what is left since the block began: B × H × N × C × 1
-    causal_CC = torch.ones(block, block, dtype=torch.bool, device=g.device).tril()
-    left = (since - since.transpose(-1, -2)).masked_fill(~causal_CC, -torch.inf).exp()
+    # A token's own place is a constant, as its difference is 0: strong decay leaves gradients that
+    # would be lost in the rounding of two sums with this place.
+    before_CC = torch.ones(block, block, dtype=torch.bool, device=g.device).tril(-1)
+    itself_CC = torch.eye(block, dtype=since.dtype, device=g.device)
+    left = (since - since.transpose(-1, -2)).masked_fill(~before_CC, -torch.inf).exp() + itself_CC
     # what each token writes, where tokens of the block correct each other
     system = (k * beta) @ k.transpose(-1, -2) * left
     writes, reads = (
@@ -94,7 +98,7 @@ def with_state(
     )
     inside = q @ k.transpose(-1, -2) * left
     q = q * since.exp()
-    k = k * (since[..., -1:, :] - since).exp()
+    k = k * (since[..., -1:, :] - since).masked_fill(~before_CC[-1:].mT, 0).exp()
     kept = since[..., -1:, :].exp()
     state = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1])
     outputs = []
@@ -132,7 +136,8 @@ def one_token(
     write_BHV = (v_BHV.float() - held_BHV) * beta_BH.float()[..., None]
     state_BHKV.add_(k[..., None] * write_BHV[..., None, :])
     out_BHV = torch.einsum("bhkv,bhk->bhv", state_BHKV, q) * q.shape[-1] ** -0.5
-    return out_BHV.to(dtype)
+    narrow_BHV: Tensor = out_BHV.to(dtype)
+    return narrow_BHV
 
 
 def _per_value_head(x_BSGK: Tensor, heads: int) -> Tensor:
@@ -143,7 +148,8 @@ def _blocks(x_BSHK: Tensor, block: int) -> Tensor:
     """Return B × H × N × C × K, padded with tokens that write nothing and forget nothing."""
     lacking = -x_BSHK.shape[1] % block
     padded = F.pad(x_BSHK, (0, 0, 0, 0, 0, lacking)) if lacking else x_BSHK
-    return padded.transpose(1, 2).unflatten(2, (-1, block))
+    blocks: Tensor = padded.transpose(1, 2).unflatten(2, (-1, block))
+    return blocks
 
 
 def short_convolution(x_BSF: Tensor, taps_FW: Tensor, number_BS: Tensor | None) -> Tensor:
