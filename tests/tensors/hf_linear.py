@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -31,13 +32,13 @@ THEIR_SIZES = {
 }
 THEIR_EXPERTS = {
     "num_experts": 8,
-    "num_experts_per_tok": 3,
+    "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
 }
 LINEAR = LinearAttentionConfig(key_heads=2, value_heads=4, key_head_dim=8, value_head_dim=12)
 EXPERTS = MoEConfig(
-    num_experts=8, top_k=3, ffn_hidden_size=24, shared_ffn_hidden_size=40, shared_gate=True
+    num_experts=8, top_k=2, ffn_hidden_size=24, shared_ffn_hidden_size=40, shared_gate=True
 )
 FULL_LAST = (*[LayerType.linear_attention] * 3, LayerType.full_attention)
 
@@ -63,18 +64,11 @@ def qwen3_next() -> Any:
     """(Hugging Face class, its configuration, ours); the second layer has no experts."""
     theirs = transformers.Qwen3NextConfig(
         **THEIR_SIZES,
-        **THEIR_EXPERTS | {"num_experts_per_tok": 2},
+        **THEIR_EXPERTS,
         intermediate_size=56,
         mlp_only_layers=[1],
     )
-    moe = MoEConfig(
-        num_experts=8,
-        top_k=2,
-        ffn_hidden_size=24,
-        shared_ffn_hidden_size=40,
-        shared_gate=True,
-        dense_layers=(1,),
-    )
+    moe = dataclasses.replace(EXPERTS, dense_layers=(1,))
     return transformers.Qwen3NextForCausalLM, theirs, _ours(moe=moe, ffn_hidden_size=56)
 
 
