@@ -27,7 +27,6 @@ DEFAULTS = {
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
-    "attention_bias": False,
 }
 MOE_DEFAULTS = {
     **DEFAULTS,
@@ -63,7 +62,6 @@ def qwen3_5_moe(config: TheirConfig) -> dict[str, Any]:
 
 
 def _fields(config: TheirConfig) -> dict[str, Any]:
-    config.only("attention_bias", False)
     positions = config.section("rope_parameters")
     for name in ("mrope_section", "mrope_interleaved"):
         positions.value(name)  # of images: the three positions of a text token are equal
