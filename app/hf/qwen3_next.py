@@ -10,6 +10,7 @@ from typing import Any
 from app.choices import LayerType, NormKind
 from app.config import ModelConfig
 from app.hf import config_json, qwen_moe, tables
+from app.hf.behind import Behind
 from app.hf.fits import Shape, whole
 from app.hf.rotary import rotary_of_part, written_factor
 from app.hf.tables import NameLine
@@ -34,6 +35,7 @@ MOE_DEFAULTS = {
     "router_aux_loss_coef": 0.001,
     "norm_topk_prob": True,
 }
+BEHIND = Behind(block="mtp.")  # layers that predict further tokens, which are left out
 LINEAR = {
     "key_heads": "linear_num_key_heads",
     "value_heads": "linear_num_value_heads",

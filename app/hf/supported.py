@@ -201,7 +201,7 @@ FAMILIES = (
         qwen_moe.written_qwen2_moe,
         layers=("layer_types",),
         more=qwen3_next.written_next,
-        predicting="mtp.",
+        behind=qwen3_next.BEHIND,
         defaults=qwen3_next.MOE_DEFAULTS,
     ),
     Family(
@@ -211,7 +211,7 @@ FAMILIES = (
         (*_GATED, *qwen3_next.APART),
         layers=("layer_types",),
         more=qwen3_next.written,
-        predicting="mtp.",
+        behind=qwen3_next.BEHIND,
         defaults=qwen3_next.DEFAULTS,
     ),
     Family(
@@ -222,7 +222,7 @@ FAMILIES = (
         qwen_moe.written_qwen2_moe,
         layers=("layer_types",),
         more=qwen3_next.written,
-        predicting="mtp.",
+        behind=qwen3_next.BEHIND,
         defaults=qwen3_next.MOE_DEFAULTS,
     ),
     Family(
