@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from app.config import Run
 from app.plan.actions import Action
 from app.plan.memory.rank_memory import plan_memory
-from app.plan.pipeline.known import KnownSchedules
 from app.plan.select import select_graphs
+from app.planner.known import Known
 from app.planner.plan import Plan
 
 LOWERING = 4  # cost of lowering a list, in replays of that list
@@ -25,7 +25,7 @@ class Trials:
 
     limit: int  # memory of one GPU, bytes
     work: int = 0  # actions replayed so far
-    known: KnownSchedules = field(default_factory=KnownSchedules)
+    known: Known = field(default_factory=Known)
 
     def plan(self, run: Run) -> Plan:
         """Plan a run, reusing lists of earlier ones."""
@@ -41,9 +41,10 @@ class Trials:
         if not whole and key.name != "gpipe" and key.group_size is None:
             count = min(key.num_microbatches, SATURATED * key.pp + key.num_microbatches % key.pp)
             key = dataclasses.replace(key, num_microbatches=count)
-        made = len(self.known.lowered)
-        actions = self.known.actions(key, run.schedule.overlap_p2p)
-        self.work += _length(actions) * (1 + LOWERING * (len(self.known.lowered) - made))
+        schedules = self.known.schedules
+        made = len(schedules.lowered)
+        actions = schedules.actions(key, run.schedule.overlap_p2p)
+        self.work += _length(actions) * (1 + LOWERING * (len(schedules.lowered) - made))
         ranks = plan_memory(
             run,
             plan.layout,
@@ -51,6 +52,7 @@ class Trials:
             buffers=plan.buffers,
             actions=actions,
             graphs=select_graphs(run, plan.stages, actions),
+            parts=self.known.parts,
         )
         return max(rank.total for rank in ranks)
 
