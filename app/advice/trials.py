@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from app.config import Run
 from app.plan.actions import Action
@@ -25,6 +26,7 @@ class Trials:
 
     limit: int  # memory of one GPU, bytes
     work: int = 0  # actions replayed so far
+    timed: int = 0  # runs whose steps were timed so far
     known: Known = field(default_factory=Known)
 
     def plan(self, run: Run) -> Plan:
@@ -56,12 +58,17 @@ class Trials:
         )
         return max(rank.total for rank in ranks)
 
-    def seconds(self, run: Run) -> float:
+    def seconds(self, run: Run, most: float = inf) -> float:
         """Return the estimated time of a step, extrapolated from timelines with few microbatches.
 
-        Two timelines that fill the pipeline give the time that each further microbatch adds.
+        Two timelines that fill the pipeline give the time that each further microbatch adds. For a
+        step whose busiest rank alone takes `most` seconds or longer, that time is returned.
         """
         plan = self.plan(run)
+        self.timed += 1
+        least = busiest_seconds(plan)
+        if least >= most:
+            return least
         pp = plan.layout.pp
         count = run.num_microbatches
         few = SATURATED * pp + count % pp
@@ -70,6 +77,15 @@ class Trials:
             return plan.step_seconds
         short, longer = (plan.pipeline_seconds(number) for number in (few, more))
         return longer + (count - more) * (longer - short) / (more - few) + plan.tail.seconds
+
+
+def busiest_seconds(plan: Plan) -> float:
+    """Return the seconds that the busiest pipeline rank works in a step, a lower bound of it."""
+    pipeline = plan.stages.pipeline
+    ranks = [0.0] * pipeline.pp
+    for stage, seconds in enumerate(plan.stage_seconds):
+        ranks[pipeline.rank(stage)] += seconds.total
+    return plan.run.num_microbatches * max(ranks)
 
 
 def _length(lists: Sequence[Sequence[Action]]) -> int:
