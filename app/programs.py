@@ -23,6 +23,7 @@ COMMANDS = (
     "chat",
     "evaluate",
     "calibrate",
+    "tune",
 )
 PREFIX = "graphfold-"
 TYPED = frozenset(PREFIX + name for name in COMMANDS)

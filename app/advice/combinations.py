@@ -122,9 +122,7 @@ def front(combinations: Sequence[Combination]) -> list[Combination]:
     return best
 
 
-def _of_shape(
-    laid_out: Run, trials: Trials, recipes: Sequence[Fp8Recipe]
-) -> Iterator[Run]:
+def _of_shape(laid_out: Run, trials: Trials, recipes: Sequence[Fp8Recipe]) -> Iterator[Run]:
     """Yield the legal runs with the stages, schedule and microbatch of `laid_out`."""
     eight: list[Values] = [{}, *({"precision.fp8.recipe": recipe} for recipe in recipes)]
     for mode, kept, recipe in product(_modes(laid_out), recompute_ladder(laid_out), eight):

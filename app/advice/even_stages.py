@@ -44,9 +44,7 @@ class _Split:
         layers = [Stage((layer,), embedding=False, head=False) for layer in kinds.values()]
         assert plan.profile is not None
         stages = [*ends, *layers]
-        found = stage_times(
-            plan.run, stages, plan.layout, plan.profile, known=plan.known.parts
-        )
+        found = stage_times(plan.run, stages, plan.layout, plan.profile, known=plan.known.parts)
         seconds = [sum(times.by_kind().values()) for times in found]
         self.embedding, self.head, *per_kind = seconds
         of_kind = dict(zip(kinds, per_kind, strict=True))

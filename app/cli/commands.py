@@ -63,6 +63,11 @@ def calibrate() -> None:
     _run_rank("calibrate")
 
 
+def tune() -> None:
+    """Find the fastest layout (`python -m app.cli.tune`)."""
+    _run("tune")
+
+
 def _run(program: str) -> None:
     main = _loaded(program).main
     from app.cli.processes.output import exit_by
