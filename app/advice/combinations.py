@@ -124,7 +124,9 @@ def front(combinations: Sequence[Combination]) -> list[Combination]:
 
 def _of_shape(laid_out: Run, trials: Trials, recipes: Sequence[Fp8Recipe]) -> Iterator[Run]:
     """Yield the legal runs with the stages, schedule and microbatch of `laid_out`."""
-    eight: list[Values] = [{}, *({"precision.fp8.recipe": recipe} for recipe in recipes)]
+    eight: list[Values] = [{}]
+    for each in recipes:
+        eight.append({"precision.fp8.recipe": each})
     for mode, kept, recipe in product(_modes(laid_out), recompute_ladder(laid_out), eight):
         with suppress(ConfigError):
             yield check(with_values(laid_out, mode | kept | recipe))

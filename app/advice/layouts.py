@@ -51,7 +51,7 @@ from app.rules import check
 
 ROWS = 8  # fastest layouts shown at each network speed
 SLOWER = 0.5  # default slower network, as a share of the network's bandwidth
-MOST_TRIALS = 1000  # layouts that a search plans at each network speed, some seconds
+MOST_TRIALS = 600  # layouts that a search plans at each network speed, some seconds
 MOST_SHAPES = 32  # shapes and microbatches whose combinations are planned
 MOST_STAGES = 16  # up to which layers are moved between them until they take equally long
 NO_GRAPHS: Values = {"cuda_graph.impl": GraphImpl.none, **IN_PARTS, "cuda_graph.scope": ()}

@@ -165,8 +165,7 @@ class Search:
     def work(self) -> int:
         """Plan, measure, write; return the exit code."""
         recipes = tuple(RECIPES) if self.asked.fp8 else ()
-        done = lambda: f"{self.trials.timed} planned"  # noqa: E731
-        with telling("planning combinations", done, stream=sys.stderr):
+        with telling("planning combinations", self._planned, stream=sys.stderr):
             self.combinations = plan_combinations(self.run, self.trials, recipes)
         if not any(each.fits for each in self.combinations):
             print("No combination fits these GPUs: use more GPUs, or GPUs with more memory.")
@@ -175,6 +174,9 @@ class Search:
         self._measure()
         self._write()
         return 0
+
+    def _planned(self) -> str:
+        return f"{self.trials.timed} planned"
 
     def _measure(self) -> None:
         """Measure what may be fastest, until nothing is likely to be faster or time is over."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from app.errors import ConfigError
 
@@ -63,9 +64,9 @@ def read_record(path: Path, head: Sequence[str]) -> dict[str, Measured]:
     if whole != text:
         path.write_text(whole, encoding="utf-8")
     first, *rows = whole.splitlines() or ["{}"]
-    of = _values(path, 1, first).get("of")
+    of = _values(path, 1, first).get("of") or ["something else"]
     if of != list(head):
-        rule = f"holds measurements of {' '.join(map(str, of or ['something else']))}"
+        rule = f"holds measurements of {' '.join(of)}"
         raise ConfigError("out", path.parent, rule, advice="choose another folder")
     found: dict[str, Measured] = {}
     for number, row in enumerate(rows, 2):
@@ -81,7 +82,7 @@ def read_record(path: Path, head: Sequence[str]) -> dict[str, Measured]:
     return found
 
 
-def _values(path: Path, number: int, row: str) -> dict[str, object]:
+def _values(path: Path, number: int, row: str) -> dict[str, Any]:
     try:
         values = json.loads(row)
     except ValueError:

@@ -85,14 +85,14 @@ def sizes_of(
 
     known: operations shared with plans of other runs.
     """
-    load = busiest_load(run) if load is None else load
+    load, splits = busiest_load(run) if load is None else load, splits_backward(run)
     return Sizes(
         run,
         layout,
         ShardCoords.of(layout, 0),
         recompute=recompute_policy(run),
         load=load,
-        known=known and known.sizes(run, layout, load, splits=splits_backward(run)),
+        known=None if known is None else known.sizes(run, layout, load, splits),
     )
 
 
