@@ -209,6 +209,7 @@ class _Search:
     planned: int = 0
     # by shape, sequences of a microbatch, rung of recomputation; None: not legal
     least: dict[tuple[Shape, int, int], _Least | None] = field(default_factory=dict)
+    even: dict[Run, str | None] = field(default_factory=dict)  # stages that take equally long
     bytes: dict[Run, int] = field(default_factory=dict)  # of runs at the network's own speed
 
     def fastest(self, network: float, most: int | None = None) -> tuple[list[Run], bool]:
@@ -339,7 +340,10 @@ class _Search:
             legal = self._legal(laid_out, NO_GRAPHS | self.ladder[rung])
             if legal is None or not 1 < len(select_stages(legal).in_order) <= MOST_STAGES:
                 continue
-            layout = even_layout(self.trials.plan(legal))
+            usual = _networked(legal, self.run.hardware.network_gb_s)
+            if usual not in self.even:  # the other network slows all stages alike, or nearly
+                self.even[usual] = even_layout(self.trials.plan(usual))
+            layout = self.even[usual]
             if layout is not None:
                 yield with_values(laid_out, {**ONE_SPLIT, "parallel.layout": layout})
 
