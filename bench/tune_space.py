@@ -48,10 +48,9 @@ def main() -> None:
         [each for each in space if each.key not in there],
         lambda found: print(found.line(), end="", flush=True),
     )
-    # the fastest step of each: neighbours on a shared machine only ever add time
     rows = bench.measured()
-    times = {key: min(row.steps_ms) for key, row in rows.items() if row.steps_ms}
-    failed = [key for key, row in rows.items() if not row.steps_ms]
+    times = {key: row.step_ms for key, row in rows.items() if row.step_ms is not None}
+    failed = [key for key, row in rows.items() if row.step_ms is None]
     print(json.dumps({"overrides": overrides, "device": device, "torch": torch.__version__,
                       "space": len(space), "failed": len(failed),
                       **replayed(space, times, failed)}))  # fmt: skip
