@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from app.advice.combinations import Combination, plan_combinations
+from app.advice.combinations import PlannedCombination, plan_combinations
 from app.advice.trials import Trials
 from app.cli.options.arguments import Typed
 from app.cli.options.compose import load_typed
@@ -56,7 +56,7 @@ def main() -> None:
                       **replayed(space, times, failed)}))  # fmt: skip
 
 
-def spread(combinations: Sequence[Combination], count: int) -> list[Combination]:
+def spread(combinations: Sequence[PlannedCombination], count: int) -> list[PlannedCombination]:
     """Return the typed run and others that fit, spread evenly over the order of planned times."""
     own, *others = (each for each in combinations if each.fits)
     step = max(1.0, len(others) / (count - 1))
@@ -64,7 +64,7 @@ def spread(combinations: Sequence[Combination], count: int) -> list[Combination]
 
 
 def replayed(
-    space: Sequence[Combination], times: Mapping[str, float], failed: Sequence[str]
+    space: Sequence[PlannedCombination], times: Mapping[str, float], failed: Sequence[str]
 ) -> dict[str, Any]:
     """Replay the search on recorded times, and compare its choice with the fastest."""
     own = space[0].key

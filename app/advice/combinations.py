@@ -32,7 +32,7 @@ DISPATCHER = "model.moe.dispatcher"
 
 
 @dataclass(frozen=True, slots=True)
-class Combination:
+class PlannedCombination:
     """A planned combination."""
 
     run: Run = field(repr=False)
@@ -77,7 +77,7 @@ def plan_combinations(
     *,
     most: int = MOST,
     most_s: float = MOST_S,
-) -> list[Combination]:
+) -> list[PlannedCombination]:
     """Plan combinations of a run's GPUs, the typed run first, the others in order of time.
 
     recipes: FP8 recipes that may be chosen beside the run's own. most, most_s: combinations and
@@ -98,23 +98,25 @@ def plan_combinations(
                 found[other] = planned(other, run, trials)
     own = found.pop(run)
     # the same plan under other keys, as a schedule that is chosen anyway, is planned once
-    alike: dict[tuple[object, ...], Combination] = {}
+    alike: dict[tuple[object, ...], PlannedCombination] = {}
     for each in sorted(found.values(), key=lambda each: (each.seconds, len(each.overrides))):
         alike.setdefault((each.seconds, each.memory, *each.choices.values()), each)
     alike.pop((own.seconds, own.memory, *own.choices.values()), None)
     return [own, *alike.values()]
 
 
-def planned(run: Run, own: Run, trials: Trials) -> Combination:
+def planned(run: Run, own: Run, trials: Trials) -> PlannedCombination:
     """Plan a run as a combination of the run `own`."""
     memory = trials.memory(run)
     overrides = tuple(overrides_between(own, run))
-    return Combination(run, overrides, trials.seconds(run), memory, fits=memory <= trials.limit)
+    return PlannedCombination(
+        run, overrides, trials.seconds(run), memory, fits=memory <= trials.limit
+    )
 
 
-def front(combinations: Sequence[Combination]) -> list[Combination]:
+def front(combinations: Sequence[PlannedCombination]) -> list[PlannedCombination]:
     """Return those that fit and than which no other is both faster and smaller, fastest first."""
-    best: list[Combination] = []
+    best: list[PlannedCombination] = []
     fitting = (each for each in combinations if each.fits)
     for each in sorted(fitting, key=lambda each: (each.seconds, each.memory)):
         if not best or each.memory < best[-1].memory:

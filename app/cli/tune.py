@@ -23,7 +23,7 @@ if __name__ == "__main__":
 from rich.console import Console
 from rich.text import Text
 
-from app.advice.combinations import MOST, Combination, front, plan_combinations
+from app.advice.combinations import MOST, PlannedCombination, front, plan_combinations
 from app.advice.trials import Trials
 from app.choices import Device
 from app.cli.options.advice import Asked
@@ -36,7 +36,7 @@ from app.cli.processes.output import exit_by, table_width
 from app.cli.start.launch import CPU_RANKS_PER_CORE, gpus_here
 from app.cli.tuning.choose import next_combinations
 from app.cli.tuning.measuring import Bench
-from app.cli.tuning.records import RECORD, Measured, State
+from app.cli.tuning.records import RECORD, Measurement, State
 from app.cli.tuning.written import EXPERIMENT, experiment_text
 from app.config import Run
 from app.errors import ConfigError, say
@@ -154,12 +154,12 @@ class Search:
         self.asked, self.run, self.folder = asked, run, folder
         self.trials = Trials(Plan(run).gpu_memory)
         self.console = Console(width=table_width(sys.stdout, 140), markup=False, highlight=False)
-        self.found: dict[str, Measured] = {}
-        self.combinations: list[Combination] = []
+        self.found: dict[str, Measurement] = {}
+        self.combinations: list[PlannedCombination] = []
 
     @property
     def times(self) -> dict[str, float]:
-        """Measured milliseconds of a step, by key."""
+        """Measurement milliseconds of a step, by key."""
         return {key: each.step_ms for key, each in self.found.items() if each.step_ms is not None}
 
     def work(self) -> int:
@@ -200,7 +200,7 @@ class Search:
             bench.measure(following, self._tell, most_s=max(left, 60.0))
         print("the time for measurements is over")
 
-    def _next(self) -> list[Combination]:
+    def _next(self) -> list[PlannedCombination]:
         """Return the next combinations: the typed run is the first of all."""
         own = self.combinations[0]
         first = [own] if own.fits and own.key not in self.found else []
@@ -223,7 +223,7 @@ class Search:
             return None
         return f"this host has {gpus} GPUs, and the run needs {world}"
 
-    def _tell(self, found: Measured) -> None:
+    def _tell(self, found: Measurement) -> None:
         self.found[found.key] = found
         if found.state is State.measured:
             text = f"{found.step_ms:,.1f} ms"
@@ -273,14 +273,14 @@ class Search:
         print(f"written: {', '.join(map(str, [path, *pictures]))}")
         print(f"train: {command_name('train')} {shell_line(words)}")
 
-    def _check(self, typed: Typed, best: Combination) -> None:
+    def _check(self, typed: Typed, best: PlannedCombination) -> None:
         """Raise ConfigError unless the written experiment is the combination."""
         if load_typed(typed) != best.run:
             rule = "does not give the chosen run"
             advice = f"type its overrides: {' '.join(best.overrides)}"
             raise ConfigError("name", self.asked.name, rule, advice=advice)
 
-    def _show(self, ranked: Sequence[Combination]) -> None:
+    def _show(self, ranked: Sequence[PlannedCombination]) -> None:
         heading(self.console, "Fastest", "measured" if self.times else "planned")
         table = new_table(">measured ms", ">planned ms", ">planned GiB", "overrides")
         for each in ranked[:ROWS]:

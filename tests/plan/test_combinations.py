@@ -9,7 +9,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from app.advice.combinations import Combination, front, plan_combinations
+from app.advice.combinations import PlannedCombination, front, plan_combinations
 from app.advice.layouts import _Search, compare_layouts
 from app.advice.moves import with_values
 from app.advice.shapes import Shape
@@ -25,14 +25,16 @@ SMALL = ("model.num_layers=2", "train.global_batch=8")
 TOLERATED = 1.03  # times the fastest
 
 
-def some(typed: Sequence[str], most: int, gib: float = 141, fp8: bool = False) -> list[Combination]:
+def some(
+    typed: Sequence[str], most: int, gib: float = 141, fp8: bool = False
+) -> list[PlannedCombination]:
     recipes = tuple(Fp8Recipe) if fp8 else ()
     trials = Trials(int(gib * GIB))
     return plan_combinations(load(*typed), trials, recipes, most=most, most_s=1e9)
 
 
 @pytest.fixture(scope="module")
-def four() -> list[Combination]:
+def four() -> list[PlannedCombination]:
     return some((*LLAMA, *FOUR), 40)
 
 
@@ -57,7 +59,7 @@ def test_shared_plans_of_experiments_equal_plans_alone(name: str):
         assert (shared.step_seconds, shared.memory) == (alone.step_seconds, alone.memory)
 
 
-def test_busiest_rank_bounds_the_step(four: list[Combination]):
+def test_busiest_rank_bounds_the_step(four: list[PlannedCombination]):
     for each in four:
         plan = Plan(each.run)
         assert 0 < busiest_seconds(plan) <= plan.step_seconds
@@ -77,7 +79,7 @@ def test_fp8_is_chosen_only_if_allowed():
     assert {each.choices["fp8"] for each in some(LLAMA, 40)} == {"none"}
 
 
-def test_front_holds_what_nothing_beats(four: list[Combination]):
+def test_front_holds_what_nothing_beats(four: list[PlannedCombination]):
     best, found = front(four), four
     assert best and best[0].seconds == min(each.seconds for each in found if each.fits)
     for each in best:
@@ -138,7 +140,7 @@ def test_search_finds_fastest_with_few_times(seed: int):
     assert len(seen) < len(space) / 2
 
 
-def test_failed_and_unfit_are_not_asked_for_again(four: list[Combination]):
+def test_failed_and_unfit_are_not_asked_for_again(four: list[PlannedCombination]):
     limit = sorted(each.memory for each in four)[len(four) // 2]
     space = [replace(each, fits=each.memory <= limit) for each in four]
     failed: list[str] = []

@@ -18,7 +18,7 @@ from app.cli.options.arguments import Typed
 from app.cli.options.compose import load_typed
 from app.cli.tuning import worker
 from app.cli.tuning.measuring import Bench
-from app.cli.tuning.records import RECORD, Measured, State, read_record
+from app.cli.tuning.records import RECORD, Measurement, State, read_record
 from app.cli.tuning.written import experiment_text
 from app.errors import ConfigError
 from tests.config import load
@@ -66,10 +66,10 @@ def test_worker_records_times_refusals_and_lack_of_memory(
 def test_record_continues_behind_a_cut_line(tmp_path: Path):
     record = tmp_path / RECORD
     assert read_record(record, ["a"]) == {}
-    first = Measured("x", State.measured, step_ms=2.0, steps_ms=(1.0, 2.0, 3.0))
+    first = Measurement("x", State.measured, step_ms=2.0, steps_ms=(1.0, 2.0, 3.0))
     first.append(record)
-    Measured("y", State.failed, "another rank ended").append(record)
-    Measured("y", State.no_memory, "of this one").append(record)
+    Measurement("y", State.failed, "another rank ended").append(record)
+    Measurement("y", State.no_memory, "of this one").append(record)
     whole = record.read_text()
     record.write_text(whole + first.line()[:20])
     found = read_record(record, ["a"])
@@ -152,7 +152,7 @@ def test_ranks_that_die_or_hang_are_recorded(tmp_path: Path):
     own = planned(run, run, trials)
     bad = replace(own, overrides=("train.seq_len=-1",))
     bench = Bench(typed, 2, tmp_path, tmp_path / RECORD, ("it",), steps=2)
-    told: list[Measured] = []
+    told: list[Measurement] = []
     bench.measure([bad, own], told.append)
     assert [each.state for each in told] == [State.refused, State.measured]
     late = replace(own, overrides=("train.seed=2",))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from app.advice.combinations import Combination
+from app.advice.combinations import PlannedCombination
 
 OFFSET = 1.0  # of all times together, as on hardware without a profile
 PER_CHOICE = 0.2
@@ -21,12 +21,12 @@ GAIN = 0.01  # share of the time that a further measurement must promise
 
 
 def next_combinations(
-    combinations: Sequence[Combination],
+    combinations: Sequence[PlannedCombination],
     times: Mapping[str, float],
     failed: Sequence[str],
     *,
     count: int,
-) -> list[Combination]:
+) -> list[PlannedCombination]:
     """Return up to `count` combinations to measure next; none once no gain is likely.
 
     times: measured milliseconds by key; failed: keys that have none.
@@ -38,7 +38,7 @@ def next_combinations(
     planned = np.log([each.seconds * 1e3 for each in combinations])
     ratios = [float(np.log(times[combinations[n].key]) - planned[n]) for n in known]
     best = min((planned[n] + ratio for n, ratio in zip(known, ratios, strict=True)), default=None)
-    chosen: list[Combination] = []
+    chosen: list[PlannedCombination] = []
     while waiting and len(chosen) < count:
         mean, deviation = _corrections(features, known, ratios)
         low = planned + mean - deviation
@@ -52,7 +52,7 @@ def next_combinations(
     return chosen
 
 
-def _features(combinations: Sequence[Combination]) -> np.ndarray:
+def _features(combinations: Sequence[PlannedCombination]) -> np.ndarray:
     """Return [combination, choice]: 1 where the combination has it; the first column is all 1."""
     listed = [each.choices for each in combinations]
     pairs = list(dict.fromkeys(pair for choices in listed for pair in choices.items()))

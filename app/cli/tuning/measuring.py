@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.advice.combinations import Combination
+from app.advice.combinations import PlannedCombination
 from app.cli.options.arguments import Typed
 from app.cli.processes.environment import environment
 from app.cli.processes.home import child_paths
 from app.cli.processes.parent import bound
 from app.cli.start.ranks import ranks_command
 from app.cli.sweeps.jobs import last_told
-from app.cli.tuning.records import Measured, State, read_record
+from app.cli.tuning.records import Measurement, State, read_record
 from app.programs import PACKAGE
 
 WORKER = PACKAGE / "cli" / "tuning" / "worker.py"
@@ -40,14 +40,14 @@ class Bench:
     head: tuple[str, ...]  # what the record is of
     steps: int = STEPS
 
-    def measured(self) -> dict[str, Measured]:
+    def measured(self) -> dict[str, Measurement]:
         """Return what was measured so far, by key. Raises ConfigError."""
         return read_record(self.record, self.head)
 
     def measure(
         self,
-        combinations: Sequence[Combination],
-        tell: Callable[[Measured], None],
+        combinations: Sequence[PlannedCombination],
+        tell: Callable[[Measurement], None],
         most_s: float = MOST_S,
     ) -> None:
         """Measure combinations; every one of them has a line in the record afterwards.
@@ -68,10 +68,10 @@ class Bench:
                 code = f"its processes ended with exit code {process.returncode}"
                 told = last_told(self.folder / "measuring.log") or code
                 reason = f"took over {most_s:.0f} s" if overdue else told
-                Measured(waiting[0].key, state, reason).append(self.record)
+                Measurement(waiting[0].key, state, reason).append(self.record)
                 self._take(waiting, tell)
 
-    def _start(self, combinations: Sequence[Combination]) -> subprocess.Popen[bytes]:
+    def _start(self, combinations: Sequence[PlannedCombination]) -> subprocess.Popen[bytes]:
         task = self.folder / "task.json"
         listed = [
             {"key": each.key, "overrides": shlex.split(" ".join(each.overrides))}
@@ -102,8 +102,8 @@ class Bench:
     def _follow(
         self,
         process: subprocess.Popen[bytes],
-        waiting: list[Combination],
-        tell: Callable[[Measured], None],
+        waiting: list[PlannedCombination],
+        tell: Callable[[Measurement], None],
         *,
         most_s: float,
     ) -> bool:
@@ -117,7 +117,7 @@ class Bench:
             time.sleep(POLL_S)
         return False
 
-    def _take(self, waiting: list[Combination], tell: Callable[[Measured], None]) -> bool:
+    def _take(self, waiting: list[PlannedCombination], tell: Callable[[Measurement], None]) -> bool:
         """Tell of results that are new, and take them off those that wait."""
         found = self.measured()
         new = [each for each in waiting if each.key in found]

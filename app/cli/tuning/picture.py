@@ -7,13 +7,13 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from app.advice.combinations import Combination, front
+from app.advice.combinations import PlannedCombination, front
 from app.cli.plan_views.pictures import save_picture
 from app.plan.formatting import GIB
 
 
 def save_front(
-    combinations: Sequence[Combination],
+    combinations: Sequence[PlannedCombination],
     times: Mapping[str, float],
     limit: int,
     folder: Path,
@@ -41,7 +41,7 @@ def save_front(
     return save_picture(figure, folder, "front")
 
 
-def _planned(combinations: Sequence[Combination]) -> tuple[list[float], list[float]]:
+def _planned(combinations: Sequence[PlannedCombination]) -> tuple[list[float], list[float]]:
     return [each.memory / GIB for each in combinations], [
         each.seconds * 1e3 for each in combinations
     ]

@@ -26,7 +26,7 @@ class State(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measurement:
     """One measured combination, or why it has no time."""
 
     key: str  # of the combination
@@ -49,7 +49,7 @@ class Measured:
             os.close(file)
 
 
-def read_record(path: Path, head: Sequence[str]) -> dict[str, Measured]:
+def read_record(path: Path, head: Sequence[str]) -> dict[str, Measurement]:
     """Return what a record holds, by key; begin the record if there is none.
 
     head: what its measurements are of. Raises ConfigError for a record of something else, and for a
@@ -68,12 +68,12 @@ def read_record(path: Path, head: Sequence[str]) -> dict[str, Measured]:
     if of != list(head):
         rule = f"holds measurements of {' '.join(of)}"
         raise ConfigError("out", path.parent, rule, advice="choose another folder")
-    found: dict[str, Measured] = {}
+    found: dict[str, Measurement] = {}
     for number, row in enumerate(rows, 2):
         values = _values(path, number, row)
         try:
             values |= {"state": State(values["state"]), "steps_ms": tuple(values["steps_ms"])}
-            each = Measured(**values)
+            each = Measurement(**values)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError("out", path, f"line {number} is no measurement") from error
         # several ranks may tell why one has failed: out of memory is the reason of others

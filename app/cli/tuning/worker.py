@@ -22,7 +22,7 @@ from app.cli.options.arguments import Typed
 from app.cli.options.compose import load_typed
 from app.cli.processes.environment import joined_launch
 from app.cli.processes.launcher import Launch
-from app.cli.tuning.records import Measured, State
+from app.cli.tuning.records import Measurement, State
 from app.config import Run
 from app.data.feed import Batch
 from app.engine.build import build_engine
@@ -60,11 +60,11 @@ def main(arguments: Sequence[str], parent: int) -> int:
             plan = Plan(load_typed(typed, launch.world_size))
             found = measure(plan, launch, own, steps=task["steps"], key=key)
         except ConfigError as error:  # the same on every rank
-            found = Measured(key, State.refused, str(error)[:REASON])
+            found = Measurement(key, State.refused, str(error)[:REASON])
         except torch.OutOfMemoryError as error:
-            found = Measured(key, State.no_memory, _first_line(error))
+            found = Measurement(key, State.no_memory, _first_line(error))
         except Exception as error:  # whatever fails is no reason to end the search
-            found = Measured(key, State.failed, f"{type(error).__name__}: {_first_line(error)}")
+            found = Measurement(key, State.failed, f"{type(error).__name__}: {_first_line(error)}")
         alone = store is None or found.state in (State.measured, State.refused)
         if launch.rank == 0 or not alone:
             found.append(record)
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str], parent: int) -> int:
 
 def measure(
     plan: Plan, launch: Launch, store: dist.Store | None, *, steps: int, key: str
-) -> Measured:
+) -> Measurement:
     """Train a few steps on random tokens, and return their times and the memory of tensors.
 
     Raises ConfigError for what the host lacks, and whatever building or a step raises.
@@ -103,7 +103,7 @@ def measure(
         if groups.host.size() > 1:
             dist.all_reduce(peak, dist.ReduceOp.MAX, group=groups.host)
         groups.barrier()
-    return Measured(
+    return Measurement(
         key,
         State.measured,
         step_ms=round(statistics.median(times), 3),

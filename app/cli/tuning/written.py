@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from app.advice.combinations import Combination
+from app.advice.combinations import PlannedCombination
 from app.cli.options.arguments import Typed, key_of
 from app.plan.formatting import gib
 
@@ -16,8 +16,8 @@ EXPERIMENT = "experiment"
 
 
 def experiment_text(
-    chosen: Combination,
-    combinations: Sequence[Combination],
+    chosen: PlannedCombination,
+    combinations: Sequence[PlannedCombination],
     times: Mapping[str, float],
     *,
     typed: Typed,
@@ -47,8 +47,8 @@ def experiment_text(
 
 def reason(
     key: str,
-    chosen: Combination,
-    combinations: Sequence[Combination],
+    chosen: PlannedCombination,
+    combinations: Sequence[PlannedCombination],
     times: Mapping[str, float],
 ) -> str:
     """Return why a key has its value: the best combinations with other values of it."""
@@ -70,7 +70,7 @@ def reason(
     return "as every other combination"
 
 
-def _value(key: str, each: Combination) -> str:
+def _value(key: str, each: PlannedCombination) -> str:
     """Return the value of a key in a combination; "the typed value" where it changes nothing."""
     found = (override for override in each.overrides if key_of(override) == key)
     return next((override.partition("=")[2] for override in found), "the typed value")
