@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from app.config import (
     CudaGraphConfig,
@@ -19,9 +19,6 @@ from app.config import (
 )
 from app.plan.layout import ParallelLayout
 
-if TYPE_CHECKING:
-    from app.plan.parts.trace import Operation
-
 T = TypeVar("T")
 
 
@@ -29,7 +26,8 @@ T = TypeVar("T")
 class KnownSizes:
     """What is known of the parts of runs with equal `Sizes`; treated as immutable."""
 
-    operations: dict[Hashable, list[Operation]] = field(default_factory=dict)
+    # lists of `app.plan.parts.trace.Operation`, whose module imports this one
+    operations: dict[Hashable, list[Any]] = field(default_factory=dict)
     sums: dict[Hashable, Any] = field(default_factory=dict)  # over the operations of a part
 
     def sum(self, key: Hashable, make: Callable[[], T]) -> T:

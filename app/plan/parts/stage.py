@@ -141,7 +141,8 @@ def part_operations(s: Sizes, part: StagePart, recompute: RecomputeChoice) -> li
     key = part, recompute
     if key not in s.known.operations:
         s.known.operations[key] = _part_operations(s, part, recompute)
-    return s.known.operations[key]
+    found: list[Operation] = s.known.operations[key]
+    return found
 
 
 def _part_operations(s: Sizes, part: StagePart, recompute: RecomputeChoice) -> list[Operation]:
