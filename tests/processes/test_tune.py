@@ -135,7 +135,7 @@ def test_plan_without_measurements_is_written(
 
 @pytest.mark.full
 def test_search_on_two_ranks_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    words = [*TINY, "parallel.world_size=2", f"out={tmp_path}", "budget=60s"]
+    words = [*TINY, "parallel.world_size=2", f"out={tmp_path}", "budget=20s"]
     assert tune.main(words) == 0
     first = (tmp_path / RECORD).read_text().splitlines()
     assert len(first) > 3 and "written: " in capsys.readouterr().out

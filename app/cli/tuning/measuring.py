@@ -18,7 +18,6 @@ from app.cli.processes.environment import environment
 from app.cli.processes.home import child_paths
 from app.cli.processes.parent import bound
 from app.cli.start.ranks import ranks_command
-from app.cli.sweeps.jobs import last_told
 from app.cli.tuning.records import Measurement, State, read_record
 from app.programs import PACKAGE
 
@@ -26,6 +25,7 @@ WORKER = PACKAGE / "cli" / "tuning" / "worker.py"
 STEPS = 10  # timed steps of a combination
 POLL_S = 0.2  # seconds between looks at the record
 MOST_S = 300.0  # seconds that one combination may take: some wait for ranks that have failed
+REASON = 300  # longest reason kept, characters
 GRACE_S = 10.0  # seconds that processes have to end
 
 
@@ -66,7 +66,7 @@ class Bench:
             if waiting and (overdue or process.returncode):
                 state = State.timed_out if overdue else State.failed
                 code = f"its processes ended with exit code {process.returncode}"
-                told = last_told(self.folder / "measuring.log") or code
+                told = last_line(self.folder / "measuring.log") or code
                 reason = f"took over {most_s:.0f} s" if overdue else told
                 Measurement(waiting[0].key, state, reason).append(self.record)
                 self._take(waiting, tell)
@@ -125,6 +125,12 @@ class Bench:
             tell(found[each.key])
             waiting.remove(each)
         return bool(new)
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a log that says anything, by which processes explain their end."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line.strip()[:REASON] for line in reversed(lines) if line.strip()), "")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
