@@ -24,6 +24,7 @@ COMMANDS = (
     "evaluate",
     "calibrate",
     "doctor",
+    "tune",
 )
 PREFIX = "graphfold-"
 TYPED = frozenset(PREFIX + name for name in COMMANDS)

@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONF, DOCS = ROOT / "conf", ROOT / "docs"
 COMMAND = "python scripts/reference_docs.py"
 PROGRAMS = ("train", "plan", "data", "tokenizer", "report", "convert", "generate", "chat",
-            "evaluate", "calibrate", "doctor", "torchrun")  # fmt: skip
+            "evaluate", "calibrate", "doctor", "tune", "torchrun")  # fmt: skip
 SCRIPTS = ("train_local.sh", "train.sbatch", "sweep.sbatch")
 TOP, ADVANCED = "Top level", "Advanced"
 KEYS_TABLE = ("| key | type | default | unit | meaning |", "|---|---|---|---|---|")

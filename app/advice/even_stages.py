@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import permutations
+from itertools import product
 
 from app.plan.cost.times import stage_times
 from app.plan.dependencies import Pipeline
@@ -43,7 +43,8 @@ class _Split:
         ends = [Stage((), embedding=True, head=False), Stage((), embedding=False, head=True)]
         layers = [Stage((layer,), embedding=False, head=False) for layer in kinds.values()]
         assert plan.profile is not None
-        found = stage_times(plan.run, [*ends, *layers], plan.layout, plan.profile)
+        stages = [*ends, *layers]
+        found = stage_times(plan.run, stages, plan.layout, plan.profile, known=plan.known.parts)
         seconds = [sum(times.by_kind().values()) for times in found]
         self.embedding, self.head, *per_kind = seconds
         of_kind = dict(zip(kinds, per_kind, strict=True))
@@ -53,6 +54,20 @@ class _Split:
 
     def slowest(self, sizes: Sequence[int]) -> tuple[float, float]:
         """Return seconds of a microbatch on the slowest rank, and in the slowest stage."""
+        stages, ranks = self._seconds(sizes)
+        return max(ranks), max(stages)
+
+    def busiest(self, sizes: Sequence[int]) -> list[int]:
+        """Return the slowest stage and all stages of the slowest rank."""
+        stages, ranks = self._seconds(sizes)
+        slowest, most = max(stages), max(ranks)
+        return [
+            place
+            for place, seconds in enumerate(stages)
+            if seconds == slowest or ranks[self.pipeline.rank(place)] == most
+        ]
+
+    def _seconds(self, sizes: Sequence[int]) -> tuple[list[float], list[float]]:
         stages = []
         begun = 0
         for size in sizes:
@@ -63,7 +78,7 @@ class _Split:
         ranks = [0.0] * self.pipeline.pp
         for stage, seconds in enumerate(stages):
             ranks[self.pipeline.rank(stage)] += seconds
-        return max(ranks), max(stages)
+        return stages, ranks
 
 
 def _moved(sizes: Sequence[int], split: _Split) -> list[int]:
@@ -71,13 +86,14 @@ def _moved(sizes: Sequence[int], split: _Split) -> list[int]:
     best = list(sizes)
     for _ in range(ROUNDS):
         tried = []
-        for giver, taker in permutations(range(len(best)), 2):
-            if best[giver]:
+        givers = split.busiest(best)  # a move from any other stage is no gain
+        for giver, taker in product(givers, range(len(best))):
+            if best[giver] and giver != taker:
                 other = list(best)
                 other[giver] -= 1
                 other[taker] += 1
                 tried.append(other)
-        nearest = min(tried, key=split.slowest)
+        nearest = min(tried, key=split.slowest, default=best)
         if split.slowest(nearest) >= split.slowest(best):
             break
         best = nearest

@@ -17,10 +17,12 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Any
 
+from app.advice.even_stages import even_layout
 from app.advice.layout_rows import Cost, LayoutComparison, LayoutRow
 from app.advice.moves import Value, with_values
 from app.advice.shapes import (
     IN_PARTS,
+    ONE_SPLIT,
     Shape,
     Values,
     graph_modes,
@@ -40,7 +42,9 @@ from app.plan.cost.times import stage_times
 from app.plan.layout import select_layout
 from app.plan.memory.activations import chunk_activations
 from app.plan.parts.dispatcher import run_dispatcher, without_waits
+from app.plan.parts.known import KnownParts
 from app.plan.recompute import NOTHING, RecomputePolicy, recompute_policy
+from app.plan.select import select_stages
 from app.plan.stages import Stage
 from app.planner.plan import Plan
 from app.rules import check
@@ -48,22 +52,29 @@ from app.rules import check
 ROWS = 8  # fastest layouts shown at each network speed
 SLOWER = 0.5  # default slower network, as a share of the network's bandwidth
 MOST_TRIALS = 600  # layouts that a search plans at each network speed, some seconds
+MOST_SHAPES = 32  # shapes and microbatches whose combinations are planned
+MOST_STAGES = 16  # up to which layers are moved between them until they take equally long
+NO_GRAPHS: Values = {"cuda_graph.impl": GraphImpl.none, **IN_PARTS, "cuda_graph.scope": ()}
 
 
 def compare_layouts(
-    plan: Plan, tokens: float | None = None, slower_gb_s: float | None = None
+    plan: Plan,
+    tokens: float | None = None,
+    slower_gb_s: float | None = None,
+    *,
+    trials: Trials | None = None,
 ) -> LayoutComparison:
     """Compare the fastest layouts that fit, at two network bandwidths, with the run's own.
 
     tokens: the number that GPU hours are counted for; None means those of train.steps. slower_gb_s:
-    the second bandwidth; None means half of the first.
+    the second bandwidth; None means half of the first. trials: counts the plans meanwhile.
     """
     run = plan.run
     network = run.hardware.network_gb_s
     slower = SLOWER * network if slower_gb_s is None else slower_gb_s
     if tokens is None:
         tokens = run.steps * run.train.global_batch * run.train.seq_len
-    trials = Trials(plan.gpu_memory)
+    trials = trials or Trials(plan.gpu_memory)
     search = _Search(run, trials)
     complete = True
     chosen: dict[Run, None] = {run: None}
@@ -75,7 +86,8 @@ def compare_layouts(
     for each in chosen:  # the run itself first, so that an equal layout under other keys is dropped
         row = _row(each, run, trials, tokens=tokens, slower=slower)
         rows.setdefault(dataclasses.replace(row, own=False, overrides=()), row)
-    ranked = sorted(rows.values(), key=lambda row: row.cost.seconds)
+    # the run itself may not fit: it is shown behind what does, however fast it would be
+    ranked = sorted(rows.values(), key=lambda row: (not row.fits, row.cost.seconds))
     shown = (row for row in ranked if row.fits or row.own)
     return LayoutComparison(
         run.world_size,
@@ -89,6 +101,21 @@ def compare_layouts(
     )
 
 
+def layout_search(run: Run, trials: Trials, most: int) -> list[Run]:
+    """Return laid-out runs with every schedule and microbatch, those of the fastest shapes first.
+
+    most: layouts that the search for the fastest shapes plans.
+    """
+    search = _Search(run, trials)
+    best, _ = search.fastest(run.hardware.network_gb_s, most)
+    ranks = {Shape.of(each): place for place, each in enumerate(best)}
+    bounds = sorted(search.bounds(), key=lambda found: (ranks.get(found[2], len(ranks)), found[0]))
+    found: dict[Run, None] = dict.fromkeys(best)
+    for _, _, shape, size, rung in bounds[:MOST_SHAPES]:
+        found |= dict.fromkeys(search.stages(run, shape, size, rung))
+    return list(found)
+
+
 def _row(run: Run, own: Run, trials: Trials, tokens: float, slower: float) -> LayoutRow:
     """Build a row, planned with all microbatches."""
     plan = trials.plan(run)
@@ -97,7 +124,7 @@ def _row(run: Run, own: Run, trials: Trials, tokens: float, slower: float) -> La
     dispatcher = run_dispatcher(run)
     return LayoutRow(
         run == own,
-        tuple(_overrides(own, run)),
+        tuple(overrides_between(own, run)),
         tp=layout.tp,
         cp=layout.cp,
         pp=layout.pp,
@@ -108,8 +135,8 @@ def _row(run: Run, own: Run, trials: Trials, tokens: float, slower: float) -> La
         micro_batch=run.train.micro_batch,
         microbatches=run.num_microbatches,
         schedule=plan.schedule_name.value,
-        recompute=_recomputed(recompute_policy(run)),
-        graphs=_captured(run),
+        recompute=recomputed(recompute_policy(run)),
+        graphs=captured(run),
         dispatcher=dispatcher.kind.value if dispatcher else None,
         memory=memory,
         fits=memory <= trials.limit,
@@ -118,13 +145,15 @@ def _row(run: Run, own: Run, trials: Trials, tokens: float, slower: float) -> La
     )
 
 
-def _recomputed(policy: RecomputePolicy) -> tuple[str, ...]:
+def recomputed(policy: RecomputePolicy) -> tuple[str, ...]:
+    """Return what a policy recomputes: parts of layers, or "full"."""
     if policy.usual.whole_layers:
         return ("full",)
     return () if policy.usual == NOTHING else tuple(sorted(p.value for p in policy.usual.parts))
 
 
-def _captured(run: Run) -> str:
+def captured(run: Run) -> str:
+    """Return what CUDA graphs capture, in words."""
     match run.cuda_graph.impl:
         case GraphImpl.none:
             return "none"
@@ -142,7 +171,7 @@ def _networked(run: Run, gb_s: float) -> Run:
 COMPARED = ("parallel", "schedule", "recompute", "cuda_graph")
 
 
-def _overrides(own: Run, run: Run) -> Iterator[str]:
+def overrides_between(own: Run, run: Run) -> Iterator[str]:
     """Yield the overrides that turn run `own` into `run`."""
     pairs: list[tuple[str, Any, Any]] = [
         ("train.micro_batch", own.train.micro_batch, run.train.micro_batch)
@@ -158,6 +187,8 @@ def _overrides(own: Run, run: Run) -> Iterator[str]:
         pairs.append(("model.moe.dispatcher", before.dispatcher, after.dispatcher))
         capacities = before.static.capacity, after.static.capacity
         pairs.append(("model.moe.static.capacity", *capacities))
+    recipes = own.precision.fp8.recipe, run.precision.fp8.recipe
+    pairs.append(("precision.fp8.recipe", *recipes))
     yield from (f"{key}={typed(after)}" for key, before, after in pairs if before != after)
 
 
@@ -178,13 +209,14 @@ class _Search:
     planned: int = 0
     # by shape, sequences of a microbatch, rung of recomputation; None: not legal
     least: dict[tuple[Shape, int, int], _Least | None] = field(default_factory=dict)
+    even: dict[Run, str | None] = field(default_factory=dict)  # stages that take equally long
     bytes: dict[Run, int] = field(default_factory=dict)  # of runs at the network's own speed
 
-    def fastest(self, network: float) -> tuple[list[Run], bool]:
+    def fastest(self, network: float, most: int | None = None) -> tuple[list[Run], bool]:
         """Return the fastest runs, one per shape, and whether the search was complete."""
         run = _networked(self.run, network)
-        limit = self.planned + MOST_TRIALS
-        waiting = list(self._bounds())
+        limit = self.planned + (MOST_TRIALS if most is None else most)
+        waiting = list(self.bounds())
         heapify(waiting)
         best: dict[Shape, tuple[float, Run]] = {}
         while waiting and self.planned < limit:
@@ -202,7 +234,7 @@ class _Search:
         ranked = sorted(best.values(), key=lambda pair: pair[0])[:ROWS]
         return [_networked(run, self.run.hardware.network_gb_s) for _, run in ranked]
 
-    def _bounds(self) -> Iterator[tuple[float, int, Shape, int, int]]:
+    def bounds(self) -> Iterator[tuple[float, int, Shape, int, int]]:
         """Yield (lower bound in seconds, number, shape, sequences of a microbatch, rung)."""
         run = self.run
         pairs = ((shape, size) for shape in shapes(run) for size in micro_batches(run, shape))
@@ -268,9 +300,9 @@ class _Search:
         key = dataclasses.replace(shape, pp=1 if alike else shape.pp), size, rung
         if key not in self.least:
             values = shape.values(self.run) | self.ladder[rung] | {"train.micro_batch": size}
-            bare: Values = {"cuda_graph.impl": GraphImpl.none, **IN_PARTS, "cuda_graph.scope": ()}
-            legal = self._legal(self.run, values | next(schedules(self.run, shape.pp)) | bare)
-            self.least[key] = None if legal is None else _least_of(legal)
+            order = next(schedules(self.run, shape.pp))
+            legal = self._legal(self.run, values | order | NO_GRAPHS)
+            self.least[key] = None if legal is None else _least_of(legal, self.trials.known.parts)
         return self.least[key]
 
     def _expand(
@@ -284,23 +316,40 @@ class _Search:
         """Record the fastest schedule, graph mode and recomputation of a shape that fits, if fast
         enough.
         """
-        for order in schedules(run, shape.pp):
-            laid_out = with_values(run, shape.values(run) | order | {"train.micro_batch": size})
+        for laid_out in self.stages(run, shape, size, rung):
             for mode in graph_modes(laid_out):
                 for kept in self.ladder[rung:]:
                     legal = self._legal(laid_out, mode | kept)
                     if legal is None:
                         continue
-                    seconds = self._seconds(legal)
-                    if seconds >= min(_last(best), best.get(shape, (inf, run))[0]):
+                    most = min(_last(best), best.get(shape, (inf, run))[0])
+                    seconds = self._seconds(legal, most)
+                    if seconds >= most:
                         break  # more recomputation is slower still
                     if self._memory(legal) <= self.trials.limit and self._fits(legal):
                         best[shape] = seconds, legal
                         break
 
-    def _seconds(self, run: Run) -> float:
+    def stages(self, run: Run, shape: Shape, size: int, rung: int) -> Iterator[Run]:
+        """Yield the runs of a shape with every schedule: with equally many layers per stage, and
+        with stages that take equally long.
+        """
+        for order in schedules(run, shape.pp):
+            laid_out = with_values(run, shape.values(run) | order | {"train.micro_batch": size})
+            yield laid_out
+            legal = self._legal(laid_out, NO_GRAPHS | self.ladder[rung])
+            if legal is None or not 1 < len(select_stages(legal).in_order) <= MOST_STAGES:
+                continue
+            usual = _networked(legal, self.run.hardware.network_gb_s)
+            if usual not in self.even:  # the other network slows all stages alike, or nearly
+                self.even[usual] = even_layout(self.trials.plan(usual))
+            layout = self.even[usual]
+            if layout is not None:
+                yield with_values(laid_out, {**ONE_SPLIT, "parallel.layout": layout})
+
+    def _seconds(self, run: Run, most: float) -> float:
         self.planned += 1
-        return self.trials.seconds(run)
+        return self.trials.seconds(run, most)
 
     def _memory(self, run: Run) -> int:
         usual = _networked(run, self.run.hardware.network_gb_s)
@@ -319,7 +368,7 @@ class _Search:
         return None
 
 
-def _least_of(run: Run) -> _Least:
+def _least_of(run: Run, known: KnownParts) -> _Least:
     """Return lower bounds without launches of the host, by the better of two dispatchers."""
     graph = dataclasses.replace(run.cuda_graph, impl=GraphImpl.full_iteration)
     ways = [run]
@@ -334,10 +383,10 @@ def _least_of(run: Run) -> _Least:
         if profile is None:
             seconds.append(stage_seconds(launched, whole, layout)[0].total)
         else:
-            (times,) = stage_times(launched, whole, layout, profile)
+            (times,) = stage_times(launched, whole, layout, profile, known=known)
             seconds.append(sum(times.by_kind().values()))
         inner = Stage(layers, embedding=False, head=False)
-        kept.append(chunk_activations(way, inner, layout).usual.total)
+        kept.append(chunk_activations(way, inner, layout, known).usual.total)
     return _Least(min(seconds), min(kept))
 
 

@@ -35,6 +35,14 @@ SCHEDULES = (
     (ScheduleName.zero_bubble_v, 2),
 )
 IN_PARTS: Values = {"cuda_graph.optimizer": False}  # for graph modes other than full_iteration
+# for a split into stages that parallel.layout spells out
+ONE_SPLIT: Values = {
+    "parallel.vpp": 1,
+    "parallel.first": None,
+    "parallel.last": None,
+    "parallel.count_embedding": False,
+    "parallel.count_head": False,
+}
 STATIC_ROWS = "model.moe.static.capacity"
 
 
@@ -130,8 +138,7 @@ def _stages(run: Run, pp: int, vpp: int) -> Values:
     own = select_stages(run)
     if (own.pp, own.vpp) == (pp, vpp):
         return {}
-    unset: Values = {"parallel.first": None, "parallel.last": None}
-    unset |= {"parallel.count_embedding": False, "parallel.count_head": False}
+    unset = {key: value for key, value in ONE_SPLIT.items() if key != "parallel.vpp"}
     size, more = divmod(run.model.num_layers, pp * vpp)
     if not more:
         return unset | {"parallel.layout": None, "parallel.vpp": vpp}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from app.config import Run
 from app.plan.actions import Action
 from app.plan.memory.rank_memory import plan_memory
-from app.plan.pipeline.known import KnownSchedules
 from app.plan.select import select_graphs
+from app.planner.known import Known
 from app.planner.plan import Plan
 
 LOWERING = 4  # cost of lowering a list, in replays of that list
@@ -25,7 +26,8 @@ class Trials:
 
     limit: int  # memory of one GPU, bytes
     work: int = 0  # actions replayed so far
-    known: KnownSchedules = field(default_factory=KnownSchedules)
+    timed: int = 0  # runs whose steps were timed so far
+    known: Known = field(default_factory=Known)
 
     def plan(self, run: Run) -> Plan:
         """Plan a run, reusing lists of earlier ones."""
@@ -41,9 +43,10 @@ class Trials:
         if not whole and key.name != "gpipe" and key.group_size is None:
             count = min(key.num_microbatches, SATURATED * key.pp + key.num_microbatches % key.pp)
             key = dataclasses.replace(key, num_microbatches=count)
-        made = len(self.known.lowered)
-        actions = self.known.actions(key, run.schedule.overlap_p2p)
-        self.work += _length(actions) * (1 + LOWERING * (len(self.known.lowered) - made))
+        schedules = self.known.schedules
+        made = len(schedules.lowered)
+        actions = schedules.actions(key, run.schedule.overlap_p2p)
+        self.work += _length(actions) * (1 + LOWERING * (len(schedules.lowered) - made))
         ranks = plan_memory(
             run,
             plan.layout,
@@ -51,15 +54,21 @@ class Trials:
             buffers=plan.buffers,
             actions=actions,
             graphs=select_graphs(run, plan.stages, actions),
+            parts=self.known.parts,
         )
         return max(rank.total for rank in ranks)
 
-    def seconds(self, run: Run) -> float:
+    def seconds(self, run: Run, most: float = inf) -> float:
         """Return the estimated time of a step, extrapolated from timelines with few microbatches.
 
-        Two timelines that fill the pipeline give the time that each further microbatch adds.
+        Two timelines that fill the pipeline give the time that each further microbatch adds. For a
+        step whose busiest rank alone takes `most` seconds or longer, that time is returned.
         """
         plan = self.plan(run)
+        self.timed += 1
+        least = busiest_seconds(plan)
+        if least >= most:
+            return least
         pp = plan.layout.pp
         count = run.num_microbatches
         few = SATURATED * pp + count % pp
@@ -68,6 +77,15 @@ class Trials:
             return plan.step_seconds
         short, longer = (plan.pipeline_seconds(number) for number in (few, more))
         return longer + (count - more) * (longer - short) / (more - few) + plan.tail.seconds
+
+
+def busiest_seconds(plan: Plan) -> float:
+    """Return the seconds that the busiest pipeline rank works in a step, a lower bound of it."""
+    pipeline = plan.stages.pipeline
+    ranks = [0.0] * pipeline.pp
+    for stage, seconds in enumerate(plan.stage_seconds):
+        ranks[pipeline.rank(stage)] += seconds.total
+    return plan.run.num_microbatches * max(ranks)
 
 
 def _length(lists: Sequence[Sequence[Action]]) -> int:

@@ -68,6 +68,11 @@ def doctor() -> None:
     _run_rank("doctor")
 
 
+def tune() -> None:
+    """Find the fastest layout (`python -m app.cli.tune`)."""
+    _run("tune")
+
+
 def _run(program: str) -> None:
     main = _loaded(program).main
     from app.cli.processes.output import exit_by

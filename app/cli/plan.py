@@ -7,6 +7,7 @@ in one line.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -23,6 +24,7 @@ if __name__ == "__main__":
 from app.advice.faster import faster
 from app.advice.layouts import compare_layouts
 from app.advice.suggest import suggest
+from app.advice.trials import Trials
 from app.cli.options.advice import Asked
 from app.cli.options.arguments import PLACES, Typed, flags_to_overrides, without_places
 from app.cli.options.compose import load_typed
@@ -38,6 +40,7 @@ from app.planner.export import DECODING, WHAT, Decoding, layout_json, plan_json
 from app.planner.plan import Plan
 from app.planner.suggestion import Suggestion
 from app.programs import with_names
+from app.telling import telling
 from app.version import VERSION, Version
 
 # folder for files
@@ -213,7 +216,9 @@ def _layouts(plan: Plan, asked: PlanRequest) -> int:
     if asked.slower is not None and asked.slower >= network:
         rule = f"must be below hardware.network_gb_s={network:g}"
         raise ConfigError("slower", f"{asked.slower:g}", rule)
-    found = compare_layouts(plan, asked.tokens, asked.slower)
+    trials = Trials(plan.gpu_memory)
+    with telling("searching layouts", lambda: f"{trials.timed} planned", stream=sys.stderr):
+        found = compare_layouts(plan, asked.tokens, asked.slower, trials=trials)
     described = {"layout": layout_json(plan), LAYOUTS: asdict(found)}
     if asked.as_json:
         print(json.dumps(described))

@@ -33,14 +33,15 @@ from app.plan.groups import PP
 from app.plan.layout import ParallelLayout, select_layout
 from app.plan.memory.rank_memory import RankMemory, plan_memory
 from app.plan.pipeline.check import check
-from app.plan.pipeline.known import KnownSchedules, ScheduleKey
+from app.plan.pipeline.known import ScheduleKey
 from app.plan.pipeline.lowering import lower_all
 from app.plan.pipeline.timeline import Timeline, Times, ordered_timeline
 from app.plan.schedule import build_schedule
 from app.plan.select import select_graphs, select_schedule, select_stages
 from app.plan.sharding.frozen import frozen_in
-from app.plan.sharding.parameters import ChunkBuffers, Parameter, chunk_buffers, chunk_parameters
-from app.plan.stages import Stage, StagePlan
+from app.plan.sharding.parameters import ChunkBuffers, Parameter, chunk_parameters
+from app.plan.stages import StagePlan
+from app.planner.known import Known
 
 GPU_MEMORY_GIB = 79.1  # usable memory of an 80 GB H100
 
@@ -50,8 +51,8 @@ class Plan:
     """The plan of a run that has passed `app.rules.check`."""
 
     run: Run
-    # schedules shared with plans of other runs
-    known: KnownSchedules = field(default_factory=KnownSchedules, compare=False, repr=False)
+    # schedules, operations and buffers shared with plans of other runs
+    known: Known = field(default_factory=Known, compare=False, repr=False)
 
     @cached_property
     def layout(self) -> ParallelLayout:
@@ -79,7 +80,7 @@ class Plan:
     @cached_property
     def schedule(self) -> list[list[Compute]]:
         """Compute actions of each pipeline rank in a training step."""
-        return self.known.compute(self.schedule_key)
+        return self.known.schedules.compute(self.schedule_key)
 
     @property
     def schedule_key(self) -> ScheduleKey:
@@ -95,7 +96,7 @@ class Plan:
     @cached_property
     def actions(self) -> Sequence[Sequence[Action]]:
         """All actions of each pipeline rank in a training step, proved not to deadlock."""
-        lists = self.known.actions(self.schedule_key, self.run.schedule.overlap_p2p)
+        lists = self.known.schedules.actions(self.schedule_key, self.run.schedule.overlap_p2p)
         check(lists, self.schedule, self.stages.pipeline.v_shape)
         return lists
 
@@ -143,19 +144,11 @@ class Plan:
     @cached_property
     def buffers(self) -> tuple[tuple[ChunkBuffers, ...], ...]:
         """[pp_rank][chunk]: layout of parameter and gradient buffers, and their shards."""
-        model, frozen = self.run.model, frozen_in(self.run)
-        made: dict[object, ChunkBuffers] = {}  # stages of like layers have like buffers
-
-        def buffers(stage: Stage) -> ChunkBuffers:
-            specs = tuple(model.layer_specs[layer] for layer in stage.layers)
-            kinds: object = stage if frozen else (specs, stage.embedding, stage.head)
-            if kinds not in made:
-                lora = self.run.adapters
-                held = chunk_parameters(model, stage, self.layout, frozen=frozen, lora=lora)
-                made[kinds] = chunk_buffers(held, self.layout, self.run.optim)
-            return made[kinds]
-
-        return tuple(tuple(map(buffers, chunks)) for chunks in self.stages.stages)
+        run, layout, known = self.run, self.layout, self.known
+        return tuple(
+            tuple(known.buffers(run, layout, stage) for stage in chunks)
+            for chunks in self.stages.stages
+        )
 
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:
@@ -167,6 +160,7 @@ class Plan:
             buffers=self.buffers,
             actions=self.actions,
             graphs=self.graphs,
+            parts=self.known.parts,
         )
 
     @cached_property
@@ -189,6 +183,7 @@ class Plan:
                 self.layout,
                 self.profile,
                 pipeline=self.stages.pipeline,
+                known=self.known.parts,
             )
         )
 
@@ -232,7 +227,7 @@ class Plan:
     def pipeline_seconds(self, num_microbatches: int) -> float:
         """Return the estimated time of a step's pipeline with `num_microbatches`."""
         key = replace(self.schedule_key, num_microbatches=num_microbatches)
-        order = self.known.order(key)
+        order = self.known.schedules.order(key)
         seconds = self._times.in_order(order.pipeline.last + 1)
         return order.makespan(seconds, self._times.send)
 
@@ -270,7 +265,8 @@ class Plan:
     @cached_property
     def timeline(self) -> Timeline:
         """Estimated seconds of a step's compute, with exposed traffic and sends between stages."""
-        return ordered_timeline(self.schedule, self.known.order(self.schedule_key), self._times)
+        order = self.known.schedules.order(self.schedule_key)
+        return ordered_timeline(self.schedule, order, self._times)
 
     @property
     def busiest(self) -> RankMemory:

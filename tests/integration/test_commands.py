@@ -15,7 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from app.cli import calibrate, chat, convert, data, doctor, evaluate, generate, plan, tokenizer
+from app.cli import (
+    calibrate,
+    chat,
+    convert,
+    data,
+    doctor,
+    evaluate,
+    generate,
+    plan,
+    tokenizer,
+    tune,
+)
 from app.cli.options.arguments import SWEEPS, Typed, key_of
 from app.cli.options.compose import load_typed
 from app.cli.options.explained import COMPOSING, explained
@@ -35,7 +46,7 @@ ROOT_PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS
 PAGES = [*ROOT_PAGES, *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = sorted((ROOT / "scripts").glob("*.s*"))
 PROGRAMS = ("plan", "data", "tokenizer", "report", "convert", "generate", "chat", "evaluate")
-PROGRAMS += ("calibrate", "doctor")
+PROGRAMS += ("calibrate", "doctor", "tune")
 # commands of others, of the shell, and what they write with <<
 ELSEWHERE = {"git", "cd", "source", "ls", "mkdir", "cat", "printf", "export", "pip", "pipx", "hf"}
 ELSEWHERE |= {"lm_eval", "nvidia-smi"}
@@ -196,6 +207,7 @@ CHECKS: dict[str, Callable[[Sequence[str]], object]] = {
     "report": check_report,
     "calibrate": calibrate._parsed,
     "doctor": doctor.DoctorRequest.parse,
+    "tune": lambda words: load_typed(tune.parse(words).typed),
     "data": lambda words: load_typed(data.InspectRequest.parse(words).typed),
     "tokenizer": lambda words: check_train(tokenizer.TokenizerRequest.parse(words).words),
     "bench": check_python,

@@ -163,7 +163,7 @@ def asked_run(asked: Typed, launch: Launch) -> Asked:
         return run
 
     def check_host(run: Run) -> None:
-        gpus = _gpus_here(run)
+        gpus = gpus_here(run)
         if run.train.device is Device.cuda and not gpus:
             raise ConfigError("train.device", "cuda", "this host has no usable GPU")
         if launch.world_size is None and run.world_size > 1:
@@ -198,7 +198,7 @@ def runnable(config: DictConfig, launch: Launch) -> Run:
         raise
 
 
-def _gpus_here(run: Run) -> int:
+def gpus_here(run: Run) -> int:
     """Return the number of GPUs that the run may use; load torch only if there may be any."""
     if run.train.device is Device.cpu or not any(Path(device).exists() for device in GPU_DEVICES):
         return 0

@@ -27,6 +27,7 @@ from app.plan.dependencies import Pipeline
 from app.plan.layout import ParallelLayout
 from app.plan.memory.overheads import BACKWARD_KERNELS
 from app.plan.parts.dispatcher import busiest_load, run_dispatcher
+from app.plan.parts.known import KnownParts
 from app.plan.parts.stage import fold_stages, sizes_of
 from app.plan.parts.trace import Operation, Work
 from app.plan.phases import PhaseName
@@ -69,15 +70,19 @@ def stage_times(
     *,
     pipeline: Pipeline | None = None,
     load: float | None = None,
+    known: KnownParts | None = None,
 ) -> list[PartTimes]:
     """Return the times of one rank of each stage for one microbatch.
 
     `pipeline`: the placement of stages on ranks; None means that each GPU sustains its full clock.
-    `load`: rows of this rank's experts over the mean; None means `expected_load`.
+    `load`: rows of this rank's experts over the mean; None means `expected_load`. `known`:
+    operations and times shared with plans of other runs.
     """
     clock = _Clock.of(run, layout, profile)
-    s = sizes_of(run, layout, load=expected_load(run) if load is None else load)
-    found = [PartTimes.together(parts) for parts in fold_stages(s, stages, clock.part)]
+    s = sizes_of(run, layout, load=expected_load(run) if load is None else load, known=known)
+    count = run.num_microbatches, run.writes_expert_grads
+    name = "times", run.cuda_graph, run.hardware, profile, *count
+    found = [PartTimes.together(parts) for parts in fold_stages(s, stages, clock.part, name)]
     if pipeline is not None:
         found = at_clocks(found, pipeline, profile)
     return [stage.hosted() for stage in found]

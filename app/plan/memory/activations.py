@@ -16,8 +16,15 @@ from app.config import Run
 from app.plan.actions import Action, Compute, MicrobatchChunk
 from app.plan.layout import ParallelLayout
 from app.plan.model.vocabulary import table
-from app.plan.parts.stage import part_operations, saved_positions, sizes_of, stage_parts
-from app.plan.parts.trace import Sizes, trace_memory
+from app.plan.parts.known import KnownParts
+from app.plan.parts.stage import (
+    StagePart,
+    part_operations,
+    saved_positions,
+    sizes_of,
+    stage_parts,
+)
+from app.plan.parts.trace import Sizes, TraceMemory, trace_memory
 from app.plan.recompute import RecomputeChoice
 from app.plan.select import captured_phases
 from app.plan.sharding.frozen import frozen_in
@@ -51,9 +58,14 @@ class ChunkActivations:
     captured: int  # of these, those in partial graphs
 
 
-def chunk_activations(run: Run, stage: Stage, layout: ParallelLayout) -> ChunkActivations:
-    """Return the memory of one microbatch in a stage, at the planned imbalance of experts."""
-    s = sizes_of(run, layout)
+def chunk_activations(
+    run: Run, stage: Stage, layout: ParallelLayout, known: KnownParts | None = None
+) -> ChunkActivations:
+    """Return the memory of one microbatch in a stage, at the planned imbalance of experts.
+
+    known: operations shared with plans of other runs.
+    """
+    s = sizes_of(run, layout, known=known)
     parts = stage_parts(run, stage)
     again = s.recompute
     every = {part: part_operations(s, part, again.usual) for part in set(parts)}
@@ -73,7 +85,7 @@ def chunk_activations(run: Run, stage: Stage, layout: ParallelLayout) -> ChunkAc
 
 def _microbatch(s: Sizes, stage: Stage, recompute: RecomputeChoice) -> MicrobatchMemory:
     parts = stage_parts(s.run, stage)
-    found = {part: trace_memory(part_operations(s, part, recompute), s.stream) for part in parts}
+    found = {part: _part_memory(s, part, recompute) for part in set(parts)}
     kept: Counter[str] = Counter()
     ropes = {*map(saved_positions, parts)} - {None}
     if ropes:
@@ -93,6 +105,13 @@ def _microbatch(s: Sizes, stage: Stage, recompute: RecomputeChoice) -> Microbatc
         kept.update(memory.kept)
         saved = kept.total()
     return MicrobatchMemory(kept, forward - saved, backward - saved, waiting=waiting)
+
+
+def _part_memory(s: Sizes, part: StagePart, recompute: RecomputeChoice) -> TraceMemory:
+    def traced() -> TraceMemory:
+        return trace_memory(part_operations(s, part, recompute), s.stream)
+
+    return traced() if s.known is None else s.known.sum(("memory", part, recompute), traced)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from app.plan.model.experts import ExpertWeights
 from app.plan.model.fp8 import fp8_weights
 from app.plan.parts.dispatch_record import Tokens
 from app.plan.parts.dispatcher import run_dispatcher, tokens_per_rank, with_rows
+from app.plan.parts.known import KnownParts
 from app.plan.parts.paged_buffer import planned_paged_buffer, with_paged_buffer
 from app.plan.parts.stage import stage_parts
 from app.plan.parts.static import HEADROOM, PlannedStatic
@@ -92,13 +93,14 @@ def plan_memory(
     buffers: Sequence[Sequence[ChunkBuffers]],
     actions: Sequence[Sequence[Action]],
     graphs: Sequence[GraphPlan | None],
+    parts: KnownParts | None = None,
 ) -> tuple[RankMemory, ...]:
     """Return the peak memory of each pipeline rank.
 
     Rank r has parameters in buffers[r] and runs actions[r] in a training step, with the partial
-    graphs graphs[r].
+    graphs graphs[r]. parts: operations shared with plans of other runs.
     """
-    known = _Known(layout)
+    known = _Known(layout, parts)
     memory = []
     for rank, held in enumerate(stages.stages):
         planned = _Rank(run, layout, held, buffers[rank], actions[rank], graphs[rank], rank, known)
@@ -111,6 +113,7 @@ class _Known:
     """Activations of stages planned so far; stages with equal layers share them."""
 
     layout: ParallelLayout
+    parts: KnownParts | None
     found: dict[object, ChunkActivations] = field(default_factory=dict)
 
     def chunks(self, run: Run, stages: Sequence[Stage]) -> list[ChunkActivations]:
@@ -120,7 +123,7 @@ class _Known:
     def _chunk(self, run: Run, stage: Stage) -> ChunkActivations:
         key = run, *stage_parts(run, stage)
         if key not in self.found:
-            self.found[key] = chunk_activations(run, stage, self.layout)
+            self.found[key] = chunk_activations(run, stage, self.layout, self.parts)
         return self.found[key]
 
 

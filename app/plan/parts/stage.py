@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import chain
@@ -23,8 +23,16 @@ from app.plan.model.weight import Weight
 from app.plan.parts.attention import attention
 from app.plan.parts.dispatcher import busiest_load
 from app.plan.parts.experts import moe_body
+from app.plan.parts.known import KnownParts
 from app.plan.parts.linear import column_parallel, feed_forward, norm, scattered
-from app.plan.parts.trace import Operation, Sizes, Trace, Work, forward_only
+from app.plan.parts.trace import (
+    Operation,
+    Sizes,
+    Trace,
+    Work,
+    forward_only,
+    splits_backward,
+)
 from app.plan.phases import PhaseName
 from app.plan.recompute import RecomputeChoice, recompute_policy
 from app.plan.sharding.blocks import ShardCoords
@@ -67,14 +75,24 @@ class FrozenPart:
 StagePart = StageEnd | LayerPart | FrozenPart  # equal parts have equal operations
 
 
-def sizes_of(run: Run, layout: ParallelLayout, load: float | None = None) -> Sizes:
-    """Return the sizes of one microbatch on one rank; `load` None is that of the busiest rank."""
+def sizes_of(
+    run: Run,
+    layout: ParallelLayout,
+    load: float | None = None,
+    known: KnownParts | None = None,
+) -> Sizes:
+    """Return the sizes of one microbatch on one rank; `load` None is that of the busiest rank.
+
+    known: operations shared with plans of other runs.
+    """
+    load, splits = busiest_load(run) if load is None else load, splits_backward(run)
     return Sizes(
         run,
         layout,
         ShardCoords.of(layout, 0),
         recompute=recompute_policy(run),
-        load=busiest_load(run) if load is None else load,
+        load=load,
+        known=None if known is None else known.sizes(run, layout, load, splits),
     )
 
 
@@ -118,6 +136,16 @@ def saved_positions(part: StagePart) -> Rope | None:
 
 def part_operations(s: Sizes, part: StagePart, recompute: RecomputeChoice) -> list[Operation]:
     """Return the operations of one part; layers are recomputed in part or whole."""
+    if s.known is None:
+        return _part_operations(s, part, recompute)
+    key = part, recompute
+    if key not in s.known.operations:
+        s.known.operations[key] = _part_operations(s, part, recompute)
+    found: list[Operation] = s.known.operations[key]
+    return found
+
+
+def _part_operations(s: Sizes, part: StagePart, recompute: RecomputeChoice) -> list[Operation]:
     if isinstance(part, FrozenPart):
         ops = _operations(s, part.part, recompute, frozen=part.frozen)
         if part.begins and not recompute.whole_layers:
@@ -279,13 +307,25 @@ def head(s: Sizes, weight: Weight) -> list[Operation]:
 
 
 def fold_stages(
-    s: Sizes, stages: Sequence[Stage], fold: Callable[[Sequence[Operation]], T]
+    s: Sizes,
+    stages: Sequence[Stage],
+    fold: Callable[[Sequence[Operation]], T],
+    name: Hashable = None,
 ) -> list[list[tuple[T, int]]]:
     """Return, per stage, `fold` of the operations of each kind of part and the number of parts.
 
-    The operations are those of microbatches that are not spared.
+    The operations are those of microbatches that are not spared. name: everything that `fold`
+    depends on, by which plans of other runs share its results; None shares none.
     """
+    usual = s.recompute.usual
+
+    def folded_part(part: StagePart) -> T:
+        if s.known is None or name is None:
+            return fold(part_operations(s, part, usual))
+        key = name, part, usual
+        return s.known.sum(key, lambda: fold(part_operations(s, part, usual)))
+
     counts = [Counter(stage_parts(s.run, stage)) for stage in stages]
     kinds = set(chain.from_iterable(counts))
-    folded = {part: fold(part_operations(s, part, s.recompute.usual)) for part in kinds}
+    folded = {part: folded_part(part) for part in kinds}
     return [[(folded[part], times) for part, times in count.items()] for count in counts]

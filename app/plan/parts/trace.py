@@ -20,6 +20,7 @@ from app.plan.layout import ParallelLayout
 from app.plan.model.held import is_held, restored_bytes
 from app.plan.model.weight import Weight
 from app.plan.parts.fp8 import Fp8Work
+from app.plan.parts.known import KnownSizes
 from app.plan.recompute import NOTHING, RecomputeChoice, RecomputePolicy
 from app.plan.sharding.blocks import ShardCoords
 
@@ -113,6 +114,11 @@ def forward_only(op: Operation) -> Operation:
     )
 
 
+def splits_backward(run: Run) -> bool:
+    """Return whether the schedule splits backward and defers weight gradients."""
+    return run.schedule.name in (ScheduleName.zero_bubble_h1, ScheduleName.zero_bubble_v)
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Sizes that the descriptions of a run's parts share, of one microbatch on one rank."""
@@ -125,6 +131,8 @@ class Sizes:
     # FP8 recipe of linear layers in the described part; None: 16 bits
     in_fp8: Fp8Recipe | None = None
     experts_in_fp8: bool = False
+    # operations shared with plans of other runs; None: none are
+    known: KnownSizes | None = field(default=None, compare=False, repr=False)
 
     @property
     def model(self) -> ModelConfig:
@@ -169,7 +177,7 @@ class Sizes:
     @property
     def splits(self) -> bool:
         """True if the schedule splits backward and defers weight gradients."""
-        return self.run.schedule.name in (ScheduleName.zero_bubble_h1, ScheduleName.zero_bubble_v)
+        return splits_backward(self.run)
 
     @property
     def fused(self) -> bool:
