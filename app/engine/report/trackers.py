@@ -1,5 +1,6 @@
-"""Experiment trackers: metrics in panels, sample, tags; Weights & Biases and TensorBoard here, others
-in modules of their own.
+"""Experiment trackers: metrics in panels, sample, tags; Weights & Biases and TensorBoard.
+
+MLflow and Trackio have modules of their own.
 """
 
 from __future__ import annotations
@@ -211,7 +212,7 @@ def claim_id(run_dir: Path, file_name: str = WANDB_ID, tracker: str = "Weights &
     return known
 
 
-def recorded_id(file: Path, tracker: str) -> str | None:
+def recorded_id(file: Path, tracker: str = "Weights & Biases") -> str | None:
     """Return the id of the run to continue; None for a new one, with a warning if invalid."""
     if not file.exists():
         return None
