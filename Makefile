@@ -24,10 +24,10 @@ gpu: $(VENV)/installed-gpu ## install Transformer Engine too, for FP8, its atten
 test: $(VENV)/installed-test ## run the tests (CPU), minutes; ARGS="tests/plan -k layout" selects, ARGS="-n0 …" runs them in one process
 	@$(PYTEST) $(ARGS)
 
-test-all: $(VENV)/installed-optuna $(VENV)/installed-slurm $(VENV)/installed-eval test ## then the exhaustive grids and the seeded random runs, an hour or two
+test-all: $(VENV)/installed-trackers $(VENV)/installed-optuna $(VENV)/installed-slurm $(VENV)/installed-eval test ## then the exhaustive grids and the seeded random runs, an hour or two
 	@$(PYTEST) -m full $(ARGS)
 
-test-sample: $(VENV)/installed-optuna $(VENV)/installed-slurm $(VENV)/installed-eval ## run a twentieth of what test-all has beyond test, another one each time
+test-sample: $(VENV)/installed-trackers $(VENV)/installed-optuna $(VENV)/installed-slurm $(VENV)/installed-eval ## run a twentieth of what test-all has beyond test, another one each time
 	@$(PYTEST) -m full --share 0.05 $(ARGS)
 
 test-gpu: $(VENV)/installed-test ## run the tests that need a CUDA device
@@ -78,6 +78,10 @@ $(VENV)/installed-test: $(VENV)/installed
 # Bindings are built against the torch of .venv, with the headers of CUDA that it leaves out.
 $(VENV)/installed-gpu: $(VENV)/installed
 	@$(PIP) setuptools ninja 'cuda-toolkit[cccl,crt]' && $(PIP) --no-build-isolation 'graphfold[gpu]'
+	@touch $@
+
+$(VENV)/installed-trackers: $(VENV)/installed-test
+	@$(PIP) --editable '.[test,mlflow,trackio]'
 	@touch $@
 
 $(VENV)/installed-optuna: $(VENV)/installed-test

@@ -74,6 +74,8 @@ ADVANCED = (
     "lora.rslora",
     "lora.base",
     "log.group",
+    "log.mlflow",
+    "log.trackio",
     "log.verbose",
     "train.max_bad_steps",
     "train.max_rollbacks",

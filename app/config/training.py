@@ -357,10 +357,18 @@ class LogConfig:
     verbose: bool = False
     wandb: bool = True  # a Weights & Biases run
     wandb_mode: WandbMode = WandbMode.auto  # where that run goes
-    project: str = "graphfold"  # Weights & Biases project
-    # Weights & Biases group; null: none, or the sweep's name for a job of a sweep
+    project: str = "graphfold"  # project of trackers, experiment of MLflow
+    # group of runs in trackers; null: none, or the sweep's name for a job of a sweep
     group: str | None = None
     tensorboard: bool = False  # events for TensorBoard, in the run folder
+    # an MLflow run, at MLFLOW_TRACKING_URI or in the folder mlflow beside the run folder
+    mlflow: bool = False
+    trackio: bool = False  # a Trackio run, in TRACKIO_DIR
+
+    @property
+    def tracked(self) -> bool:
+        """Return whether any experiment tracker records the run."""
+        return self.wandb or self.tensorboard or self.mlflow or self.trackio
 
     def __post_init__(self) -> None:
         at_least("log", self, 1, "interval")

@@ -248,7 +248,8 @@ def test_missing_package_refused_before_writing(tmp_path: Path, monkeypatch: pyt
     run = composed(("log=tensorboard", "train.device=cpu"), None)
     alone = launch.Launch(0, 0, None)
     said = (
-        "^log.tensorboard=true: the package tensorboard is not installed; pip install tensorboard$"
+        "^log.tensorboard=true: the package tensorboard is not installed; "
+        r"pip install 'graphfold\[tensorboard\]'$"
     )
     with pytest.raises(ConfigError, match=said):
         launch.carry_out(run, alone, "train.py", env={})

@@ -91,9 +91,10 @@ def check_room(run: Run, gpus: int) -> None:
 
 def check_packages(run: Run, kind: type[ConfigError] = ConfigError) -> None:
     """Raise an error of this kind if the run needs an optional package that is not installed."""
-    if run.log.tensorboard and find_spec("tensorboard") is None:
-        rule = "the package tensorboard is not installed"
-        raise kind("log.tensorboard", True, rule, advice="pip install tensorboard")
+    for name in ("tensorboard", "mlflow", "trackio"):
+        if getattr(run.log, name) and find_spec(name) is None:
+            rule = f"the package {name} is not installed"
+            raise kind(f"log.{name}", True, rule, advice=f"pip install 'graphfold[{name}]'")
 
 
 def check_cpu(plan: Plan, ranks_here: int | None = None) -> None:

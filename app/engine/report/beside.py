@@ -9,11 +9,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
+from app.engine.report.mlflow_tracker import MLFLOW_ID, MLflow
 from app.engine.report.sinks import Sink
-from app.engine.report.trackers import TensorBoard, Wandb, claim_id
+from app.engine.report.trackers import WANDB_ID, TensorBoard, Wandb, claim_id
+from app.engine.report.trackio_tracker import TRACKIO_ID, Trackio
 from app.engine.step.records import RollbackReport, StepReport, ValidationReport
 from app.errors import warn, writing
 from app.planner.plan import Plan
@@ -87,10 +90,16 @@ def tracking(
     """
     log = plan.run.log
     trackers: list[Beside] = []
-    if log.wandb:
-        with writing(run_dir):
-            run_id = claim_id(run_dir)
-        trackers.append(Beside("Weights & Biases", lambda: Wandb(plan, run_dir, version, run_id)))
+    made: tuple[tuple[bool, str, str, type[Wandb | MLflow | Trackio]], ...] = (
+        (log.wandb, "Weights & Biases", WANDB_ID, Wandb),
+        (log.mlflow, "MLflow", MLFLOW_ID, MLflow),
+        (log.trackio, "Trackio", TRACKIO_ID, Trackio),
+    )
+    for asked, name, id_file, kind in made:
+        if asked:
+            with writing(run_dir):
+                run_id = claim_id(run_dir, id_file, name)
+            trackers.append(Beside(name, partial(kind, plan, run_dir, version, run_id)))
     if log.tensorboard:
         trackers.append(Beside("TensorBoard", lambda: TensorBoard(plan, run_dir, from_step)))
     try:

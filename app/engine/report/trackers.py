@@ -1,4 +1,7 @@
-"""Experiment trackers, Weights & Biases and TensorBoard: metrics in panels, sample, tags."""
+"""Experiment trackers: metrics in panels, sample, tags; Weights & Biases and TensorBoard.
+
+MLflow and Trackio have modules of their own.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from app.planner.plan import Plan
 from app.planner.summary import degree_sizes
 from app.version import VERSION, Version
 
-ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # id of a Weights & Biases run
+ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # id of a run in a tracker
 WANDB_ID = "wandb_id"  # file in the run folder with that id
 FLUSH_S = 10  # seconds after which TensorBoard can show recorded values
 TENSORBOARD = "tensorboard"  # folder in the run folder
@@ -198,26 +201,26 @@ class Wandb(Tracker):
         self._wandb.teardown()
 
 
-def claim_id(run_dir: Path) -> str:
-    """Return the id of a run folder's W&B run: the recorded one, or a new one, which is recorded
-    before anything can fail. Raises OSError.
+def claim_id(run_dir: Path, file_name: str = WANDB_ID, tracker: str = "Weights & Biases") -> str:
+    """Return the id of a run folder's run in a tracker: the recorded one, or a new one, which is
+    recorded before anything can fail. Raises OSError.
     """
-    file = run_dir / WANDB_ID
-    known = recorded_id(file)
+    file = run_dir / file_name
+    known = recorded_id(file, tracker)
     if known is None:
         known = secrets.token_hex(4)
         file.write_text(known, encoding="utf-8")
     return known
 
 
-def recorded_id(file: Path) -> str | None:
-    """Return the id of the W&B run to continue; None for a new one, with a warning if invalid."""
+def recorded_id(file: Path, tracker: str = "Weights & Biases") -> str | None:
+    """Return the id of the run to continue; None for a new one, with a warning if invalid."""
     if not file.exists():
         return None
     text = file.read_bytes().decode(errors="replace")
     if ID.fullmatch(text):
         return text
-    warn(f"{file} holds no id of a Weights & Biases run, so a new one begins")
+    warn(f"{file} holds no id of a {tracker} run, so a new one begins")
     return None
 
 

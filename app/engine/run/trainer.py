@@ -460,7 +460,7 @@ class Trainer:
     def _sample(self, sinks: Sequence[Sink]) -> str | None:
         """Return text that continues the first validation tokens; None without a sink for it."""
         log = self.run.log
-        if not (log.console or log.wandb or log.tensorboard):
+        if not (log.console or log.tracked):
             return None
         _, feed = self.held_out[0]
         found = begun(next(iter(feed)), feed.dataset.marked)
