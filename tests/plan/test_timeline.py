@@ -6,10 +6,10 @@ import pytest
 
 from app.plan.actions import Compute, Exchange, Wait
 from app.plan.dependencies import Pipeline
-from app.plan.pipeline.known import KnownSchedules
 from app.plan.pipeline.lowering import lower_all
 from app.plan.pipeline.timeline import Times, simulate
 from app.plan.schedule import build_schedule, v_shaped
+from app.planner.known import Known
 from app.planner.plan import Plan
 from tests.actions import parse_action
 from tests.cases import each
@@ -202,7 +202,7 @@ def test_sending_never_shortens_a_step(name: str, chunks: int):
 @pytest.mark.full
 def test_lists_of_one_run_serve_another_with_other_times():
     """Plans that share what they know say what each says alone."""
-    known = KnownSchedules()
+    known = Known()
     typed = ("model=dense_tiny", "parallel.pp=4", "train.global_batch=128")
     for schedule, more in product(
         ("1f1b", "zero_bubble_h1"), ((), ("train.seq_len=256",), ("train.micro_batch=4",))
@@ -213,4 +213,4 @@ def test_lists_of_one_run_serve_another_with_other_times():
         assert shared.timeline == alone.timeline
         assert shared.timeline.makespan + shared.tail.seconds == shared.step_seconds
         assert shared.actions == alone.actions and shared == alone
-    assert len(known.orders) == 4  # of two schedules and two numbers of microbatches
+    assert len(known.schedules.orders) == 4  # of two schedules and two numbers of microbatches
