@@ -50,7 +50,7 @@ Exit code: 0; 1 if a check fails; 2 for a mistake. docs/cluster.md says more."""
 
 @dataclass(frozen=True, slots=True)
 class DoctorRequest:
-    """What the command line asks for."""
+    """Request on the command line."""
 
     run_dir: Path = Path("runs")
     json: bool = False

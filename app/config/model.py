@@ -38,7 +38,7 @@ TRAINING_ALONE = {"init_from": None, "mtp": {"layers": 0}}  # for use: values th
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What decoder layers may differ in; layers with equal specs have equal weights and costs."""
+    """Kind of a decoder layer; layers with equal specs have equal weights and costs."""
 
     attention: AttentionSpec
     routed: bool  # has routed experts instead of a dense feed-forward

@@ -24,7 +24,7 @@ GLOO_GB_S = 1.0  # what gloo's thread of one rank moves at most, GB/s
 
 @dataclass(frozen=True, slots=True)
 class HostLinks:
-    """What carries a collective."""
+    """Links and library of a collective."""
 
     gpus: bool  # whether ranks compute on GPUs, and NCCL sends
     gpu_gb_s: float | None  # one direction of a GPU's links inside the host; None: not known

@@ -30,7 +30,7 @@ SLOW_MB_S = 200.0
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What this host has; speeds are measured."""
+    """Readings of this host; speeds are measured."""
 
     cores: float  # that this process may use
     load: float  # processes that ran in the last minute, on all cores

@@ -59,7 +59,7 @@ class Node:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first rank of its host."""
+        """Return whether this is the first rank of its host."""
         return self.launch.local_rank == 0
 
 

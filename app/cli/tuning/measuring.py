@@ -31,7 +31,7 @@ GRACE_S = 10.0  # seconds that processes have to end
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Where and how combinations of a run are measured."""
+    """Places and limits of measuring the combinations of a run."""
 
     typed: Typed
     world_size: int

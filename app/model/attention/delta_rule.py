@@ -5,7 +5,7 @@ A value head keeps a state S of K × V. Token t forgets and then corrects what S
     S ← exp(g_t) · S;  S ← S + k_t (β_t (v_t − Sᵀ k_t))ᵀ;  o_t = Sᵀ q_t / √K
 
 with keys and queries of unit length. Tokens are computed in blocks of C: within one as a causal
-matrix product, between blocks by the state (section 3.3 there).
+matmul, between blocks by the state (section 3.3 there).
 
 Documents of a sequence do not see each other: at a document's first token the state is forgotten by
 exp(−50) = 2e-22, less than fp64 resolves, so that no offsets are read on the host.

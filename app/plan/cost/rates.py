@@ -30,7 +30,7 @@ FLASH_ANY_ORDER = 1.66  # speed of torch's Flash backward over its deterministic
 # passes over logits in units of reading them once: plain, scaled, capped (bench/LOG.md)
 CAPPED_BYTES = 88, 205
 PLAIN_LOGITS, SCALED_LOGITS, CAPPED_LOGITS = (1, 2), (3, 4), (7, 23)
-# speed of the delta rule's small products over that of large GEMMs: assumed, not measured
+# speed of the delta rule's small matmuls over that of large GEMMs: assumed, not measured
 LINEAR_SHARE = 0.15
 FLASH = (Work.ordered_attention, Work.gathered_attention)
 

@@ -129,7 +129,7 @@ def linear_attention(
 def delta_flops(linear: LinearAttentionConfig) -> int:
     """Return FLOPs of the delta rule's forward for a token of one value head.
 
-    A token reads the state with its query and its key and writes to it, three products of K × V.
+    A token reads the state with its query and its key and writes to it, three matmuls of K × V.
     Within a block of C tokens, half of which are masked: scores of queries and of keys, the inverse
     times keys and values, and scores times what is written (arXiv 2412.06464, section 3.3).
     """
