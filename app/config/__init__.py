@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from app.config.attention import (
     AttentionSpec,
     DynamicRopeConfig,
-    LinearAttentionConfig,
     Llama3RopeConfig,
     LongRopeConfig,
     MLAConfig,
@@ -53,7 +52,6 @@ __all__ = [
     "HardwareConfig",
     "HardwareProfile",
     "LayerSpec",
-    "LinearAttentionConfig",
     "Llama3RopeConfig",
     "LogConfig",
     "LongRopeConfig",
