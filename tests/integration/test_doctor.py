@@ -17,7 +17,7 @@ import pytest
 
 from app.cli.doctor import DoctorRequest, main
 from app.cli.host_checks.collectives import HostLinks, expected_gb_s, judge_speed
-from app.cli.host_checks.finding import CheckResult, State, as_text, exit_code, fail, ok, warn
+from app.cli.host_checks.finding import CheckResult, CheckState, as_text, exit_code, fail, ok, warn
 from app.cli.host_checks.host import Host, Storage, judge_host, judge_storage, read_storage
 from app.cli.host_checks.network import Network, judge_network, judge_variables, read_network
 from app.cli.host_checks.nodes import Unreachable, meeting
@@ -63,9 +63,9 @@ class Smi:
         return 2, 'Field "x" is not a valid field to query.'
 
 
-def states(found: Sequence[CheckResult]) -> dict[str, State]:
+def states(found: Sequence[CheckResult]) -> dict[str, CheckState]:
     """The findings that are no ok."""
-    return {each.check: each.state for each in found if each.state is not State.ok}
+    return {each.check: each.state for each in found if each.state is not CheckState.ok}
 
 
 def test_a_healthy_node_of_gpus_has_nothing_to_do():
@@ -92,7 +92,7 @@ def test_trouble_that_nvidia_smi_reports(
     asked: str, answer: tuple[int, str], check: str, state: str
 ):
     found = judge_gpus(read_gpus(Smi(**{asked: answer})), "13.0")
-    assert states(found) == {check: State(state)}
+    assert states(found) == {check: CheckState(state)}
 
 
 @each(
@@ -110,7 +110,7 @@ def test_trouble_that_nvidia_smi_reports(
 )
 def test_trouble_of_one_gpu(old: str, new: str, check: str, state: str):
     found = judge_gpus(read_gpus(Smi(LINE.replace(old, new))), "13.0")
-    assert states(found) == ({check: State(state)} if check else {})
+    assert states(found) == ({check: CheckState(state)} if check else {})
 
 
 @each(
@@ -127,13 +127,13 @@ def test_driver_against_cuda_of_torch(cuda: str | None, driver: str, state: str)
     gpu = LINE.replace("580.95.05", driver)
     read = read_gpus(Smi(gpu, name=(0, f"{gpu}\n{gpu}\n")))
     found = {each.check: each.state for each in judge_gpus(read, cuda)}
-    assert found["driver"] is State(state)
+    assert found["driver"] is CheckState(state)
 
 
 def test_no_gpu_and_no_driver():
-    assert states(judge_gpus(None, None)) == {"GPUs": State.skip}
-    assert states(judge_gpus(None, "13.0")) == {"GPUs": State.fail}
-    assert states(judge_gpus(Gpus(), "13.0")) == {"GPUs": State.fail}
+    assert states(judge_gpus(None, None)) == {"GPUs": CheckState.skip}
+    assert states(judge_gpus(None, "13.0")) == {"GPUs": CheckState.fail}
+    assert states(judge_gpus(Gpus(), "13.0")) == {"GPUs": CheckState.fail}
 
 
 HOST = Host(
@@ -167,7 +167,7 @@ HOST = Host(
 )
 def test_trouble_of_a_host(change: dict[str, object], found: dict[str, str]):
     judged = judge_host(replace(HOST, **change), gpus=8, rdma=True)
-    assert states(judged) == {check: State(state) for check, state in found.items()}
+    assert states(judged) == {check: CheckState(state) for check, state in found.items()}
 
 
 def test_limits_do_not_matter_without_rdma():
@@ -184,7 +184,7 @@ def test_limits_do_not_matter_without_rdma():
     ]
 )
 def test_trouble_of_storage(read: Storage, found: dict[str, str]):
-    assert states(judge_storage(read)) == {name: State(state) for name, state in found.items()}
+    assert states(judge_storage(read)) == {name: CheckState(state) for name, state in found.items()}
 
 
 def test_storage_is_measured_and_left_as_it_was(tmp_path: Path):
@@ -217,7 +217,7 @@ CARDS = Network({"lo": None, "eth0": 25.0, "ib0": 400.0}, {"mlx5_0:1": 400.0}, (
     ]
 )
 def test_variables_that_contradict_the_host(env: dict[str, str], found: dict[str, str]):
-    wanted = {check: State(state) for check, state in found.items()}
+    wanted = {check: CheckState(state) for check, state in found.items()}
     assert states(judge_network(CARDS, env, gpus=8)) == wanted
 
 
@@ -240,7 +240,7 @@ def test_network_is_read_from_sys(tmp_path: Path):
     read = read_network(tmp_path)
     assert read == Network({"eth0": 25.0, "vf": None}, {"mlx5_0:1": 400.0}, ("mlx5_1:1",), False)
     found = states(judge_network(read, {}, gpus=8))
-    assert found == {"network": State.warn, "GPUDirect": State.warn}
+    assert found == {"network": CheckState.warn, "GPUDirect": CheckState.warn}
 
 
 def test_expected_bandwidth_follows_the_slowest_link():
@@ -257,8 +257,8 @@ def test_expected_bandwidth_follows_the_slowest_link():
 @each([(45.0, "ok"), (20.0, "warn"), (5.0, "fail")])
 def test_measured_bandwidth_against_the_expected(gb_s: float, state: str):
     latency, bandwidth = judge_speed("nccl", 30.0, gb_s, expected=50.0, hosts=2)
-    assert latency.state is State.ok and bandwidth.state is State(state)
-    assert judge_speed("nccl", 5000.0, gb_s, expected=None, hosts=2)[0].state is State.warn
+    assert latency.state is CheckState.ok and bandwidth.state is CheckState(state)
+    assert judge_speed("nccl", 5000.0, gb_s, expected=None, hosts=2)[0].state is CheckState.warn
 
 
 def test_report_merges_equal_lines_and_counts_failures():

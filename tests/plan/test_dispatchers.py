@@ -206,6 +206,7 @@ def test_nothing_else_asks_which_dispatcher_it_is():
     records |= {f"plan/parts/{kind.value}.py" for kind in DISPATCHERS}
     others = {"choices.py", "config/experts.py"}
     keys = {  # in messages, and in overrides to type
+        "advice/combinations.py",
         "advice/layouts.py",
         "engine/start/in_effect.py",
         "engine/start/resume.py",

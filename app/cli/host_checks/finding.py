@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class State(Enum):
+class CheckState(Enum):
     """Outcome of a check."""
 
     ok = "ok"
@@ -22,13 +22,13 @@ class CheckResult:
     """Outcome of one check on one host, or of all hosts together."""
 
     check: str
-    state: State
+    state: CheckState
     measured: str
     advice: str = ""  # what to do; empty where nothing has to be done
     host: str = ""  # empty: of all hosts together
 
     def __post_init__(self) -> None:
-        troubled = self.state in (State.warn, State.fail)
+        troubled = self.state in (CheckState.warn, CheckState.fail)
         assert bool(self.advice) == troubled, "advice belongs to trouble, and to nothing else"
 
     def as_json(self) -> dict[str, str]:
@@ -46,7 +46,7 @@ class CheckResult:
         """Return what `as_json` was made from."""
         return cls(
             found["check"],
-            State(found["state"]),
+            CheckState(found["state"]),
             found["measured"],
             advice=found["advice"],
             host=found["host"],
@@ -55,27 +55,27 @@ class CheckResult:
 
 def ok(check: str, measured: str) -> CheckResult:
     """Return the finding of a check that has passed."""
-    return CheckResult(check, State.ok, measured)
+    return CheckResult(check, CheckState.ok, measured)
 
 
 def skip(check: str, why: str) -> CheckResult:
     """Return the finding of a check that could not be made here."""
-    return CheckResult(check, State.skip, why)
+    return CheckResult(check, CheckState.skip, why)
 
 
 def warn(check: str, measured: str, advice: str) -> CheckResult:
     """Return the finding of a check after which a run works, but worse than it could."""
-    return CheckResult(check, State.warn, measured, advice=advice)
+    return CheckResult(check, CheckState.warn, measured, advice=advice)
 
 
 def fail(check: str, measured: str, advice: str) -> CheckResult:
     """Return the finding of a check after which a run does not work."""
-    return CheckResult(check, State.fail, measured, advice=advice)
+    return CheckResult(check, CheckState.fail, measured, advice=advice)
 
 
 def exit_code(findings: Iterable[CheckResult]) -> int:
     """Return 1 if a check has failed, otherwise 0: warnings do not keep a run from starting."""
-    return int(any(each.state is State.fail for each in findings))
+    return int(any(each.state is CheckState.fail for each in findings))
 
 
 def as_json(findings: Sequence[CheckResult], hosts: int, seconds: float) -> str:
@@ -93,7 +93,7 @@ def as_json(findings: Sequence[CheckResult], hosts: int, seconds: float) -> str:
 
 def as_text(findings: Sequence[CheckResult], hosts: int, seconds: float) -> str:
     """Return a line per check, with what to do below it; equal ones of several hosts once."""
-    merged: dict[tuple[str, State, str, str], list[str]] = {}
+    merged: dict[tuple[str, CheckState, str, str], list[str]] = {}
     for each in findings:
         key = (each.check, each.state, each.measured, each.advice)
         merged.setdefault(key, []).append(each.host)
@@ -104,7 +104,7 @@ def as_text(findings: Sequence[CheckResult], hosts: int, seconds: float) -> str:
         lines.append(f"{state.value:4}  {check:{wide}}  {named}{measured}")
         if advice:
             lines.append(f"{'':{wide + 8}}-> {advice}")
-    counts = [sum(each.state is state for each in findings) for state in State]
-    told = ", ".join(f"{n} {state.value}" for state, n in zip(State, counts, strict=True) if n)
+    counts = [sum(each.state is state for each in findings) for state in CheckState]
+    told = ", ".join(f"{n} {state.value}" for state, n in zip(CheckState, counts, strict=True) if n)
     many = "1 host" if hosts == 1 else f"{hosts} hosts"
     return "\n".join([*lines, f"{many}, {seconds:.0f} s: {told}"])
