@@ -176,7 +176,8 @@ def _put(part: torch.Tensor, place: Slice, target: torch.Tensor) -> None:
     box = box[tuple(map(slice, place.block.start, place.block.stop))]
     flat = box.reshape(-1)  # a copy where the block is not contiguous
     flat[slice(*place.bounds)] = part
-    box.copy_(flat.view_as(box))
+    if flat.data_ptr() != box.data_ptr():
+        box.copy_(flat.view_as(box))
 
 
 def with_model(run: Run, **changes: Any) -> Run:
