@@ -266,8 +266,14 @@ def test_missing_package_refused_before_writing(tmp_path: Path, monkeypatch: pyt
 class Recording:
     """Stands in for the package wandb, and for its run."""
 
-    def __init__(self, step: int = 0, fault: str | None = None, logged_in: bool = False) -> None:
-        self.step, self.fault, self.logged_in = step, fault, logged_in
+    def __init__(
+        self,
+        step: int = 0,
+        fault: str | None = None,
+        logged_in: bool = False,
+        mode: str = "online",
+    ) -> None:
+        self.step, self.fault, self.logged_in, self.mode = step, fault, logged_in, mode
         self.rows: list[tuple[int, dict[str, Any]]] = []
         self.asked: dict[str, Any] = {}
         self.login_calls = 0
@@ -277,6 +283,9 @@ class Recording:
         self.dir = str(options["dir"] / "files")
         Path(self.dir).mkdir(exist_ok=True)
         return self
+
+    def setup(self) -> SimpleNamespace:
+        return SimpleNamespace(settings=SimpleNamespace(mode=self.mode))
 
     def login(self, prompt: bool) -> bool:
         self.login_calls += 1
@@ -374,6 +383,21 @@ def test_wandb_online_without_login_is_offline(
     assert recording.login_calls == 1 and recording.asked["mode"] == "offline"
     said = f"train.py: log.wandb_mode=online: {told}; recording offline, "
     assert capsys.readouterr().err == f"{said}`wandb sync` uploads it later\n"
+
+
+@pytest.mark.parametrize(("asked", "mode"), [("auto", None), ("online", "offline")])
+def test_wandb_that_is_set_to_offline_asks_for_no_login(
+    asked: str,
+    mode: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    recording = Recording(logged_in=True, mode="offline")
+    wandb_of(tmp_path, recording, monkeypatch, f"log.wandb_mode={asked}")
+    assert recording.login_calls == 0 and recording.asked["mode"] == mode
+    told = capsys.readouterr().err
+    assert ("W&B itself is set to offline (WANDB_MODE" in told) == (asked == "online")
 
 
 def test_training_does_not_wait_for_a_slow_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -162,7 +162,7 @@ class Wandb(Tracker):
             dir=run_dir,
             config={**plain(dataclasses.asdict(plan.run)), VERSION: version.record()},
             id=run_id,
-            mode=_mode(log.wandb_mode, wandb.login),
+            mode=_mode(log.wandb_mode, wandb.setup().settings.mode, wandb.login),
             resume="allow",
             settings=wandb.Settings(silent=True, console="off"),
         )
@@ -224,15 +224,24 @@ def recorded_id(file: Path, tracker: str = "Weights & Biases") -> str | None:
     return None
 
 
-def _mode(asked: WandbMode, login: Callable[..., bool]) -> Literal["online", "offline"] | None:
+def _mode(
+    asked: WandbMode, preset: str, login: Callable[..., bool]
+) -> Literal["online", "offline"] | None:
     """Return the mode of a W&B run, None for W&B's own choice; print why it is offline if the user
     has asked for online, or has credentials that do not work.
+
+    `preset` is the mode of W&B's own settings (WANDB_MODE, `wandb offline`).
     """
     if asked is WandbMode.offline:
         return "offline"
+    away = preset != "online"  # W&B then warns of a login, and denies it
+    if asked is WandbMode.auto and away:
+        return None
     why = "nobody is logged in (`wandb login`)" if asked is WandbMode.online else ""
     try:
-        if login(prompt=False):
+        if away:
+            why = f"W&B itself is set to {preset} (WANDB_MODE, or `wandb online` undoes it)"
+        elif login(prompt=False):
             return "online" if asked is WandbMode.online else None
     except Exception as error:  # the server refuses them, or cannot be reached
         why = str(error)
