@@ -23,7 +23,7 @@ done
 [ ${#pairs[@]} -gt 0 ] || pairs=(3.11:2.11.0 3.12:2.13.0 3.13:2.15.0)
 
 python_of() {
-  command -v "python$1" && return
+  "python$1" -c '' 2>/dev/null && echo "python$1" && return # pyenv's programs may be there and fail
   find "${PYENV_ROOT:-$HOME/.pyenv}/versions/" -path "*/$1.*/bin/python$1" 2>/dev/null | sort -V | tail -n 1 | grep . && return
   command -v uv >/dev/null && uv python find "$1" 2>/dev/null
 }
