@@ -14,7 +14,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN
 .PHONY: help train gpu test test-all test-sample test-gpu test-slurm test-index test-versions sbom lint types checks docs bench clean
 
 help: ## show this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "  make %-11s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 train: $(VENV)/installed ## train the default model, about two minutes on two cores; ARGS="train.steps=100 …" overrides
 	@$(BIN)/python train.py $(ARGS)

@@ -77,6 +77,7 @@ def run_block(block: Block, folder: Path, home: Path | None = None) -> str:
     """Run a block in `folder` on the CPU; return stdout and stderr after checking them."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": "", "HOME": str(home or folder)}
+    env["OMP_NUM_THREADS"] = "2"  # pages show a computer with two cores
     env.pop("COLUMNS", None)  # pages show tables as wide as without it
     done = subprocess.run(
         ["bash", "-ec", block.script],

@@ -41,6 +41,8 @@ def sigmoid_router(config: TheirConfig) -> dict[str, Any]:
     moe["norm_topk_prob"] = None if normalizes is several else normalizes
     if groups["groups"] > 1:
         moe |= {**groups, "group_best": 2}
+    else:
+        config.only("topk_group", 1)  # of one group; 0 would choose the first experts for all tokens
     moe["num_experts"] = config.either("n_routed_experts", "num_local_experts")
     return moe
 

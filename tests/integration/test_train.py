@@ -402,7 +402,8 @@ def test_no_rank_outlives_its_starter(
         newest = newest_checkpoint(tmp_path / "run")
         step, told = int(newest.name.removeprefix("step-")), (tmp_path / "said").read_text()
         stopped = f"train.py: stopped by {named} after step {step}, saved run/checkpoints/"
-        assert told.startswith(f"{stopped}{newest.name}; ")
+        # a busy computer's preparation of the data says how far it is
+        assert told.splitlines()[-1].startswith(f"{stopped}{newest.name}; ")
 
 
 def descendants(pid: int) -> Iterator[int]:

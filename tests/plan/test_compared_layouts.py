@@ -72,7 +72,7 @@ def test_a_row_is_what_its_overrides_give(
 ):
     monkeypatch.setattr(layouts, "MOST_TRIALS", trials)
     run, found = compared(*typed, slower=10)
-    assert len(found.rows) > 4 and [row.own for row in found.rows].count(True) == 1
+    assert len(found.rows) > 3 and [row.own for row in found.rows].count(True) == 1
     assert [row.cost.seconds for row in found.rows] == sorted(r.cost.seconds for r in found.rows)
     for row in found.rows:
         words = [word for each in row.overrides for word in shlex.split(each)]

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import app.engine.step.step
+import app.engine.step.records
 import app.model.layers.layer_groups
 import app.moe.row_collectives
 import app.optim.param_gather
@@ -201,7 +201,7 @@ CASES = {
     "dp": training(app.optim.param_gather, "all_gather", "dp_cp", says="all_gather"),
     "ep": training(
         app.moe.row_collectives,
-        "_exchange",
+        "_uneven_all_to_all",
         "etp_ep",
         says="all_to_all",
         parallel={"dp": 2, "ep": 2},
@@ -212,7 +212,7 @@ CASES = {
         r"all_gather \d+ of (edp|dp_cp) \(.+\)",  # both overlap with other work
         model="moe",
     ),
-    "world": training(app.engine.step.step, "all_reduce", "world", says="all_reduce", hang=sleep),
+    "world": training(app.engine.step.records, "all_reduce", "world", says="all_reduce", hang=sleep),
     "pp": Case(in_an_exchange, r"V\[.*\]", parallel={"pp": 2}),
     "host": Case(saving(beside=False), r"all_gather \d+ of host \(saving step-00000002\)"),
     "checkpoint": Case(

@@ -21,7 +21,12 @@ set -euo pipefail
 [ "$1" = exec ] && shift
 binds=(/proc /dev /sys /tmp) place=/
 while [ "${1#--}" != "$1" ]; do
-  case "$1" in --bind) binds+=("$2"); shift 2 ;; --pwd) place=$2; shift 2 ;; --nv) shift ;; *) exit 9 ;; esac
+  case "$1" in
+    --bind) binds+=("$2"); shift 2 ;;
+    --pwd) place=$2; shift 2 ;;
+    --nv) shift ;;
+    *) exit 9 ;;
+  esac
 done
 image=$1; shift
 export image place
