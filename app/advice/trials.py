@@ -14,7 +14,7 @@ from app.plan.select import select_graphs
 from app.planner.known import Known
 from app.planner.plan import Plan
 
-LOWERING = 4  # cost of lowering a list, in replays of that list
+MAKING = 4  # cost of making a list, in replays of that list
 # times pp microbatches: from there on no schedule but gpipe has more of them in flight, and each
 # further one adds the same time
 SATURATED = 2
@@ -44,9 +44,9 @@ class Trials:
             count = min(key.num_microbatches, SATURATED * key.pp + key.num_microbatches % key.pp)
             key = dataclasses.replace(key, num_microbatches=count)
         schedules = self.known.schedules
-        made = len(schedules.lowered)
-        actions = schedules.actions(key, run.schedule.overlap_p2p)
-        self.work += _length(actions) * (1 + LOWERING * (len(schedules.lowered) - made))
+        made = len(schedules.computes)
+        actions = schedules.compute(key)  # memory does not depend on what lowering adds
+        self.work += _length(actions) * (1 + MAKING * (len(schedules.computes) - made))
         ranks = plan_memory(
             run,
             plan.layout,
@@ -62,7 +62,8 @@ class Trials:
         """Return the estimated time of a step, extrapolated from timelines with few microbatches.
 
         Two timelines that fill the pipeline give the time that each further microbatch adds. For a
-        step whose busiest rank alone takes `most` seconds or longer, that time is returned.
+        step whose busiest rank or pipeline alone takes `most` seconds or longer, that time is
+        returned.
         """
         plan = self.plan(run)
         self.timed += 1
@@ -74,9 +75,11 @@ class Trials:
         few = SATURATED * pp + count % pp
         more = few + SATURATED * pp
         if run.schedule.group_size is not None or count <= more:
-            return plan.step_seconds
-        short, longer = (plan.pipeline_seconds(number) for number in (few, more))
-        return longer + (count - more) * (longer - short) / (more - few) + plan.tail.seconds
+            pipeline = plan.pipeline_seconds(count)
+        else:
+            short, longer = (plan.pipeline_seconds(number) for number in (few, more))
+            pipeline = longer + (count - more) * (longer - short) / (more - few)
+        return pipeline if pipeline >= most else pipeline + plan.tail.seconds
 
 
 def busiest_seconds(plan: Plan) -> float:

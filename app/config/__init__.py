@@ -19,6 +19,7 @@ from app.config.attention import (
     YarnConfig,
 )
 from app.config.experts import MoEConfig
+from app.config.hashed import hashed_once
 from app.config.layout import (
     CudaGraphConfig,
     Fp8Config,
@@ -71,6 +72,7 @@ __all__ = [
 ]
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Run:
     """One training run: every choice the user can make."""

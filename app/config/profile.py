@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from app.choices import Fp8Recipe
+from app.config.hashed import hashed_once
 from app.errors import ConfigError
 
 FORMAT = 2  # of the keys below; 2 has attention by sequence length, and speeds under power limits
@@ -18,6 +19,7 @@ SHARES = ("hidden", "gemm_memory")
 TIMES = ("grouped_tile", "kernel_us", "launch_us", "step_ms", "collective_us", "send_us")
 
 
+@hashed_once
 @dataclass(frozen=True)
 class HardwareProfile:
     """Measured speeds of one kind of GPU, its host and its links, for 16-bit elements.

@@ -7,6 +7,7 @@ saves nothing for a backward.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -18,7 +19,14 @@ from app.plan.formatting import GIB, amount
 from app.plan.graphs import GraphPlan
 from app.plan.groups import GROUPS, Group, GroupKind
 from app.plan.layout import ParallelLayout
-from app.plan.memory.activations import ChunkActivations, Peak, chunk_activations, find_peak
+from app.plan.memory.activations import (
+    ChunkActivations,
+    Peak,
+    find_peak,
+    highest,
+    rank_moments,
+    stage_activations,
+)
 from app.plan.memory.overheads import (
     BACKWARD_KERNELS,
     COMMUNICATOR,
@@ -37,9 +45,9 @@ from app.plan.parts.dispatch_record import Tokens
 from app.plan.parts.dispatcher import run_dispatcher, tokens_per_rank, with_rows
 from app.plan.parts.known import KnownParts
 from app.plan.parts.paged_buffer import planned_paged_buffer, with_paged_buffer
-from app.plan.parts.stage import stage_parts
+from app.plan.parts.stage import parts_of, sizes_of
 from app.plan.parts.static import HEADROOM, PlannedStatic
-from app.plan.parts.trace import BYTES
+from app.plan.parts.trace import BYTES, Sizes
 from app.plan.recompute import recompute_policy, with_full_recompute
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.sharding.frozen import frozen_bytes, frozen_numel, trained_matrices
@@ -100,7 +108,7 @@ def plan_memory(
     Rank r has parameters in buffers[r] and runs actions[r] in a training step, with the partial
     graphs graphs[r]. parts: operations shared with plans of other runs.
     """
-    known = _Known(layout, parts)
+    known = _Known(layout, KnownParts() if parts is None else parts)
     memory = []
     for rank, held in enumerate(stages.stages):
         planned = _Rank(run, layout, held, buffers[rank], actions[rank], graphs[rank], rank, known)
@@ -110,21 +118,45 @@ def plan_memory(
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """Activations of stages planned so far; stages with equal layers share them."""
+    """What the ranks of a run share: activations of stages, and the run with which a step that
+    exceeds its capacity is rerun.
+    """
 
     layout: ParallelLayout
-    parts: KnownParts | None
+    parts: KnownParts
+    sizes: dict[Run, Sizes] = field(default_factory=dict)
     found: dict[object, ChunkActivations] = field(default_factory=dict)
+    reruns: dict[Run, Run] = field(default_factory=dict)
 
     def chunks(self, run: Run, stages: Sequence[Stage]) -> list[ChunkActivations]:
         """Return the activations of these stages under a run."""
-        return [self._chunk(run, stage) for stage in stages]
+        if run not in self.sizes:
+            self.sizes[run] = sizes_of(run, self.layout, known=self.parts)
+        return [self._chunk(self.sizes[run], stage) for stage in stages]
 
-    def _chunk(self, run: Run, stage: Stage) -> ChunkActivations:
-        key = run, *stage_parts(run, stage)
+    def again(self, run: Run, dispatcher: PlannedStatic, tokens: int) -> Run:
+        """Return the run that reruns a step which exceeded its capacity."""
+        if run not in self.reruns:
+            # more than the capacity, or the step would not be rerun
+            held = dispatcher.rows(tokens).computed / dispatcher.mean_rows(tokens)
+            needed = max(dispatcher.busiest_load(tokens), HEADROOM * held)
+            more = with_rows(with_paged_buffer(with_full_recompute(run), None), needed)
+            self.reruns[run] = replace(more, cuda_graph=CudaGraphConfig())
+        return self.reruns[run]
+
+    def _chunk(self, s: Sizes, stage: Stage) -> ChunkActivations:
+        key = s.run, parts_of(s, stage)
         if key not in self.found:
-            self.found[key] = chunk_activations(run, stage, self.layout, self.parts)
+            self.found[key] = stage_activations(s, stage)
         return self.found[key]
+
+    def peak(self, run: Run, actions: Sequence[Action], chunks: Sequence[ChunkActivations]) -> Peak:
+        """Return the peak of a rank with these actions."""
+        spared = recompute_policy(run).on_rank(actions).spared
+        if spared:
+            return find_peak(actions, chunks, spared)
+        moments = self.parts.of_list(actions, rank_moments)
+        return highest(moments, chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +175,7 @@ class _Rank:
     def parts(self) -> Iterator[MemoryPart]:
         """Yield every part of the memory."""
         run, chunks = self.run, self.known.chunks(self.run, self.stages)
-        peak = self._peak(run, chunks)
+        peak = self.known.peak(run, self.actions, chunks)
         step = list(self._step(chunks, peak))
         tensors = [*self._state(), *step, *self._update(step)]
         tensors += self._dispatch(peak.total)
@@ -158,9 +190,6 @@ class _Rank:
             groups = communicators(run.model, self.layout, self.rank)
             size = NCCL_ITSELF + sum(COMMUNICATOR[group.kind] for group in groups)
             yield MemoryPart("NCCL", size, _communicators_note(groups))
-
-    def _peak(self, run: Run, chunks: Sequence[ChunkActivations]) -> Peak:
-        return find_peak(self.actions, chunks, recompute_policy(run).on_rank(self.actions).spared)
 
     def _numels(self) -> tuple[int, int, int]:
         """Return dense and expert elements, padding included, and those whose state it owns."""
@@ -215,8 +244,10 @@ class _Rank:
 
     def _update(self, step: Sequence[MemoryPart]) -> Iterator[MemoryPart]:
         """Yield what the update needs beyond forward and backward: gradients in fp32, matrices."""
-        weights = trained_matrices(self.run, self.stages)
-        working = PLANNED[self.run.optim.name].work(self.run, self.layout, weights).working
+        working, optimizer = 0, PLANNED[self.run.optim.name]
+        if optimizer.has_matrices:
+            weights = trained_matrices(self.run, self.stages)
+            working = optimizer.work(self.run, self.layout, weights).working
         what = "matrices while they are updated"
         widened = 4 * self._numels()[2]
         if BYTES[self.run.precision.grads] < 4 and widened > working:
@@ -236,11 +267,8 @@ class _Rank:
         border = chunks[0].border
         buffers = BORDERS * border if self.layout.pp > 1 else 0
         if run.cuda_graph.impl is GraphImpl.full_iteration:
-            kernels = sum(
-                chunks[action.chunk].kernels
-                for action in self.actions
-                if isinstance(action, Forward)
-            )
+            forwards = self.known.parts.of_list(self.actions, _forwards)
+            kernels = sum(chunks[chunk].kernels * times for chunk, times in forwards.items())
             yield _graph_objects(1, kernels)
             yield MemoryPart("static inputs", count * each, inputs)
             how = f"all of {peak.action}: {_by_phase(peak)}"
@@ -284,17 +312,18 @@ class _Rank:
             yield MemoryPart("paged_buffer", paged_buffer.bytes, how)
         if not dispatcher.may_lack_rows(tokens.count):
             return
-        # more than the capacity, or the step would not be rerun
-        held_rows = dispatcher.rows(tokens.count).computed / dispatcher.mean_rows(tokens.count)
-        needed_rows = max(dispatcher.busiest_load(tokens.count), HEADROOM * held_rows)
-        more = with_rows(with_paged_buffer(with_full_recompute(run), None), needed_rows)
-        again = replace(more, cuda_graph=CudaGraphConfig())
+        again = self.known.again(run, dispatcher, tokens.count)
         chunks = self.known.chunks(again, self.stages)
-        needed = self._peak(again, chunks).total
+        needed = self.known.peak(again, self.actions, chunks).total
         needed -= 0 if run.cuda_graph.impl is GraphImpl.full_iteration else alive
         if needed > 0:
             how = "eagerly, with more capacity for dispatched tokens"
             yield MemoryPart("rerun steps", needed, how)
+
+
+def _forwards(actions: Sequence[Action]) -> Counter[int]:
+    """Count a rank's forwards by chunk."""
+    return Counter(action.chunk for action in actions if isinstance(action, Forward))
 
 
 def _graph_objects(graphs: int, forward_kernels: int) -> MemoryPart:
