@@ -192,12 +192,47 @@ def overrides_between(own: Run, run: Run) -> Iterator[str]:
     yield from (f"{key}={typed(after)}" for key, before, after in pairs if before != after)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Least:
-    """Lower bounds for a microbatch in all layers, however these are split into stages."""
+    """Lower bounds for a microbatch in all layers, however these are split into stages: by the
+    better of two dispatchers, without launches of the host.
+    """
 
-    seconds: float
-    bytes: int  # saved for its backward
+    run: Run
+    known: KnownParts
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds of its forward and backward."""
+        graph = dataclasses.replace(self.run.cuda_graph, impl=GraphImpl.full_iteration)
+        whole = [Stage(self._layers, embedding=True, head=True)]
+        found = []
+        for way in self._ways:
+            launched = dataclasses.replace(way, cuda_graph=graph)
+            profile, layout = measured(way), select_layout(way)
+            if profile is None:
+                found.append(stage_seconds(launched, whole, layout)[0].total)
+            else:
+                (times,) = stage_times(launched, whole, layout, profile, known=self.known)
+                found.append(sum(times.by_kind().values()))
+        return min(found)
+
+    @cached_property
+    def bytes(self) -> int:
+        """Bytes saved for its backward."""
+        inner = Stage(self._layers, embedding=False, head=False)
+        kept = (chunk_activations(way, inner, select_layout(way), self.known) for way in self._ways)
+        return min(each.usual.total for each in kept)
+
+    @property
+    def _layers(self) -> tuple[int, ...]:
+        return tuple(range(self.run.model.num_layers))
+
+    @cached_property
+    def _ways(self) -> list[Run]:
+        if self.run.model.moe is None:
+            return [self.run]
+        return [self.run, with_values(self.run, {**without_waits()})]
 
 
 @dataclass
@@ -210,7 +245,7 @@ class _Search:
     # by shape, sequences of a microbatch, rung of recomputation; None: not legal
     least: dict[tuple[Shape, int, int], _Least | None] = field(default_factory=dict)
     even: dict[Run, str | None] = field(default_factory=dict)  # stages that take equally long
-    bytes: dict[Run, int] = field(default_factory=dict)  # of runs at the network's own speed
+    fitting: dict[Run, bool] = field(default_factory=dict)  # runs at the network's own speed
 
     def fastest(self, network: float, most: int | None = None) -> tuple[list[Run], bool]:
         """Return the fastest runs, one per shape, and whether the search was complete."""
@@ -302,7 +337,7 @@ class _Search:
             values = shape.values(self.run) | self.ladder[rung] | {"train.micro_batch": size}
             order = next(schedules(self.run, shape.pp))
             legal = self._legal(self.run, values | order | NO_GRAPHS)
-            self.least[key] = None if legal is None else _least_of(legal, self.trials.known.parts)
+            self.least[key] = None if legal is None else _Least(legal, self.trials.known.parts)
         return self.least[key]
 
     def _expand(
@@ -326,7 +361,7 @@ class _Search:
                     seconds = self._seconds(legal, most)
                     if seconds >= most:
                         break  # more recomputation is slower still
-                    if self._memory(legal) <= self.trials.limit and self._fits(legal):
+                    if self._fits(legal):
                         best[shape] = seconds, legal
                         break
 
@@ -351,43 +386,20 @@ class _Search:
         self.planned += 1
         return self.trials.seconds(run, most)
 
-    def _memory(self, run: Run) -> int:
-        usual = _networked(run, self.run.hardware.network_gb_s)
-        if usual not in self.bytes:
-            self.bytes[usual] = self.trials.memory(usual)
-        return self.bytes[usual]
-
     def _fits(self, run: Run) -> bool:
-        """Return whether the run fits with all microbatches, which take more graphs than few do."""
+        """Return whether a run fits with just enough microbatches, and then with all, which take
+        more graphs.
+        """
         usual = _networked(run, self.run.hardware.network_gb_s)
-        return self.trials.memory(usual, whole=True) <= self.trials.limit
+        if usual not in self.fitting:
+            fits = self.trials.fits(usual) and self.trials.fits(usual, whole=True)
+            self.fitting[usual] = fits
+        return self.fitting[usual]
 
     def _legal(self, run: Run, values: dict[str, Value]) -> Run | None:
         with suppress(ConfigError):
             return check(with_values(run, values))
         return None
-
-
-def _least_of(run: Run, known: KnownParts) -> _Least:
-    """Return lower bounds without launches of the host, by the better of two dispatchers."""
-    graph = dataclasses.replace(run.cuda_graph, impl=GraphImpl.full_iteration)
-    ways = [run]
-    if run.model.moe is not None:
-        ways.append(with_values(run, {**without_waits()}))
-    layers = tuple(range(run.model.num_layers))
-    seconds, kept = [], []
-    for way in ways:
-        launched = dataclasses.replace(way, cuda_graph=graph)
-        profile, layout = measured(way), select_layout(way)
-        whole = [Stage(layers, embedding=True, head=True)]
-        if profile is None:
-            seconds.append(stage_seconds(launched, whole, layout)[0].total)
-        else:
-            (times,) = stage_times(launched, whole, layout, profile, known=known)
-            seconds.append(sum(times.by_kind().values()))
-        inner = Stage(layers, embedding=False, head=False)
-        kept.append(chunk_activations(way, inner, layout, known).usual.total)
-    return _Least(min(seconds), min(kept))
 
 
 def _last(best: dict[Shape, tuple[float, Run]]) -> float:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
 from app.config import Run
 from app.plan.actions import Action
-from app.plan.memory.rank_memory import plan_memory
+from app.plan.memory.rank_memory import RankMemory, plan_memory
 from app.plan.select import select_graphs
 from app.planner.known import Known
 from app.planner.plan import Plan
@@ -38,6 +38,16 @@ class Trials:
 
         Just enough are those that fill the pipeline.
         """
+        return max(rank.total for rank in self._ranks(run, whole))
+
+    def fits(self, run: Run, whole: bool = False) -> bool:
+        """Return whether every rank fits into its GPU, with microbatches as in `memory`.
+
+        Ranks behind the first that does not fit are not planned.
+        """
+        return all(rank.total <= self.limit for rank in self._ranks(run, whole))
+
+    def _ranks(self, run: Run, whole: bool) -> Iterator[RankMemory]:
         plan = self.plan(run)
         key = plan.schedule_key
         if not whole and key.name != "gpipe" and key.group_size is None:
@@ -47,7 +57,7 @@ class Trials:
         made = len(schedules.computes)
         actions = schedules.compute(key)  # memory does not depend on what lowering adds
         self.work += _length(actions) * (1 + MAKING * (len(schedules.computes) - made))
-        ranks = plan_memory(
+        return plan_memory(
             run,
             plan.layout,
             plan.stages,
@@ -56,7 +66,6 @@ class Trials:
             graphs=select_graphs(run, plan.stages, actions),
             parts=self.known.parts,
         )
-        return max(rank.total for rank in ranks)
 
     def seconds(self, run: Run, most: float = inf) -> float:
         """Return the estimated time of a step, extrapolated from timelines with few microbatches.

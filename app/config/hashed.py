@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -11,7 +12,7 @@ KEPT = "_hash"  # attribute beside the fields
 def hashed_once(section: type[T]) -> type[T]:
     """Return a frozen dataclass without slots that keeps its hash once computed.
 
-    A search looks up thousands of runs with hundreds of values each. The hash stays out of pickles,
+    A search looks up thousands of runs with hundreds of values each. Pickles have the fields alone,
     as other processes hash texts differently.
     """
     of_fields: Any = section.__hash__
@@ -24,7 +25,7 @@ def hashed_once(section: type[T]) -> type[T]:
         return found
 
     def pickled(self: Any) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != KEPT}
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     changed: Any = section
     changed.__hash__ = kept

@@ -153,7 +153,7 @@ class Plan:
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:
         """Bytes of each pipeline rank at its peak, by part."""
-        return plan_memory(
+        ranks = plan_memory(
             self.run,
             self.layout,
             self.stages,
@@ -162,6 +162,7 @@ class Plan:
             graphs=self.graphs,
             parts=self.known.parts,
         )
+        return tuple(ranks)
 
     @cached_property
     def profile(self) -> HardwareProfile | None:

@@ -8,7 +8,7 @@ saves nothing for a backward.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -100,20 +100,18 @@ def plan_memory(
     *,
     buffers: Sequence[Sequence[ChunkBuffers]],
     actions: Sequence[Sequence[Action]],
-    graphs: Sequence[GraphPlan | None],
+    graphs: Iterable[GraphPlan | None],
     parts: KnownParts | None = None,
-) -> tuple[RankMemory, ...]:
-    """Return the peak memory of each pipeline rank.
+) -> Iterator[RankMemory]:
+    """Yield the peak memory of each pipeline rank.
 
     Rank r has parameters in buffers[r] and runs actions[r] in a training step, with the partial
     graphs graphs[r]. parts: operations shared with plans of other runs.
     """
     known = _Known(layout, KnownParts() if parts is None else parts)
-    memory = []
-    for rank, held in enumerate(stages.stages):
-        planned = _Rank(run, layout, held, buffers[rank], actions[rank], graphs[rank], rank, known)
-        memory.append(RankMemory(rank, tuple(planned.parts())))
-    return tuple(memory)
+    for rank, (held, graph) in enumerate(zip(stages.stages, graphs, strict=True)):
+        planned = _Rank(run, layout, held, buffers[rank], actions[rank], graph, rank, known)
+        yield RankMemory(rank, tuple(planned.parts()))
 
 
 @dataclass(frozen=True, slots=True)
