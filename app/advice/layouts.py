@@ -19,6 +19,7 @@ from typing import Any
 
 from app.advice.even_stages import even_layout
 from app.advice.layout_rows import Cost, LayoutComparison, LayoutRow
+from app.advice.least_work import LeastWork
 from app.advice.moves import Value, with_values
 from app.advice.shapes import (
     IN_PARTS,
@@ -36,16 +37,10 @@ from app.advice.trials import Trials
 from app.choices import GraphImpl
 from app.config import Run
 from app.errors import ConfigError
-from app.plan.cost.flops import ParameterCount, parameter_count, stage_seconds
-from app.plan.cost.rates import measured
-from app.plan.cost.times import stage_times
-from app.plan.layout import select_layout
-from app.plan.memory.activations import chunk_activations
-from app.plan.parts.dispatcher import run_dispatcher, without_waits
-from app.plan.parts.known import KnownParts
+from app.plan.cost.flops import ParameterCount, parameter_count
+from app.plan.parts.dispatcher import run_dispatcher
 from app.plan.recompute import NOTHING, RecomputePolicy, recompute_policy
 from app.plan.select import select_stages
-from app.plan.stages import Stage
 from app.planner.plan import Plan
 from app.rules import check
 
@@ -192,49 +187,6 @@ def overrides_between(own: Run, run: Run) -> Iterator[str]:
     yield from (f"{key}={typed(after)}" for key, before, after in pairs if before != after)
 
 
-@dataclass(frozen=True)
-class _Least:
-    """Lower bounds for a microbatch in all layers, however these are split into stages: by the
-    better of two dispatchers, without launches of the host.
-    """
-
-    run: Run
-    known: KnownParts
-
-    @cached_property
-    def seconds(self) -> float:
-        """Seconds of its forward and backward."""
-        graph = dataclasses.replace(self.run.cuda_graph, impl=GraphImpl.full_iteration)
-        whole = [Stage(self._layers, embedding=True, head=True)]
-        found = []
-        for way in self._ways:
-            launched = dataclasses.replace(way, cuda_graph=graph)
-            profile, layout = measured(way), select_layout(way)
-            if profile is None:
-                found.append(stage_seconds(launched, whole, layout)[0].total)
-            else:
-                (times,) = stage_times(launched, whole, layout, profile, known=self.known)
-                found.append(sum(times.by_kind().values()))
-        return min(found)
-
-    @cached_property
-    def bytes(self) -> int:
-        """Bytes saved for its backward."""
-        inner = Stage(self._layers, embedding=False, head=False)
-        kept = (chunk_activations(way, inner, select_layout(way), self.known) for way in self._ways)
-        return min(each.usual.total for each in kept)
-
-    @property
-    def _layers(self) -> tuple[int, ...]:
-        return tuple(range(self.run.model.num_layers))
-
-    @cached_property
-    def _ways(self) -> list[Run]:
-        if self.run.model.moe is None:
-            return [self.run]
-        return [self.run, with_values(self.run, {**without_waits()})]
-
-
 @dataclass
 class _Search:
     """Search over shapes, each with its best schedule, graph mode and recomputation."""
@@ -243,7 +195,7 @@ class _Search:
     trials: Trials
     planned: int = 0
     # by shape, sequences of a microbatch, rung of recomputation; None: not legal
-    least: dict[tuple[Shape, int, int], _Least | None] = field(default_factory=dict)
+    least: dict[tuple[Shape, int, int], LeastWork | None] = field(default_factory=dict)
     even: dict[Run, str | None] = field(default_factory=dict)  # stages that take equally long
     fitting: dict[Run, bool] = field(default_factory=dict)  # runs at the network's own speed
 
@@ -276,6 +228,7 @@ class _Search:
         for number, (shape, size) in enumerate(pairs):
             if shape.state_bytes(run, self.count) <= self.trials.limit:
                 seconds = self._bound(shape, size, 0)
+                self.trials.bounded += 1
                 if seconds is not None:
                     yield seconds, number, shape, size, 0
 
@@ -325,7 +278,7 @@ class _Search:
                 return place
         return len(self.ladder) - 1
 
-    def _least(self, shape: Shape, size: int, rung: int) -> _Least | None:
+    def _least(self, shape: Shape, size: int, rung: int) -> LeastWork | None:
         """Return the lower bounds of a shape; None if it is not legal.
 
         They do not depend on pp if pipeline ranks vary slowest and the same rules hold for every
@@ -337,7 +290,7 @@ class _Search:
             values = shape.values(self.run) | self.ladder[rung] | {"train.micro_batch": size}
             order = next(schedules(self.run, shape.pp))
             legal = self._legal(self.run, values | order | NO_GRAPHS)
-            self.least[key] = None if legal is None else _Least(legal, self.trials.known.parts)
+            self.least[key] = None if legal is None else LeastWork(legal, self.trials.known.parts)
         return self.least[key]
 
     def _expand(

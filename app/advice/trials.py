@@ -9,8 +9,8 @@ from math import inf
 
 from app.config import Run
 from app.plan.actions import Action
-from app.plan.memory.rank_memory import RankMemory, plan_memory
-from app.plan.select import select_graphs
+from app.plan.memory.rank_memory import RankMemory, memory_by_rank
+from app.plan.select import graphs_by_rank
 from app.planner.known import Known
 from app.planner.plan import Plan
 
@@ -27,7 +27,12 @@ class Trials:
     limit: int  # memory of one GPU, bytes
     work: int = 0  # actions replayed so far
     timed: int = 0  # runs whose steps were timed so far
+    bounded: int = 0  # shapes of a search whose times were bounded so far
     known: Known = field(default_factory=Known)
+
+    def progress(self) -> str:
+        """Return how far a search for layouts is, in words."""
+        return f"{self.bounded} shapes bounded, {self.timed} layouts planned"
 
     def plan(self, run: Run) -> Plan:
         """Plan a run, reusing lists of earlier ones."""
@@ -57,13 +62,13 @@ class Trials:
         made = len(schedules.computes)
         actions = schedules.compute(key)  # memory does not depend on what lowering adds
         self.work += _length(actions) * (1 + MAKING * (len(schedules.computes) - made))
-        return plan_memory(
+        return memory_by_rank(
             run,
             plan.layout,
             plan.stages,
             buffers=plan.buffers,
             actions=actions,
-            graphs=select_graphs(run, plan.stages, actions),
+            graphs=graphs_by_rank(run, plan.stages, actions),
             parts=self.known.parts,
         )
 

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from app.cli.processes.ctrl_c import stop_quietly
+from app.cli.processes.first_line import begin_layouts
 
 if __name__ == "__main__":
     stop_quietly("plan")  # before the imports, which take a second
+    begin_layouts(sys.argv[1:])
 
 from app.advice.faster import faster
 from app.advice.layouts import compare_layouts
@@ -217,7 +219,7 @@ def _layouts(plan: Plan, asked: PlanRequest) -> int:
         rule = f"must be below hardware.network_gb_s={network:g}"
         raise ConfigError("slower", f"{asked.slower:g}", rule)
     trials = Trials(plan.gpu_memory)
-    with telling("searching layouts", lambda: f"{trials.timed} planned", stream=sys.stderr):
+    with telling("searching layouts", trials.progress, stream=sys.stderr):
         found = compare_layouts(plan, asked.tokens, asked.slower, trials=trials)
     described = {"layout": layout_json(plan), LAYOUTS: asdict(found)}
     if asked.as_json:

@@ -52,11 +52,18 @@ def select_schedule(run: Run, stages: StagePlan) -> ScheduleName:
 
 def select_graphs(
     run: Run, stages: StagePlan, actions: Sequence[Sequence[Action]]
-) -> Iterator[GraphPlan | None]:
-    """Yield the partial CUDA graphs of each pipeline rank for its actions.
+) -> tuple[GraphPlan | None, ...]:
+    """Return the partial CUDA graphs of each pipeline rank for its actions.
 
     None for a rank without.
     """
+    return tuple(graphs_by_rank(run, stages, actions))
+
+
+def graphs_by_rank(
+    run: Run, stages: StagePlan, actions: Sequence[Sequence[Action]]
+) -> Iterator[GraphPlan | None]:
+    """Yield the partial CUDA graphs of one pipeline rank after the other (`select_graphs`)."""
     for chunks, listed in zip(stages.stages, actions, strict=True):
         yield _rank_graphs(run, chunks, listed) if run.cuda_graph.of_parts else None
 

@@ -153,7 +153,7 @@ class Plan:
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:
         """Bytes of each pipeline rank at its peak, by part."""
-        ranks = plan_memory(
+        return plan_memory(
             self.run,
             self.layout,
             self.stages,
@@ -162,7 +162,6 @@ class Plan:
             graphs=self.graphs,
             parts=self.known.parts,
         )
-        return tuple(ranks)
 
     @cached_property
     def profile(self) -> HardwareProfile | None:

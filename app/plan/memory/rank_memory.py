@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from math import prod
 
 from app.choices import GraphImpl, OptimizerKind
-from app.config import CudaGraphConfig, ModelConfig, PrecisionConfig, Run
+from app.config import ModelConfig, PrecisionConfig, Run
 from app.plan.actions import Action, Forward
 from app.plan.formatting import GIB, amount
 from app.plan.graphs import GraphPlan
@@ -22,10 +22,6 @@ from app.plan.layout import ParallelLayout
 from app.plan.memory.activations import (
     ChunkActivations,
     Peak,
-    find_peak,
-    highest,
-    rank_moments,
-    stage_activations,
 )
 from app.plan.memory.overheads import (
     BACKWARD_KERNELS,
@@ -39,16 +35,15 @@ from app.plan.memory.overheads import (
     NCCL_ITSELF,
     WORKSPACES,
 )
+from app.plan.memory.shared import SharedMemory
 from app.plan.model.experts import ExpertWeights
 from app.plan.model.fp8 import fp8_weights
 from app.plan.parts.dispatch_record import Tokens
-from app.plan.parts.dispatcher import run_dispatcher, tokens_per_rank, with_rows
+from app.plan.parts.dispatcher import run_dispatcher, tokens_per_rank
 from app.plan.parts.known import KnownParts
-from app.plan.parts.paged_buffer import planned_paged_buffer, with_paged_buffer
-from app.plan.parts.stage import parts_of, sizes_of
-from app.plan.parts.static import HEADROOM, PlannedStatic
-from app.plan.parts.trace import BYTES, Sizes
-from app.plan.recompute import recompute_policy, with_full_recompute
+from app.plan.parts.paged_buffer import planned_paged_buffer
+from app.plan.parts.static import PlannedStatic
+from app.plan.parts.trace import BYTES
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.sharding.frozen import frozen_bytes, frozen_numel, trained_matrices
 from app.plan.sharding.optimizers import PLANNED, less_state
@@ -102,59 +97,33 @@ def plan_memory(
     actions: Sequence[Sequence[Action]],
     graphs: Iterable[GraphPlan | None],
     parts: KnownParts | None = None,
-) -> Iterator[RankMemory]:
-    """Yield the peak memory of each pipeline rank.
+) -> tuple[RankMemory, ...]:
+    """Return the peak memory of each pipeline rank.
 
     Rank r has parameters in buffers[r] and runs actions[r] in a training step, with the partial
     graphs graphs[r]. parts: operations shared with plans of other runs.
     """
-    known = _Known(layout, KnownParts() if parts is None else parts)
+    ranks = memory_by_rank(
+        run, layout, stages, buffers=buffers, actions=actions, graphs=graphs, parts=parts
+    )
+    return tuple(ranks)
+
+
+def memory_by_rank(
+    run: Run,
+    layout: ParallelLayout,
+    stages: StagePlan,
+    *,
+    buffers: Sequence[Sequence[ChunkBuffers]],
+    actions: Sequence[Sequence[Action]],
+    graphs: Iterable[GraphPlan | None],
+    parts: KnownParts | None = None,
+) -> Iterator[RankMemory]:
+    """Yield the peak memory of one pipeline rank after the other (`plan_memory`)."""
+    known = SharedMemory(layout, KnownParts() if parts is None else parts)
     for rank, (held, graph) in enumerate(zip(stages.stages, graphs, strict=True)):
         planned = _Rank(run, layout, held, buffers[rank], actions[rank], graph, rank, known)
         yield RankMemory(rank, tuple(planned.parts()))
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What the ranks of a run share: activations of stages, and the run with which a step that
-    exceeds its capacity is rerun.
-    """
-
-    layout: ParallelLayout
-    parts: KnownParts
-    sizes: dict[Run, Sizes] = field(default_factory=dict)
-    found: dict[object, ChunkActivations] = field(default_factory=dict)
-    reruns: dict[Run, Run] = field(default_factory=dict)
-
-    def chunks(self, run: Run, stages: Sequence[Stage]) -> list[ChunkActivations]:
-        """Return the activations of these stages under a run."""
-        if run not in self.sizes:
-            self.sizes[run] = sizes_of(run, self.layout, known=self.parts)
-        return [self._chunk(self.sizes[run], stage) for stage in stages]
-
-    def again(self, run: Run, dispatcher: PlannedStatic, tokens: int) -> Run:
-        """Return the run that reruns a step which exceeded its capacity."""
-        if run not in self.reruns:
-            # more than the capacity, or the step would not be rerun
-            held = dispatcher.rows(tokens).computed / dispatcher.mean_rows(tokens)
-            needed = max(dispatcher.busiest_load(tokens), HEADROOM * held)
-            more = with_rows(with_paged_buffer(with_full_recompute(run), None), needed)
-            self.reruns[run] = replace(more, cuda_graph=CudaGraphConfig())
-        return self.reruns[run]
-
-    def _chunk(self, s: Sizes, stage: Stage) -> ChunkActivations:
-        key = s.run, parts_of(s, stage)
-        if key not in self.found:
-            self.found[key] = stage_activations(s, stage)
-        return self.found[key]
-
-    def peak(self, run: Run, actions: Sequence[Action], chunks: Sequence[ChunkActivations]) -> Peak:
-        """Return the peak of a rank with these actions."""
-        spared = recompute_policy(run).on_rank(actions).spared
-        if spared:
-            return find_peak(actions, chunks, spared)
-        moments = self.parts.of_list(actions, rank_moments)
-        return highest(moments, chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +137,7 @@ class _Rank:
     actions: Sequence[Action]
     graphs: GraphPlan | None
     rank: int
-    known: _Known
+    known: SharedMemory
 
     def parts(self) -> Iterator[MemoryPart]:
         """Yield every part of the memory."""
