@@ -67,7 +67,7 @@ Usage:  python -m app.cli.plan [what=…] [--json] [out=FOLDER] [gpu_memory_gib=
   what=memory          memory per rank by part, whether it fits, and what to change if not
   what=decoding        KV cache of text generation, and how many texts fit at a time
   what=layouts         the fastest layouts on the same number of GPUs, with GPU hours, also on a
-                       slower network; takes half a minute or more
+                       slower network; takes up to half a minute
   what=all             everything but decoding and layouts (the default); also writes plan/:
                        plan.json and a picture of the timeline
   --json               JSON on stdout instead of tables; writes no files

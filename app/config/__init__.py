@@ -21,7 +21,6 @@ from app.config.attention import (
     YarnConfig,
 )
 from app.config.experts import MoEConfig
-from app.config.hashed import hashed_once
 from app.config.layout import (
     CudaGraphConfig,
     Fp8Config,
@@ -44,6 +43,7 @@ from app.config.training import (
     TrainConfig,
 )
 from app.errors import ConfigError, Instead
+from app.hashed import hashed_once
 
 __all__ = [
     "AttentionSpec",

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from app.config.bounds import above_zero, at_least
-from app.config.hashed import hashed_once
 from app.errors import ConfigError
+from app.hashed import hashed_once
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from app.choices import (
     StaticTransport,
 )
 from app.config.bounds import above_zero, at_least, finite
-from app.config.hashed import hashed_once
 from app.errors import ConfigError, Instead, nearest_divisors
+from app.hashed import hashed_once
 
 # a capacity of StaticConfig is a multiple of this: whole tiles of the grouped GEMM
 ROUNDED_ROWS = 128

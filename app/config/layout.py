@@ -17,9 +17,9 @@ from app.choices import (
     ScheduleName,
 )
 from app.config.bounds import above_zero, at_least
-from app.config.hashed import hashed_once
 from app.config.profile import HardwareProfile
 from app.errors import ConfigError, Instead
+from app.hashed import hashed_once
 
 
 @hashed_once

@@ -23,8 +23,8 @@ from app.config.attention import (
 )
 from app.config.bounds import above_zero, at_least
 from app.config.experts import MoEConfig
-from app.config.hashed import hashed_once
 from app.errors import ConfigError, FirstOf, Instead, nearest_divisors
+from app.hashed import hashed_once
 
 # numbers of a model that are above 0
 ABOVE_ZERO = ("rope_theta", "local_rope_theta", "norm_eps", "init_std", "query_pre_attn_scalar",

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from app.choices import Fp8Recipe
-from app.config.hashed import hashed_once
 from app.errors import ConfigError
+from app.hashed import hashed_once
 
 FORMAT = 2  # of the keys below; 2 has attention by sequence length, and speeds under power limits
 SCALED = "scaled from"  # start of the source of a profile that was scaled, not measured

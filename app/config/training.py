@@ -23,9 +23,9 @@ from app.choices import (
     WsdDecay,
 )
 from app.config.bounds import above_zero, at_least, finite
-from app.config.hashed import hashed_once
 from app.config.sources import SourceConfig, source_list
 from app.errors import ConfigError, Instead, nearest_multiples, typed
+from app.hashed import hashed_once
 
 LENGTHS = ("steps", "tokens", "epochs")  # keys of TrainConfig of which one is given
 USUAL_STEPS = 700

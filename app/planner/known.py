@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from app.config import Run
-from app.config.hashed import hashed_once
+from app.hashed import hashed_once
 from app.plan.layout import ParallelLayout
 from app.plan.parts.known import KnownParts
 from app.plan.pipeline.known import KnownSchedules
