@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import cache
 
 import pytest
 import yaml
@@ -30,6 +31,7 @@ ONE_NODE = (
 EXPERTS = ("model=qwen3_30b_a3b", "model.num_layers=4", "parallel.ep=4", "parallel.etp=1")
 
 
+@cache
 def planned(*overrides: str) -> Plan:
     return Plan(load(*ONE_NODE, *overrides))
 
