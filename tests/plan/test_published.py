@@ -97,6 +97,10 @@ def test_command_compares(capsys: pytest.CaptureFixture[str]):
     out = " ".join(capsys.readouterr().out.split())
     assert "published 400, planned " in out and "dense GEMMs" in out and "pipeline bubble" in out
     assert "scaled from the H100 by data sheets: not measured" in out
+
+
+@pytest.mark.full
+def test_command_prints_json(capsys: pytest.CaptureFixture[str]):
     assert main(["compare_to=400", *ONE_NODE, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["published"]
     assert found == json.loads(json.dumps(dataclasses.asdict(published_gap(planned(), 400.0))))
