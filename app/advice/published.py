@@ -137,9 +137,7 @@ def _errors(plan: Plan) -> tuple[tuple[float, float], tuple[str, ...]]:
     if profile is None:
         return ASSUMED, ("no profile: speeds are the data sheet's times hardware.efficiency",)
     if profile.scaled:
-        return ASSUMED, (
-            f"speeds of {profile.gpu} are {profile.source.split('.')[0]}, not measured",
-        )
+        return ASSUMED, (f"speeds of {profile.gpu} are {profile.origin}, not measured",)
     return MEASURED, ()
 
 

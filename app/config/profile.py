@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -72,6 +73,11 @@ class HardwareProfile:
     def scaled(self) -> bool:
         """True if the profile was scaled from another one, not measured."""
         return self.source.startswith(SCALED)
+
+    @property
+    def origin(self) -> str:
+        """What it was scaled from, without the numbers."""
+        return re.split(r"[.,]", self.source)[0]
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:

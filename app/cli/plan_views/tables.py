@@ -239,7 +239,7 @@ def _assumption(plan: Plan, estimate: Estimate) -> str:
         told = page("planning.md")
         said = f"by the speeds of {estimate.profile} (hardware.profile, {told})"
         if plan.profile is not None and plan.profile.scaled:
-            said += f", {plan.profile.source.split('.')[0]}: not measured"
+            said += f", {plan.profile.origin}: not measured"
         return f"{said}{_fp8_assumption(plan)}."
     peak = f"{estimate.efficiency:.0%} of the data sheet's {estimate.peak_tflops:,.0f} TFLOP/s"
     unused = ""
