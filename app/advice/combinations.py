@@ -78,7 +78,8 @@ def plan_combinations(
     most: int = MOST,
     most_s: float = MOST_S,
 ) -> list[PlannedCombination]:
-    """Plan combinations of a run's GPUs, the typed run first, the others in order of time.
+    """Plan combinations of a run's GPUs: the typed run, those that fit and those that do not, each
+    in order of time.
 
     recipes: FP8 recipes that may be chosen beside the run's own. most, most_s: combinations and
     seconds after which planning ends.
@@ -99,7 +100,10 @@ def plan_combinations(
     own = found.pop(run)
     # the same plan under other keys, as a schedule that is chosen anyway, is planned once
     alike: dict[tuple[object, ...], PlannedCombination] = {}
-    for each in sorted(found.values(), key=lambda each: (each.seconds, len(each.overrides))):
+    order = sorted(
+        found.values(), key=lambda each: (not each.fits, each.seconds, len(each.overrides))
+    )
+    for each in order:
         alike.setdefault((each.seconds, each.memory, *each.choices.values()), each)
     alike.pop((own.seconds, own.memory, *own.choices.values()), None)
     return [own, *alike.values()]

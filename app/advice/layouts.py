@@ -19,6 +19,7 @@ from typing import Any
 
 from app.advice.even_stages import even_layout
 from app.advice.layout_rows import Cost, LayoutComparison, LayoutRow
+from app.advice.least_work import LeastWork
 from app.advice.moves import Value, with_values
 from app.advice.shapes import (
     IN_PARTS,
@@ -36,16 +37,10 @@ from app.advice.trials import Trials
 from app.choices import GraphImpl
 from app.config import Run
 from app.errors import ConfigError
-from app.plan.cost.flops import ParameterCount, parameter_count, stage_seconds
-from app.plan.cost.rates import measured
-from app.plan.cost.times import stage_times
-from app.plan.layout import select_layout
-from app.plan.memory.activations import chunk_activations
-from app.plan.parts.dispatcher import run_dispatcher, without_waits
-from app.plan.parts.known import KnownParts
+from app.plan.cost.flops import ParameterCount, parameter_count
+from app.plan.parts.dispatcher import run_dispatcher
 from app.plan.recompute import NOTHING, RecomputePolicy, recompute_policy
 from app.plan.select import select_stages
-from app.plan.stages import Stage
 from app.planner.plan import Plan
 from app.rules import check
 
@@ -192,14 +187,6 @@ def overrides_between(own: Run, run: Run) -> Iterator[str]:
     yield from (f"{key}={typed(after)}" for key, before, after in pairs if before != after)
 
 
-@dataclass(frozen=True, slots=True)
-class _Least:
-    """Lower bounds for a microbatch in all layers, however these are split into stages."""
-
-    seconds: float
-    bytes: int  # saved for its backward
-
-
 @dataclass
 class _Search:
     """Search over shapes, each with its best schedule, graph mode and recomputation."""
@@ -208,9 +195,9 @@ class _Search:
     trials: Trials
     planned: int = 0
     # by shape, sequences of a microbatch, rung of recomputation; None: not legal
-    least: dict[tuple[Shape, int, int], _Least | None] = field(default_factory=dict)
+    least: dict[tuple[Shape, int, int], LeastWork | None] = field(default_factory=dict)
     even: dict[Run, str | None] = field(default_factory=dict)  # stages that take equally long
-    bytes: dict[Run, int] = field(default_factory=dict)  # of runs at the network's own speed
+    fitting: dict[Run, bool] = field(default_factory=dict)  # runs at the network's own speed
 
     def fastest(self, network: float, most: int | None = None) -> tuple[list[Run], bool]:
         """Return the fastest runs, one per shape, and whether the search was complete."""
@@ -241,6 +228,7 @@ class _Search:
         for number, (shape, size) in enumerate(pairs):
             if shape.state_bytes(run, self.count) <= self.trials.limit:
                 seconds = self._bound(shape, size, 0)
+                self.trials.bounded += 1
                 if seconds is not None:
                     yield seconds, number, shape, size, 0
 
@@ -290,7 +278,7 @@ class _Search:
                 return place
         return len(self.ladder) - 1
 
-    def _least(self, shape: Shape, size: int, rung: int) -> _Least | None:
+    def _least(self, shape: Shape, size: int, rung: int) -> LeastWork | None:
         """Return the lower bounds of a shape; None if it is not legal.
 
         They do not depend on pp if pipeline ranks vary slowest and the same rules hold for every
@@ -302,7 +290,7 @@ class _Search:
             values = shape.values(self.run) | self.ladder[rung] | {"train.micro_batch": size}
             order = next(schedules(self.run, shape.pp))
             legal = self._legal(self.run, values | order | NO_GRAPHS)
-            self.least[key] = None if legal is None else _least_of(legal, self.trials.known.parts)
+            self.least[key] = None if legal is None else LeastWork(legal, self.trials.known.parts)
         return self.least[key]
 
     def _expand(
@@ -326,7 +314,7 @@ class _Search:
                     seconds = self._seconds(legal, most)
                     if seconds >= most:
                         break  # more recomputation is slower still
-                    if self._memory(legal) <= self.trials.limit and self._fits(legal):
+                    if self._fits(legal):
                         best[shape] = seconds, legal
                         break
 
@@ -351,43 +339,20 @@ class _Search:
         self.planned += 1
         return self.trials.seconds(run, most)
 
-    def _memory(self, run: Run) -> int:
-        usual = _networked(run, self.run.hardware.network_gb_s)
-        if usual not in self.bytes:
-            self.bytes[usual] = self.trials.memory(usual)
-        return self.bytes[usual]
-
     def _fits(self, run: Run) -> bool:
-        """Return whether the run fits with all microbatches, which take more graphs than few do."""
+        """Return whether a run fits with just enough microbatches, and then with all, which take
+        more graphs.
+        """
         usual = _networked(run, self.run.hardware.network_gb_s)
-        return self.trials.memory(usual, whole=True) <= self.trials.limit
+        if usual not in self.fitting:
+            fits = self.trials.fits(usual) and self.trials.fits(usual, whole=True)
+            self.fitting[usual] = fits
+        return self.fitting[usual]
 
     def _legal(self, run: Run, values: dict[str, Value]) -> Run | None:
         with suppress(ConfigError):
             return check(with_values(run, values))
         return None
-
-
-def _least_of(run: Run, known: KnownParts) -> _Least:
-    """Return lower bounds without launches of the host, by the better of two dispatchers."""
-    graph = dataclasses.replace(run.cuda_graph, impl=GraphImpl.full_iteration)
-    ways = [run]
-    if run.model.moe is not None:
-        ways.append(with_values(run, {**without_waits()}))
-    layers = tuple(range(run.model.num_layers))
-    seconds, kept = [], []
-    for way in ways:
-        launched = dataclasses.replace(way, cuda_graph=graph)
-        profile, layout = measured(way), select_layout(way)
-        whole = [Stage(layers, embedding=True, head=True)]
-        if profile is None:
-            seconds.append(stage_seconds(launched, whole, layout)[0].total)
-        else:
-            (times,) = stage_times(launched, whole, layout, profile, known=known)
-            seconds.append(sum(times.by_kind().values()))
-        inner = Stage(layers, embedding=False, head=False)
-        kept.append(chunk_activations(way, inner, layout, known).usual.total)
-    return _Least(min(seconds), min(kept))
 
 
 def _last(best: dict[Shape, tuple[float, Run]]) -> float:

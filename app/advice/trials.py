@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
 from app.config import Run
 from app.plan.actions import Action
-from app.plan.memory.rank_memory import plan_memory
-from app.plan.select import select_graphs
+from app.plan.memory.rank_memory import RankMemory, memory_by_rank
+from app.plan.select import graphs_by_rank
 from app.planner.known import Known
 from app.planner.plan import Plan
 
-LOWERING = 4  # cost of lowering a list, in replays of that list
+MAKING = 4  # cost of making a list, in replays of that list
 # times pp microbatches: from there on no schedule but gpipe has more of them in flight, and each
 # further one adds the same time
 SATURATED = 2
@@ -27,7 +27,12 @@ class Trials:
     limit: int  # memory of one GPU, bytes
     work: int = 0  # actions replayed so far
     timed: int = 0  # runs whose steps were timed so far
+    bounded: int = 0  # shapes of a search whose times were bounded so far
     known: Known = field(default_factory=Known)
+
+    def progress(self) -> str:
+        """Return how far a search for layouts is, in words."""
+        return f"{self.bounded} shapes bounded, {self.timed} layouts planned"
 
     def plan(self, run: Run) -> Plan:
         """Plan a run, reusing lists of earlier ones."""
@@ -38,31 +43,41 @@ class Trials:
 
         Just enough are those that fill the pipeline.
         """
+        return max(rank.total for rank in self._ranks(run, whole))
+
+    def fits(self, run: Run, whole: bool = False) -> bool:
+        """Return whether every rank fits into its GPU, with microbatches as in `memory`.
+
+        Ranks behind the first that does not fit are not planned.
+        """
+        return all(rank.total <= self.limit for rank in self._ranks(run, whole))
+
+    def _ranks(self, run: Run, whole: bool) -> Iterator[RankMemory]:
         plan = self.plan(run)
         key = plan.schedule_key
         if not whole and key.name != "gpipe" and key.group_size is None:
             count = min(key.num_microbatches, SATURATED * key.pp + key.num_microbatches % key.pp)
             key = dataclasses.replace(key, num_microbatches=count)
         schedules = self.known.schedules
-        made = len(schedules.lowered)
-        actions = schedules.actions(key, run.schedule.overlap_p2p)
-        self.work += _length(actions) * (1 + LOWERING * (len(schedules.lowered) - made))
-        ranks = plan_memory(
+        made = len(schedules.computes)
+        actions = schedules.compute(key)  # memory does not depend on what lowering adds
+        self.work += _length(actions) * (1 + MAKING * (len(schedules.computes) - made))
+        return memory_by_rank(
             run,
             plan.layout,
             plan.stages,
             buffers=plan.buffers,
             actions=actions,
-            graphs=select_graphs(run, plan.stages, actions),
+            graphs=graphs_by_rank(run, plan.stages, actions),
             parts=self.known.parts,
         )
-        return max(rank.total for rank in ranks)
 
     def seconds(self, run: Run, most: float = inf) -> float:
         """Return the estimated time of a step, extrapolated from timelines with few microbatches.
 
         Two timelines that fill the pipeline give the time that each further microbatch adds. For a
-        step whose busiest rank alone takes `most` seconds or longer, that time is returned.
+        step whose busiest rank or pipeline alone takes `most` seconds or longer, that time is
+        returned.
         """
         plan = self.plan(run)
         self.timed += 1
@@ -74,9 +89,11 @@ class Trials:
         few = SATURATED * pp + count % pp
         more = few + SATURATED * pp
         if run.schedule.group_size is not None or count <= more:
-            return plan.step_seconds
-        short, longer = (plan.pipeline_seconds(number) for number in (few, more))
-        return longer + (count - more) * (longer - short) / (more - few) + plan.tail.seconds
+            pipeline = plan.pipeline_seconds(count)
+        else:
+            short, longer = (plan.pipeline_seconds(number) for number in (few, more))
+            pipeline = longer + (count - more) * (longer - short) / (more - few)
+        return pipeline if pipeline >= most else pipeline + plan.tail.seconds
 
 
 def busiest_seconds(plan: Plan) -> float:

@@ -10,6 +10,7 @@ from importlib import import_module
 from types import ModuleType
 
 from app.cli.processes.ctrl_c import stop_quietly
+from app.cli.processes.first_line import begin_layouts
 
 
 def train() -> None:
@@ -87,4 +88,6 @@ def _run_rank(program: str) -> None:
 
 def _loaded(program: str) -> ModuleType:
     stop_quietly(program)  # before the imports, which take seconds
+    if program == "plan":
+        begin_layouts(sys.argv[1:])
     return import_module(f"app.cli.{program}")

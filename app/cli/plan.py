@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from app.cli.processes.ctrl_c import stop_quietly
+from app.cli.processes.first_line import begin_layouts
 
 if __name__ == "__main__":
     stop_quietly("plan")  # before the imports, which take a second
+    begin_layouts(sys.argv[1:])
 
 from app.advice.faster import faster
 from app.advice.layouts import compare_layouts
+from app.advice.published import published_gap
 from app.advice.suggest import suggest
 from app.advice.trials import Trials
 from app.cli.options.advice import Asked
@@ -30,7 +33,7 @@ from app.cli.options.arguments import PLACES, Typed, flags_to_overrides, without
 from app.cli.options.compose import load_typed
 from app.cli.options.messages import readable_errors
 from app.cli.options.unknown import no_such_flag
-from app.cli.plan_views.tables import print_comparison, print_plan
+from app.cli.plan_views.tables import print_comparison, print_gap, print_plan
 from app.cli.processes.output import exit_by
 from app.cli.start.notices import notices
 from app.config import Run
@@ -53,7 +56,8 @@ FLAGS = ("--json", "--help", "-h")
 KNOWN = (*FLAGS, *PLACES)
 MOST_PLANNED = 2**10  # microbatches × stages up to which advice is checked by a full plan
 NUMBERS = ("tokens=", "slower=")  # options of what=layouts
-OWN = ("what=", "out=", *NUMBERS)
+COMPARE = "compare_to"  # takes the place of what=
+OWN = ("what=", "out=", f"{COMPARE}=", *NUMBERS)
 HELP = """\
 == Graphfold: plan a run before any GPU is used ==
 Usage:  python -m app.cli.plan [what=…] [--json] [out=FOLDER] [gpu_memory_gib=N] [override …]
@@ -65,7 +69,7 @@ Usage:  python -m app.cli.plan [what=…] [--json] [out=FOLDER] [gpu_memory_gib=
   what=memory          memory per rank by part, whether it fits, and what to change if not
   what=decoding        KV cache of text generation, and how many texts fit at a time
   what=layouts         the fastest layouts on the same number of GPUs, with GPU hours, also on a
-                       slower network; takes half a minute or more
+                       slower network; takes up to half a minute
   what=all             everything but decoding and layouts (the default); also writes plan/:
                        plan.json and a picture of the timeline
   --json               JSON on stdout instead of tables; writes no files
@@ -73,6 +77,8 @@ Usage:  python -m app.cli.plan [what=…] [--json] [out=FOLDER] [gpu_memory_gib=
   tokens=N             with what=layouts: tokens to train on, for GPU hours; default: train.steps
   slower=N             with what=layouts: GB/s of the slower network; default: half of
                        hardware.network_gb_s
+  compare_to=N         instead of what=: the planned TFLOP/s per GPU beside a published number of
+                       the run that the overrides describe, part by part
   gpu_memory_gib=N     short for hardware.gpu_memory_gib=N; hardware=h200 sets the speeds as well
   override             any override of train.py
   --config-dir FOLDER  options of your own beside conf/; --config-path and --config-name as in Hydra
@@ -82,6 +88,7 @@ Examples:
   python -m app.cli.plan +experiment=deepseek_v3_2048 parallel.world_size=4096
   python -m app.cli.plan what=groups +experiment=mixtral_8x7b hardware=h200
   python -m app.cli.plan what=layouts +experiment=deepseek_v3_2048 tokens=14.8e12 slower=25
+  python -m app.cli.plan compare_to=430 +experiment=mixtral_8x7b_64
   python -m app.cli.plan what=memory --json model=dense_tiny gpu_memory_gib=1
 
 Exit code: 0; 1 if memory is shown (what=all, memory, decoding) and the run, or a single text,
@@ -99,6 +106,7 @@ class PlanRequest:
     typed: Typed  # overrides and flags that describe the run
     tokens: float | None = None  # tokens that GPU hours are for; None means those of train.steps
     slower: float | None = None  # GB/s of a slower network; None means half the network's
+    compare_to: float | None = None  # published TFLOP/s per GPU; None compares with none
 
     @property
     def with_memory(self) -> bool:
@@ -152,15 +160,18 @@ def parse(arguments: Sequence[str]) -> PlanRequest:
     what = own.get("what", "all")
     if what not in ASKED:
         raise ConfigError("what", what, f"must be one of {', '.join(ASKED)}", guess=_shown_by(what))
-    numbers = {key: _positive(key, own[key]) for key in ("tokens", "slower") if key in own}
-    if numbers and what != LAYOUTS:
-        key = next(iter(numbers))
+    keys = ("tokens", "slower", COMPARE)
+    numbers = {key: _positive(key, own[key]) for key in keys if key in own}
+    if COMPARE in own and "what" in own:
+        rule = f"takes the place of {COMPARE}=: leave one of them out"
+        raise ConfigError("what", what, rule)
+    if (key := next(iter(numbers), None)) not in (None, COMPARE) and what != LAYOUTS:
         raise ConfigError(key, own[key], "only works with what=layouts")
     overrides = [
         _spelled_out(word) for word in words if word not in flags and not word.startswith(OWN)
     ]
     as_json = "--json" in flags
-    out = own.get("out", FOLDER if what == "all" else "")
+    out = own.get("out", FOLDER if what == "all" and COMPARE not in own else "")
     folder = None if as_json or out in NOWHERE else Path(out)
     return PlanRequest(what, as_json, folder, typed=Typed.parse([*places, *overrides]), **numbers)
 
@@ -194,9 +205,12 @@ def main(arguments: Sequence[str]) -> int:
         asked = parse(arguments)
         view = PlanView.of(asked.typed)
         plan = view.plan
-        view.advice(asked.what)
+        if asked.compare_to is None:
+            view.advice(asked.what)
         if asked.out:
             _make(asked.out)
+        if asked.compare_to is not None:
+            return _compared(plan, asked, asked.compare_to)
         if asked.what == LAYOUTS:
             return _layouts(plan, asked)
         if asked.as_json:
@@ -217,7 +231,7 @@ def _layouts(plan: Plan, asked: PlanRequest) -> int:
         rule = f"must be below hardware.network_gb_s={network:g}"
         raise ConfigError("slower", f"{asked.slower:g}", rule)
     trials = Trials(plan.gpu_memory)
-    with telling("searching layouts", lambda: f"{trials.timed} planned", stream=sys.stderr):
+    with telling("searching layouts", trials.progress, stream=sys.stderr):
         found = compare_layouts(plan, asked.tokens, asked.slower, trials=trials)
     described = {"layout": layout_json(plan), LAYOUTS: asdict(found)}
     if asked.as_json:
@@ -227,6 +241,19 @@ def _layouts(plan: Plan, asked: PlanRequest) -> int:
     if asked.out:
         _write(asked.out, described)
     return int(found.fastest is None)
+
+
+def _compared(plan: Plan, asked: PlanRequest, published: float) -> int:
+    """Print the plan beside a published speed, write files; return the exit code."""
+    found = published_gap(plan, published)
+    described = {"layout": layout_json(plan), "published": asdict(found)}
+    if asked.as_json:
+        print(json.dumps(described))
+    else:
+        print_gap(plan, found)
+    if asked.out:
+        _write(asked.out, described)
+    return 0
 
 
 def asked_plan(typed: Typed) -> Asked:

@@ -9,6 +9,8 @@ lies on GPUs, `training` the rest.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from app.config.attention import (
     AttentionSpec,
@@ -41,6 +43,7 @@ from app.config.training import (
     TrainConfig,
 )
 from app.errors import ConfigError, Instead
+from app.hashed import hashed_once
 
 __all__ = [
     "AttentionSpec",
@@ -71,6 +74,7 @@ __all__ = [
 ]
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Run:
     """One training run: every choice the user can make."""
@@ -94,6 +98,11 @@ class Run:
     lora: LoraConfig = field(default_factory=LoraConfig)  # low-rank adapters
     run_dir: str | None = None  # folder of this run; null: runs/<time>-<model>
     resume: str | None = None  # null: start anew; auto: newest checkpoint that fits; or a path
+
+    @cached_property
+    def derived(self) -> dict[str, Any]:
+        """Values that other packages derive from this run alone, by name, each made once."""
+        return {}
 
     @property
     def adapters(self) -> LoraConfig | None:

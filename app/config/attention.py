@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from app.config.bounds import above_zero, at_least
 from app.errors import ConfigError
+from app.hashed import hashed_once
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ class DynamicRopeConfig:
         return float(theta * growth ** (width / (width - 2)))
 
 
+@hashed_once
 @dataclass(frozen=True)
 class MLAConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
@@ -197,7 +199,8 @@ class Rope:
         return None if scaling is None else scaling.original_length
 
 
-@dataclass(frozen=True, slots=True)
+@hashed_once
+@dataclass(frozen=True)
 class AttentionSpec:
     """Causal attention of one layer.
 

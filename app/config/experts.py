@@ -16,6 +16,7 @@ from app.choices import (
 )
 from app.config.bounds import above_zero, at_least, finite
 from app.errors import ConfigError, Instead, nearest_divisors
+from app.hashed import hashed_once
 
 # a capacity of StaticConfig is a multiple of this: whole tiles of the grouped GEMM
 ROUNDED_ROWS = 128
@@ -53,6 +54,7 @@ class EchoConfig:
         at_least("model.moe.echo", self, 0, "spares", "threshold")
 
 
+@hashed_once
 @dataclass(frozen=True)
 class MoEConfig:
     """Mixture-of-experts layers of a model."""

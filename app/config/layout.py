@@ -19,8 +19,10 @@ from app.choices import (
 from app.config.bounds import above_zero, at_least
 from app.config.profile import HardwareProfile
 from app.errors import ConfigError, Instead
+from app.hashed import hashed_once
 
 
+@hashed_once
 @dataclass(frozen=True)
 class ParallelConfig:
     """Degrees of parallelism, and the split of layers over pipeline ranks."""
@@ -63,6 +65,7 @@ class ParallelConfig:
         )
 
 
+@hashed_once
 @dataclass(frozen=True)
 class HardwareConfig:
     """The GPUs that plans are made for.
@@ -130,6 +133,7 @@ class RecomputeConfig:
             )
 
 
+@hashed_once
 @dataclass(frozen=True)
 class CudaGraphConfig:
     """CUDA graph capture."""
@@ -200,6 +204,7 @@ class Fp8Config:
         return self.recipe is not None and set(self.include) != {Fp8Part.experts}
 
 
+@hashed_once
 @dataclass(frozen=True)
 class PrecisionConfig:
     """Element types. Main parameters and moments are fp32 in every choice."""

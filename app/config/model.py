@@ -24,6 +24,7 @@ from app.config.attention import (
 from app.config.bounds import above_zero, at_least
 from app.config.experts import MoEConfig
 from app.errors import ConfigError, FirstOf, Instead, nearest_divisors
+from app.hashed import hashed_once
 
 # numbers of a model that are above 0
 ABOVE_ZERO = ("rope_theta", "local_rope_theta", "norm_eps", "init_std", "query_pre_attn_scalar",
@@ -35,7 +36,8 @@ LOSS_WEIGHTS = frozenset(("aux_loss_coeff", "z_loss_coeff", "loss_weight"))
 TRAINING_ALONE = {"init_from": None, "mtp": {"layers": 0}}  # for use: values that leave it out
 
 
-@dataclass(frozen=True, slots=True)
+@hashed_once
+@dataclass(frozen=True)
 class LayerSpec:
     """Kind of a decoder layer; layers with equal specs have equal weights and costs."""
 
@@ -64,6 +66,7 @@ class MTPConfig:
         above_zero("model.mtp", self, "loss_weight")
 
 
+@hashed_once
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer.
@@ -339,20 +342,29 @@ class ModelConfig:
     def layer_specs(self) -> tuple[LayerSpec, ...]:
         """All layers in order; equal ones are one object."""
         kinds: dict[LayerSpec, LayerSpec] = {}
-        listed = (
-            LayerSpec(
-                self._attention(min(layer, self.num_layers - 1)),
-                self.is_moe_layer(layer),
-                predicts=layer >= self.num_layers,
-            )
-            for layer in self.all_layers
-        )
-        return tuple(kinds.setdefault(spec, spec) for spec in listed)
+        found: dict[tuple[bool, ...], LayerSpec] = {}  # by what layers differ in
 
-    def _attention(self, layer: int) -> AttentionSpec:
-        types = self.layer_types
+        def spec(layer: int) -> LayerSpec:
+            predicts = layer >= self.num_layers
+            own = min(layer, self.num_layers - 1)
+            slides, rotates, routed = *self._place(own), self.is_moe_layer(layer)
+            key = slides, rotates, routed, predicts
+            if key not in found:
+                made = LayerSpec(self._attention(slides, rotates), routed, predicts)
+                found[key] = kinds.setdefault(made, made)
+            return found[key]
+
+        return tuple(map(spec, self.all_layers))
+
+    def _place(self, layer: int) -> tuple[bool, bool]:
+        """Return whether a layer is of type sliding_attention, and whether it has rotary
+        positions.
+        """
+        types, rotates = self.layer_types, self.no_rope_layers or (1,)
         slides = not types or types[layer % len(types)] is LayerType.sliding_attention
-        rotates = self.no_rope_layers or (1,)
+        return slides, bool(rotates[layer % len(rotates)])
+
+    def _attention(self, slides: bool, rotates: bool) -> AttentionSpec:
         rope = self.rope
         if slides and self.local_rope_theta is not None:
             rope = Rope(rope.width, self.local_rope_theta)
@@ -361,7 +373,7 @@ class ModelConfig:
             heads=self.num_heads,
             kv_heads=self.num_kv_heads,
             width=self.head_width,
-            rope=rope if rotates[layer % len(rotates)] else None,
+            rope=rope if rotates else None,
             window=self.sliding_window if slides else None,
             scale=self.softmax_scale,
             qk_norm=self.qk_norm,

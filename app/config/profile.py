@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
 from app.choices import Fp8Recipe
 from app.errors import ConfigError
+from app.hashed import hashed_once
 
 FORMAT = 2  # of the keys below; 2 has attention by sequence length, and speeds under power limits
 SCALED = "scaled from"  # start of the source of a profile that was scaled, not measured
@@ -18,6 +20,7 @@ SHARES = ("hidden", "gemm_memory")
 TIMES = ("grouped_tile", "kernel_us", "launch_us", "step_ms", "collective_us", "send_us")
 
 
+@hashed_once
 @dataclass(frozen=True)
 class HardwareProfile:
     """Measured speeds of one kind of GPU, its host and its links, for 16-bit elements.
@@ -70,6 +73,11 @@ class HardwareProfile:
     def scaled(self) -> bool:
         """True if the profile was scaled from another one, not measured."""
         return self.source.startswith(SCALED)
+
+    @property
+    def origin(self) -> str:
+        """What it was scaled from, without the numbers."""
+        return re.split(r"[.,]", self.source)[0]
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:

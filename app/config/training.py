@@ -25,6 +25,7 @@ from app.choices import (
 from app.config.bounds import above_zero, at_least, finite
 from app.config.sources import SourceConfig, source_list
 from app.errors import ConfigError, Instead, nearest_multiples, typed
+from app.hashed import hashed_once
 
 LENGTHS = ("steps", "tokens", "epochs")  # keys of TrainConfig of which one is given
 USUAL_STEPS = 700
@@ -48,6 +49,7 @@ class MuonConfig:
             raise ConfigError("optim.muon.momentum", self.momentum, rule, nearest=0.95)
 
 
+@hashed_once
 @dataclass(frozen=True)
 class OptimConfig:
     """AdamW (Loshchilov & Hutter 2019) or another optimizer, and its schedules.
@@ -122,6 +124,7 @@ def _kind_of(path: str) -> Source:
     return Source.parquet if path.endswith(".parquet") else Source.text
 
 
+@hashed_once
 @dataclass(frozen=True)
 class DataConfig:
     """Documents, their tokenization and their packing into sequences."""
@@ -310,6 +313,7 @@ class DataConfig:
         return min(seq_len, self.max_documents or usual)
 
 
+@hashed_once
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Checkpoints: when they are saved, and how many are kept."""
@@ -347,6 +351,7 @@ class CheckpointConfig:
             )
 
 
+@hashed_once
 @dataclass(frozen=True)
 class LogConfig:
     """Reports: how often, and where besides metrics.jsonl."""
@@ -386,6 +391,7 @@ class LossConfig:
         at_least("loss", self, 1, "chunk_tokens")
 
 
+@hashed_once
 @dataclass(frozen=True)
 class TrainConfig:
     """Length and batch of the run."""

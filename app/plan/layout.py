@@ -14,8 +14,9 @@ and dp → edp: rank = etp_rank + etp·ep_rank + etp·ep·edp_rank + etp·ep·ed
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from app.config import Run
@@ -87,13 +88,21 @@ class ParallelLayout:
 
     def sizes(self, expert: bool = False) -> dict[str, int]:
         """Return the size of each axis of the dense or the expert grid, fastest-varying first."""
+        return dict(self._expert_sizes if expert else self._dense_sizes)
+
+    @cached_property
+    def _dense_sizes(self) -> dict[str, int]:
+        values = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
+        return self._ordered(DENSE_AXIS, values)
+
+    @cached_property
+    def _expert_sizes(self) -> dict[str, int]:
+        values = {"tp": self.expert_tp, "ep": self.ep, "dp": self.edp, "pp": self.pp}
+        return self._ordered(EXPERT_AXIS, values)
+
+    def _ordered(self, names: Mapping[str, str], values: Mapping[str, int]) -> dict[str, int]:
+        """Return axis -> size in `order`, by names in it."""
         listed = self.order.lower().split("-")
-        if expert:
-            names = EXPERT_AXIS
-            values = {"tp": self.expert_tp, "ep": self.ep, "dp": self.edp, "pp": self.pp}
-        else:
-            names = DENSE_AXIS
-            values = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
         ordered = listed + [axis for axis in AXES if axis not in listed]
         return {names[axis]: values[axis] for axis in ordered if axis in names}
 
@@ -200,5 +209,9 @@ class ParallelLayout:
 
 def select_layout(run: Run) -> ParallelLayout:
     """Return the layout of a run. Raises ConfigError for degrees that do not fit together."""
-    p = run.parallel
-    return ParallelLayout(run.world_size, p.tp, p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order)
+    found: ParallelLayout | None = run.derived.get("layout")
+    if found is None:
+        p, world = run.parallel, run.world_size
+        found = ParallelLayout(world, p.tp, p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order)
+        run.derived["layout"] = found
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from app.choices import GraphImpl, GraphKey, GraphScope, ScheduleName
 from app.config import CudaGraphConfig, Run
@@ -10,11 +10,18 @@ from app.plan.actions import Action
 from app.plan.graphs import GraphPlan, Key, for_transformer_engine, plan_graphs
 from app.plan.phases import CAPTURED, DENSE, MOE
 from app.plan.schedule import v_shaped
-from app.plan.stages import StagePlan, plan_stages
+from app.plan.stages import Stage, StagePlan, plan_stages
 
 
 def select_stages(run: Run) -> StagePlan:
     """Return the layers of every stage. Raises ConfigError for splits that do not come out even."""
+    if "stages" not in run.derived:
+        run.derived["stages"] = _stages(run)
+    found: StagePlan = run.derived["stages"]
+    return found
+
+
+def _stages(run: Run) -> StagePlan:
     p = run.parallel
     v_shape = v_shaped(run.schedule.name.value)
     return plan_stages(
@@ -50,18 +57,25 @@ def select_graphs(
 
     None for a rank without.
     """
-    if not run.cuda_graph.of_parts:
-        return (None,) * stages.pp
-    layers = [[captured_layers(run, stage.layers) for stage in chunks] for chunks in stages.stages]
-    inputs = [[own_inputs(run, stage.layers) for stage in chunks] for chunks in stages.stages]
+    return tuple(graphs_by_rank(run, stages, actions))
+
+
+def graphs_by_rank(
+    run: Run, stages: StagePlan, actions: Sequence[Sequence[Action]]
+) -> Iterator[GraphPlan | None]:
+    """Yield the partial CUDA graphs of one pipeline rank after the other (`select_graphs`)."""
+    for chunks, listed in zip(stages.stages, actions, strict=True):
+        yield _rank_graphs(run, chunks, listed) if run.cuda_graph.of_parts else None
+
+
+def _rank_graphs(run: Run, chunks: Sequence[Stage], actions: Sequence[Action]) -> GraphPlan:
+    layers = [captured_layers(run, stage.layers) for stage in chunks]
+    inputs = [own_inputs(run, stage.layers) for stage in chunks]
     key: Key = "slot" if run.cuda_graph.key is GraphKey.slot else "microbatch"
-    ranks = zip(actions, layers, inputs, strict=True)
-    plans = [
-        plan_graphs(listed, counts, key, own_inputs=places) for listed, counts, places in ranks
-    ]
+    plan = plan_graphs(actions, layers, key, own_inputs=inputs)
     if run.cuda_graph.impl is GraphImpl.local:
-        return tuple(plans)
-    return tuple(map(for_transformer_engine, plans, actions))
+        return plan
+    return for_transformer_engine(plan, actions)
 
 
 def captured_layers(run: Run, layers: Sequence[int]) -> int:

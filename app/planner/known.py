@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from app.config import Run
+from app.hashed import hashed_once
 from app.plan.layout import ParallelLayout
 from app.plan.parts.known import KnownParts
 from app.plan.pipeline.known import KnownSchedules
@@ -43,19 +44,35 @@ class Known:
             held = chunk_parameters(run.model, stage, layout, frozen=frozen, lora=lora)
             return chunk_buffers(held, layout, run.optim)
 
-        return self.once(("buffers", layout, run.optim, *_weights(run, stage)), made)
+        key = "buffers", layout, run.optim, _Weights.of(run), _kinds(run, stage)
+        return self.once(key, made)
 
 
-def _weights(run: Run, stage: Stage) -> tuple[Hashable, ...]:
-    """Return everything that the weights of a stage depend on."""
-    kinds: Hashable = stage
-    if not run.freezes:
-        specs = tuple(run.model.layer_specs[layer] for layer in stage.layers)
-        kinds = specs, stage.embedding, stage.head
-    model = _values(run.model, "moe")
-    # how tokens travel changes no weight
-    experts = run.model.moe and _values(run.model.moe, "dispatcher", "static")
-    return model, experts, run.lora, run.train.frozen, kinds
+@hashed_once
+@dataclass(frozen=True)
+class _Weights:
+    """Everything that the weights of a stage depend on, beside its layers."""
+
+    values: tuple[Hashable, ...]
+
+    @classmethod
+    def of(cls, run: Run) -> _Weights:
+        """Return that of a run, made once."""
+        if "weights" not in run.derived:
+            model = _values(run.model, "moe")
+            # how tokens travel changes no weight
+            experts = run.model.moe and _values(run.model.moe, "dispatcher", "static")
+            run.derived["weights"] = cls((model, experts, run.lora, run.train.frozen))
+        found: _Weights = run.derived["weights"]
+        return found
+
+
+def _kinds(run: Run, stage: Stage) -> Hashable:
+    """Return the kinds of a stage's layers, or the stage itself if some are frozen."""
+    if run.freezes:
+        return stage
+    specs = tuple(run.model.layer_specs[layer] for layer in stage.layers)
+    return specs, stage.embedding, stage.head
 
 
 def _values(section: Any, *without: str) -> tuple[Hashable, ...]:

@@ -216,7 +216,7 @@ class Plan:
             profile=self.profile,
             times=self.stage_times,
             buffers=self.buffers,
-            lists=self.schedule,
+            left=self.known.schedules.work_left(self.schedule_key),
         )
 
     @cached_property

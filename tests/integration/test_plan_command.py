@@ -12,10 +12,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from app.advice import layouts
+from app.cli import commands
 from app.cli.plan import main, parse
 from app.cli.plan_views.rows import MOST_ROWS
 from app.cli.plan_views.tables import WIDTH, print_plan
@@ -199,7 +201,25 @@ def test_layouts_are_compared(
 def test_no_layout_fits(capsys: pytest.CaptureFixture[str]):
     code, out = shown(capsys, *FEW, "gpu_memory_gib=3")
     assert code == 1 and "No layout of these GPUs fits: " in out
-    assert re.search(r"^→ 1 .* \d+\.\d\d! ", out, re.M)
+    assert re.search(r"^→ – .* \d+\.\d\d! ", out, re.M) and not re.search(r"^→? *1 ", out, re.M)
+
+
+def test_search_for_layouts_is_announced_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Before the imports, which take seconds on a busy host."""
+    said = []
+
+    def slow(name: str) -> SimpleNamespace:
+        said.append(capsys.readouterr().err)
+        return SimpleNamespace(main=lambda arguments: 0)
+
+    monkeypatch.setattr(commands, "import_module", slow)
+    for what in ("layouts", "memory"):
+        monkeypatch.setattr(sys, "argv", ["graphfold-plan", f"what={what}"])
+        with pytest.raises(SystemExit):
+            commands.plan()
+    assert said == ["searching layouts: starting\n", ""]
 
 
 def test_suggestions_are_shown_with_their_price():

@@ -75,6 +75,14 @@ def test_combinations_are_typed_run_then_by_time():
     }
 
 
+def test_combinations_without_room_come_last():
+    _, *others = some(LLAMA, 60, gib=39)
+    order = [(not each.fits, each.seconds) for each in others]
+    assert order == sorted(order) and {each.fits for each in others} == {True, False}
+    fitting = max(each.seconds for each in others if each.fits)
+    assert min(each.seconds for each in others if not each.fits) < fitting
+
+
 def test_fp8_is_chosen_only_if_allowed():
     assert {each.choices["fp8"] for each in some(LLAMA, 40)} == {"none"}
 

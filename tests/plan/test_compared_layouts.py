@@ -172,6 +172,16 @@ def test_what_fits_nowhere_leaves_the_run_alone():
     )
 
 
+def test_a_run_without_room_is_last_however_fast(monkeypatch: pytest.MonkeyPatch):
+    """Nothing of the model is divided, which is faster and needs more memory."""
+    monkeypatch.setattr(layouts, "MOST_TRIALS", 20)
+    _, found = compared(*LLAMA, "parallel.dp=4", "hardware.gpu_memory_gib=21")
+    *others, own = found.rows
+    assert own.own and not own.fits and own.cost.seconds < others[0].cost.seconds
+    assert others and all(row.fits and row.memory <= found.gpu_memory for row in others)
+    assert found.fastest is others[0]
+
+
 def test_hours_are_of_the_tokens_that_are_asked_for():
     run = load(*LLAMA)
     plan = Plan(run)

@@ -96,7 +96,7 @@ def test_nothing_is_compared_with_speeds_that_were_scaled(monkeypatch: pytest.Mo
     assert said(Pace(plan, name), 3.0, 60) == []
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     told = str(pace_line(plan, torch.device("cuda", 0)))
-    assert "scaled from the H200" in told and "not compared" in told
+    assert "scaled from the H200: not compared" in told and "calibrate measures" in told
 
 
 def test_no_profile_no_sentence():

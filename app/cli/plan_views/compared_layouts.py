@@ -30,7 +30,7 @@ def print_layouts(found: LayoutComparison, assumed: str, console: Console) -> No
     beside = new_table(">#", *words, *(["tokens by"] if experts else []))
     for number, row in enumerate(found.rows, 1):
         style = "bold" if row.own else ""
-        name = f"{'→ ' if row.own else ''}{number}"
+        name = f"{'→ ' if row.own else ''}{number if row.fits else '–'}"
         table.add_row(name, *_degrees(row, experts).values(), *_numbers(row), style=style)
         beside.add_row(name, *_companions(row)[: len(beside.columns) - 1], style=style)
     console.print(table)

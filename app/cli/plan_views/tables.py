@@ -10,9 +10,11 @@ from rich.console import Console
 from rich.text import Text
 
 from app.advice.layout_rows import LayoutComparison
+from app.advice.published import PublishedGap
 from app.choices import Fp8Part, GraphImpl
 from app.cli.plan_views.compared_layouts import print_layouts
 from app.cli.plan_views.memory_tables import print_decoding, print_memory
+from app.cli.plan_views.published import print_published
 from app.cli.plan_views.rows import fill, heading, new_table, print_pairs
 from app.cli.processes.output import table_width
 from app.plan.actions import Compute
@@ -80,6 +82,14 @@ def print_comparison(plan: Plan, found: LayoutComparison) -> None:
     _print_summary(plan, console)
     console.print()
     print_layouts(found, _assumption(plan, Estimate.of(plan)), console)
+
+
+def print_gap(plan: Plan, found: PublishedGap) -> None:
+    """Print the run beside a published speed."""
+    console = _console(sys.stdout)
+    _print_summary(plan, console)
+    console.print()
+    print_published(found, _assumption(plan, Estimate.of(plan)), console)
 
 
 def _console(stream: TextIO) -> Console:
@@ -228,6 +238,8 @@ def _assumption(plan: Plan, estimate: Estimate) -> str:
     if estimate.profile is not None:
         told = page("planning.md")
         said = f"by the speeds of {estimate.profile} (hardware.profile, {told})"
+        if plan.profile is not None and plan.profile.scaled:
+            said += f", {plan.profile.origin}: not measured"
         return f"{said}{_fp8_assumption(plan)}."
     peak = f"{estimate.efficiency:.0%} of the data sheet's {estimate.peak_tflops:,.0f} TFLOP/s"
     unused = ""

@@ -50,7 +50,8 @@ def pace_line(plan: Plan, device: torch.device) -> str | None:
         )
     planned = f"{figures(plan.step_seconds * 1e3)} ms per step"
     if profile.scaled:
-        return f"{planned}, by speeds that are {profile.source.split(',')[0]}: not compared"
+        told = f"not compared; {command_name('calibrate')} measures this GPU"
+        return f"{planned}, by speeds that are {profile.origin}: {told}"
     return f"{planned}, by speeds measured on {profile.gpu}"
 
 

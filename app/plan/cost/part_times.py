@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from app.plan.parts.trace import Work
 
+T = TypeVar("T")
 Seconds = defaultdict[str, float]  # by kind of work
 
 EXCHANGE = "exchanges"
@@ -73,6 +75,15 @@ class PartTimes:
         forward[LAUNCHES] += max(0.0, self.forward_host - sum(forward.values()))
         inputs[LAUNCHES] += max(0.0, self.backward_host - backward)
         return replace(self, forward=forward, backward_input=inputs)
+
+
+def once_each(items: Sequence[T], make: Callable[[T], PartTimes]) -> list[PartTimes]:
+    """Return `make` of each item, made once of those that are one object."""
+    made: dict[int, PartTimes] = {}
+    for item in items:
+        if id(item) not in made:
+            made[id(item)] = make(item)
+    return [made[id(item)] for item in items]
 
 
 def _sum(rows: Iterable[tuple[Mapping[str, float], int]]) -> Seconds:

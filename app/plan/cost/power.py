@@ -31,13 +31,20 @@ def at_clocks(
         [place for place in range(len(stages)) if pipeline.rank(place) == rank]
         for rank in range(pipeline.pp)
     ]
-    loads = [_Load.of([stages[place] for place in of_rank]) for of_rank in places]
-    slowest = max(load.seconds(load.clock(bound)) for load in loads)
-    found = list(stages)
-    for of_rank, load in zip(places, loads, strict=True):
-        clock = load.clock(bound, period=slowest)
-        for place in of_rank:
-            found[place] = stages[place].at_clock(clock)
+    of_ranks = [tuple(stages[place] for place in of_rank) for of_rank in places]
+    loads: dict[tuple[int, ...], _Load] = {}  # by stages: ranks may have equal ones
+    for held in of_ranks:
+        if (key := tuple(map(id, held))) not in loads:
+            loads[key] = _Load.of(held)
+    slowest = max(load.seconds(load.clock(bound)) for load in loads.values())
+    clocks = {key: load.clock(bound, period=slowest) for key, load in loads.items()}
+    found, slowed = list(stages), dict[tuple[int, float], PartTimes]()
+    for of_rank, held in zip(places, of_ranks, strict=True):
+        clock = clocks[tuple(map(id, held))]
+        for place, stage in zip(of_rank, held, strict=True):
+            if (id(stage), clock) not in slowed:
+                slowed[id(stage), clock] = stage.at_clock(clock)
+            found[place] = slowed[id(stage), clock]
     return found
 
 

@@ -177,7 +177,8 @@ class Links:
     layout: ParallelLayout
     profile: HardwareProfile
     peers: bool  # tokens travel through other GPUs' memory (symmetric memory)
-    spans: dict[Group, NodeSpan] = field(default_factory=dict, compare=False)
+    # seconds of a byte inside of nodes and across, by (group's name, way)
+    costs: dict[tuple[str, Way], tuple[float, float]] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, run: Run, layout: ParallelLayout, profile: HardwareProfile) -> Links:
@@ -200,10 +201,13 @@ class Links:
 
     def parts(self, group: Group, way: Way, size: int) -> tuple[float, float]:
         """Return seconds of the bytes inside of nodes and across, which run at the same time."""
-        share = share_across(way, self._span(group), group.size(self.layout))
-        rate = self._rate(group, way)
-        network = self.run.hardware.network_gb_s
-        return size * float(1 - share) / (rate * GIGA), size * float(share) / (network * GIGA)
+        key = group.name, way
+        if key not in self.costs:
+            share = share_across(way, self._span(group), group.size(self.layout))
+            rates = self._rate(group, way) * GIGA, self.run.hardware.network_gb_s * GIGA
+            self.costs[key] = float(1 - share) / rates[0], float(share) / rates[1]
+        near, far = self.costs[key]
+        return size * near, size * far
 
     def _rate(self, group: Group, way: Way) -> float:
         if self.by_peers(group):
@@ -216,12 +220,9 @@ class Links:
         return rates[way]
 
     def _span(self, group: Group) -> NodeSpan:
-        if group not in self.spans:
-            sizes = self.layout.sizes(group.expert)
-            per_node = self.run.parallel.gpus_per_node
-            ends = group.ends_only
-            self.spans[group] = node_span(sizes, group.axes, per_node, ends_only=ends)
-        return self.spans[group]
+        sizes = self.layout.sizes(group.expert)
+        per_node = self.run.parallel.gpus_per_node
+        return node_span(sizes, group.axes, per_node, ends_only=group.ends_only)
 
 
 def measured(run: Run) -> HardwareProfile | None:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from math import prod
 
 from app.config import HardwareProfile, Run
-from app.plan.actions import Action, BackwardInput, BackwardWeight, Forward
 from app.plan.cost.part_times import PartTimes, Seconds
 from app.plan.cost.rates import GIGA, MICRO, TERA, Kernels, Links
 from app.plan.groups import DP_CP, EDP, PP, Group, Way
 from app.plan.layout import ParallelLayout
 from app.plan.memory.rank_memory import fp8_shapes
 from app.plan.parts.trace import BYTES
+from app.plan.pipeline.known import WorkLeft
 from app.plan.pipeline.timeline import Times
 from app.plan.sharding.frozen import trained_matrices
 from app.plan.sharding.optimizers import PLANNED
@@ -73,58 +73,69 @@ def step_tail(
     profile: HardwareProfile,
     times: Sequence[PartTimes],
     buffers: Sequence[Sequence[ChunkBuffers]],
-    lists: Sequence[Sequence[Action]],
+    left: Sequence[WorkLeft],
 ) -> StepTail:
     """Return what the slowest pipeline rank adds to a step.
 
-    `times` are those of stages, in their order; `buffers` are [pp_rank][chunk]; `lists` are the
-    actions of pipeline ranks.
+    `times` are those of stages, in their order; `buffers` are [pp_rank][chunk]; `left` is the work
+    of pipeline ranks after their last weight gradients. Ranks with the same times and buffers are
+    timed once.
     """
     links = Links.of(run, layout, profile)
-    ranks = []
+    found: dict[object, StepTail] = {}
     for pp_rank, chunks in enumerate(buffers):
         places = [stages.pipeline.stage(pp_rank, chunk) for chunk in range(len(chunks))]
         of_rank = [times[place] for place in places]
-        backward = sum(sum(t.backward_input.values()) for t in of_rank) + sum(
-            sum(t.backward_weight.values()) for t in of_rank
-        )
-        forward = sum(sum(t.forward.values()) for t in of_rank)
-        grads = BYTES[run.precision.grads]
-        params = BYTES[run.precision.params]
-        optim = run.optim
-        reduced = _exchanged(links, chunks, grads, window=backward if optim.overlap_grads else 0.0)
-        if optim.overlap_grads and (left := _left(lists[pp_rank], of_rank)):
-            reduced = _behind(links, chunks, grads, left=left)
-        ranks.append(
-            StepTail(
-                reduced,
-                _exchanged(links, chunks, params, window=forward if optim.overlap_params else 0.0),
-                optimizer=_update(run, profile, chunks)
-                + _matrices(run, links, stages.stages[pp_rank])
-                + _quantised(run, layout, profile, stages.stages[pp_rank]),
-                between=profile.step_ms / 1e3,
-            )
-        )
-    return max(ranks, key=lambda tail: tail.seconds)
+        behind = _left(left[pp_rank], of_rank) if run.optim.overlap_grads else {}
+        key = tuple(map(id, of_rank)), tuple(map(id, chunks)), tuple(behind.items())
+        if key not in found:
+            held = stages.stages[pp_rank]
+            found[key] = _rank_tail(links, chunks, times=of_rank, behind=behind, held=held)
+    return max(found.values(), key=lambda tail: tail.seconds)
 
 
-def _left(actions: Sequence[Action], chunks: Sequence[PartTimes]) -> dict[int, float]:
-    """Return chunk -> seconds of the rank's compute after the chunk's last weight gradient.
+def _rank_tail(
+    links: Links,
+    chunks: Sequence[ChunkBuffers],
+    *,
+    times: Sequence[PartTimes],
+    behind: Mapping[int, float],
+    held: Sequence[Stage],
+) -> StepTail:
+    """Return what one pipeline rank adds to a step; times, chunks and stages `held` are its own."""
+    run, layout, profile = links.run, links.layout, links.profile
+    backward = sum(sum(t.backward_input.values()) for t in times) + sum(
+        sum(t.backward_weight.values()) for t in times
+    )
+    forward = sum(sum(t.forward.values()) for t in times)
+    grads = BYTES[run.precision.grads]
+    params = BYTES[run.precision.params]
+    optim = run.optim
+    reduced = _exchanged(links, chunks, grads, window=backward if optim.overlap_grads else 0.0)
+    if behind:
+        reduced = _behind(links, chunks, grads, left=behind)
+    return StepTail(
+        reduced,
+        _exchanged(links, chunks, params, window=forward if optim.overlap_params else 0.0),
+        optimizer=_update(run, profile, chunks)
+        + _matrices(run, links, held)
+        + _quantised(run, layout, profile, held),
+        between=profile.step_ms / 1e3,
+    )
 
-    For a split backward, chunks in the order of those gradients; empty if backward is not split.
-    """
-    left: dict[int, float] = {}
-    behind = 0.0
-    for action in reversed(actions):
-        match action:
-            case BackwardWeight(_, chunk):
-                left.setdefault(chunk, behind)
-                behind += sum(chunks[chunk].backward_weight.values())
-            case BackwardInput(_, chunk):
-                behind += sum(chunks[chunk].backward_input.values())
-            case Forward(_, chunk):
-                behind += sum(chunks[chunk].forward.values())
-    return dict(reversed(left.items()))
+
+def _left(left: WorkLeft, chunks: Sequence[PartTimes]) -> dict[int, float]:
+    """Return chunk -> seconds of the rank's compute after the chunk's last weight gradient."""
+    if not left:
+        return {}
+    passes = ("F", "forward"), ("I", "backward_input"), ("W", "backward_weight")
+    seconds = [
+        {letter: sum(getattr(times, name).values()) for letter, name in passes} for times in chunks
+    ]
+    return {
+        last: sum(count * seconds[chunk][letter] for (letter, chunk), count in work.items())
+        for last, work in left.items()
+    }
 
 
 def _behind(
@@ -190,7 +201,10 @@ def _update(run: Run, profile: HardwareProfile, chunks: Sequence[ChunkBuffers]) 
 
 def _matrices(run: Run, links: Links, chunks: Sequence[Stage]) -> float:
     """Return seconds of updating whole matrices beside passes over the shard."""
-    work = PLANNED[run.optim.name].work(run, links.layout, trained_matrices(run, chunks))
+    planned = PLANNED[run.optim.name]
+    if not planned.has_matrices:
+        return 0.0
+    work = planned.work(run, links.layout, trained_matrices(run, chunks))
     sent = sum(links.seconds(group, Way.all_to_all, size) for group, size in work.sent.items())
     return work.flops / (links.profile.gemm_tflops * TERA) + sent
 

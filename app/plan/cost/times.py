@@ -20,6 +20,7 @@ from app.plan.cost.part_times import (
     RECOMPUTED_MATMULS,
     PartTimes,
     Seconds,
+    once_each,
 )
 from app.plan.cost.power import at_clocks
 from app.plan.cost.rates import CAPPED_LOGITS, MICRO, PLAIN_LOGITS, SCALED_LOGITS, Kernels, Links
@@ -82,10 +83,12 @@ def stage_times(
     s = sizes_of(run, layout, load=expected_load(run) if load is None else load, known=known)
     count = run.num_microbatches, run.writes_expert_grads
     name = "times", run.cuda_graph, run.hardware, profile, *count
-    found = [PartTimes.together(parts) for parts in fold_stages(s, stages, clock.part, name)]
+    rows = fold_stages(s, stages, clock.part, name)
+    # equal stages share one value from here on
+    found = once_each(rows, PartTimes.together)
     if pipeline is not None:
         found = at_clocks(found, pipeline, profile)
-    return [stage.hosted() for stage in found]
+    return once_each(found, PartTimes.hosted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,11 @@ from app.plan.model.vocabulary import table
 from app.plan.parts.known import KnownParts
 from app.plan.parts.stage import (
     StagePart,
+    part_counts,
     part_operations,
+    parts_of,
     saved_positions,
     sizes_of,
-    stage_parts,
 )
 from app.plan.parts.trace import Sizes, TraceMemory, trace_memory
 from app.plan.recompute import RecomputeChoice
@@ -65,45 +66,73 @@ def chunk_activations(
 
     known: operations shared with plans of other runs.
     """
-    s = sizes_of(run, layout, known=known)
-    parts = stage_parts(run, stage)
-    again = s.recompute
-    every = {part: part_operations(s, part, again.usual) for part in set(parts)}
-    ops = [op for part in parts for op in every[part]]
-    phases = captured_phases(run.cuda_graph)
+    return stage_activations(sizes_of(run, layout, known=known), stage)
+
+
+def stage_activations(s: Sizes, stage: Stage) -> ChunkActivations:
+    """Return the memory of one microbatch of these sizes in a stage."""
+    again, counts = s.recompute, part_counts(s, stage)
+    phases = captured_phases(s.run.cuda_graph)
+    tolls = [(_part_toll(s, part, again.usual, phases), times) for part, times in counts]
     usual = _microbatch(s, stage, again.usual)
     same = again.usual == again.spared
     return ChunkActivations(
         usual,
         usual if same else _microbatch(s, stage, again.spared),
         border=s.stream,
-        deferred=max((op.deferred for op in ops), default=0),
-        kernels=sum(op.kernels for op in ops),
-        captured=sum(op.kernels for op in ops if op.phase in phases),
+        deferred=max((toll.deferred for toll, _ in tolls), default=0),
+        kernels=sum(times * toll.kernels for toll, times in tolls),
+        captured=sum(times * toll.captured for toll, times in tolls),
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Toll:
+    """Numbers of `ChunkActivations` that are the same for every microbatch, of one part."""
+
+    deferred: int
+    kernels: int
+    captured: int
+
+
+def _part_toll(
+    s: Sizes, part: StagePart, recompute: RecomputeChoice, phases: frozenset[str]
+) -> _Toll:
+    def counted() -> _Toll:
+        ops = part_operations(s, part, recompute)
+        return _Toll(
+            max((op.deferred for op in ops), default=0),
+            kernels=sum(op.kernels for op in ops),
+            captured=sum(op.kernels for op in ops if op.phase in phases),
+        )
+
+    return counted() if s.known is None else s.known.sum(("toll", part, recompute, phases), counted)
+
+
 def _microbatch(s: Sizes, stage: Stage, recompute: RecomputeChoice) -> MicrobatchMemory:
-    parts = stage_parts(s.run, stage)
-    found = {part: _part_memory(s, part, recompute) for part in set(parts)}
+    parts = parts_of(s, stage)
+    found = {part: _part_memory(s, part, recompute) for part, _ in part_counts(s, stage)}
     kept: Counter[str] = Counter()
-    ropes = {*map(saved_positions, parts)} - {None}
+    ropes = {*map(saved_positions, found)} - {None}
     if ropes:
         # cosines and sines of each kind of positions
         kept["rotary"] = len(ropes) * s.rotary
     forward = backward = saved = kept.total()
-    waiting = waits = sum(found[part].waiting for part in parts)
+    waiting = waits = sum(times * found[part].waiting for part, times in part_counts(s, stage))
     # the gradient of an embedding that is used again is alive from there to the lookup's backward
     tied = stage.embedding and stage.head and s.model.copies_embedding and not s.splits
     tied = tied and "embedding" not in frozen_in(s.run)
-    for part in parts:
+    carried = s.weight(table(s.model)) if tied else 0
+    totals = {part: sum(memory.kept.values()) for part, memory in found.items()}
+    for place, part in enumerate(parts):
         memory = found[part]
         waits -= memory.waiting
-        carried = s.weight(table(s.model)) if tied and part is not parts[-1] else 0
+        beside = waits + (carried if place + 1 < len(parts) else 0)
         forward = max(forward, saved + memory.forward)
-        backward = max(backward, saved + memory.backward + waits + carried)
-        kept.update(memory.kept)
-        saved = kept.total()
+        backward = max(backward, saved + memory.backward + beside)
+        saved += totals[part]
+    for part, times in part_counts(s, stage):
+        kept.update({phase: times * size for phase, size in found[part].kept.items()})
     return MicrobatchMemory(kept, forward - saved, backward - saved, waiting=waiting)
 
 
@@ -130,6 +159,43 @@ class Peak:
         return sum(self.kept.values()) + self.waiting + self.working
 
 
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What a rank holds while an action runs; walks along a schedule repeat few of them."""
+
+    letter: str
+    chunk: int
+    spared: bool  # of the action's microbatch
+    live: tuple[tuple[tuple[int, bool], int], ...]  # (chunk, spared) -> from forward to backward
+    waiting: tuple[tuple[tuple[int, bool], int], ...]  # likewise, for weight gradients
+
+
+Moments = Mapping[Moment, str]  # in order of their first actions, by name
+
+
+def rank_moments(
+    actions: Sequence[Action], spared: AbstractSet[MicrobatchChunk] = frozenset()
+) -> Moments:
+    """Return the different moments of a training step on a rank."""
+    live: Counter[tuple[int, bool]] = Counter()
+    waiting: Counter[tuple[int, bool]] = Counter()
+    found: dict[Moment, str] = {}
+    for action in actions:
+        if not isinstance(action, Compute):
+            continue
+        letter, key = action.letter, (action.chunk, (action.mb, action.chunk) in spared)
+        live[key] += letter == "F"
+        now = Moment(letter, *key, live=tuple(live.items()), waiting=tuple(waiting.items()))
+        if now not in found:
+            found[now] = str(action)
+        if letter == "W":
+            waiting[key] -= 1
+        elif letter != "F":
+            live[key] -= 1
+            waiting[key] += letter == "I"
+    return found
+
+
 def find_peak(
     actions: Sequence[Action],
     chunks: Sequence[ChunkActivations],
@@ -139,31 +205,40 @@ def find_peak(
 
     Between the two parts of a split backward only what weight gradients need stays.
     """
-    live: Counter[tuple[int, bool]] = Counter()  # (chunk, spared) -> from forward to backward
-    held, waiting, most = 0, 0, -1
-    found = Peak({}, 0, 0, action="", in_flight=0)
-    for action in actions:
-        if not isinstance(action, Compute):
-            continue
-        key = action.chunk, (action.mb, action.chunk) in spared
-        chunk = chunks[action.chunk]
-        memory = chunk.spared if key[1] else chunk.usual
-        working = memory.backward
-        if action.letter == "F":
-            held, working = held + memory.total, memory.forward
-            live[key] += 1
-        elif action.letter == "W":
-            working = chunk.deferred
-        if held + waiting + working > most:
-            most = held + waiting + working
-            kept: Counter[str] = Counter()
-            for (nth, less), count in live.items():
-                each = chunks[nth].spared if less else chunks[nth].usual
-                kept.update({phase: count * size for phase, size in each.kept.items() if count})
-            found = Peak(kept, waiting, working, action=str(action), in_flight=live.total())
-        if action.letter == "W":
-            waiting -= memory.waiting
-        elif action.letter != "F":
-            held, waiting = held - memory.total, waiting + memory.waiting * (action.letter == "I")
-            live[key] -= 1
-    return found
+    return highest(rank_moments(actions, spared), chunks)
+
+
+def highest(moments: Moments, chunks: Sequence[ChunkActivations]) -> Peak:
+    """Return the peak among the moments of a rank; of equally high ones the first."""
+    sizes = {
+        (nth, less): chunk.spared if less else chunk.usual
+        for nth, chunk in enumerate(chunks)
+        for less in (False, True)
+    }
+    most, found = -1, None
+    for moment in moments:
+        memory = sizes[moment.chunk, moment.spared]
+        held = sum(count * sizes[key].total for key, count in moment.live)
+        held += sum(count * sizes[key].waiting for key, count in moment.waiting)
+        held += _working(moment, memory, chunks)
+        if held > most:
+            most, found = held, moment
+    if found is None:
+        return Peak({}, 0, 0, action="", in_flight=0)
+    kept: Counter[str] = Counter()
+    for key, count in found.live:
+        kept.update({phase: count * size for phase, size in sizes[key].kept.items() if count})
+    return Peak(
+        kept,
+        sum(count * sizes[key].waiting for key, count in found.waiting),
+        _working(found, sizes[found.chunk, found.spared], chunks),
+        action=moments[found],
+        in_flight=sum(count for _, count in found.live),
+    )
+
+
+def _working(moment: Moment, memory: MicrobatchMemory, chunks: Sequence[ChunkActivations]) -> int:
+    """Return the bytes that are alive only while the moment's action runs."""
+    if moment.letter == "F":
+        return memory.forward
+    return chunks[moment.chunk].deferred if moment.letter == "W" else memory.backward

@@ -7,18 +7,22 @@ saves nothing for a backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 
 from app.choices import GraphImpl, OptimizerKind
-from app.config import CudaGraphConfig, ModelConfig, PrecisionConfig, Run
+from app.config import ModelConfig, PrecisionConfig, Run
 from app.plan.actions import Action, Forward
 from app.plan.formatting import GIB, amount
 from app.plan.graphs import GraphPlan
 from app.plan.groups import GROUPS, Group, GroupKind
 from app.plan.layout import ParallelLayout
-from app.plan.memory.activations import ChunkActivations, Peak, chunk_activations, find_peak
+from app.plan.memory.activations import (
+    ChunkActivations,
+    Peak,
+)
 from app.plan.memory.overheads import (
     BACKWARD_KERNELS,
     COMMUNICATOR,
@@ -31,16 +35,15 @@ from app.plan.memory.overheads import (
     NCCL_ITSELF,
     WORKSPACES,
 )
+from app.plan.memory.shared import SharedMemory
 from app.plan.model.experts import ExpertWeights
 from app.plan.model.fp8 import fp8_weights
 from app.plan.parts.dispatch_record import Tokens
-from app.plan.parts.dispatcher import run_dispatcher, tokens_per_rank, with_rows
+from app.plan.parts.dispatcher import run_dispatcher, tokens_per_rank
 from app.plan.parts.known import KnownParts
-from app.plan.parts.paged_buffer import planned_paged_buffer, with_paged_buffer
-from app.plan.parts.stage import stage_parts
-from app.plan.parts.static import HEADROOM, PlannedStatic
+from app.plan.parts.paged_buffer import planned_paged_buffer
+from app.plan.parts.static import PlannedStatic
 from app.plan.parts.trace import BYTES
-from app.plan.recompute import recompute_policy, with_full_recompute
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.sharding.frozen import frozen_bytes, frozen_numel, trained_matrices
 from app.plan.sharding.optimizers import PLANNED, less_state
@@ -92,7 +95,7 @@ def plan_memory(
     *,
     buffers: Sequence[Sequence[ChunkBuffers]],
     actions: Sequence[Sequence[Action]],
-    graphs: Sequence[GraphPlan | None],
+    graphs: Iterable[GraphPlan | None],
     parts: KnownParts | None = None,
 ) -> tuple[RankMemory, ...]:
     """Return the peak memory of each pipeline rank.
@@ -100,31 +103,27 @@ def plan_memory(
     Rank r has parameters in buffers[r] and runs actions[r] in a training step, with the partial
     graphs graphs[r]. parts: operations shared with plans of other runs.
     """
-    known = _Known(layout, parts)
-    memory = []
-    for rank, held in enumerate(stages.stages):
-        planned = _Rank(run, layout, held, buffers[rank], actions[rank], graphs[rank], rank, known)
-        memory.append(RankMemory(rank, tuple(planned.parts())))
-    return tuple(memory)
+    ranks = memory_by_rank(
+        run, layout, stages, buffers=buffers, actions=actions, graphs=graphs, parts=parts
+    )
+    return tuple(ranks)
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """Activations of stages planned so far; stages with equal layers share them."""
-
-    layout: ParallelLayout
-    parts: KnownParts | None
-    found: dict[object, ChunkActivations] = field(default_factory=dict)
-
-    def chunks(self, run: Run, stages: Sequence[Stage]) -> list[ChunkActivations]:
-        """Return the activations of these stages under a run."""
-        return [self._chunk(run, stage) for stage in stages]
-
-    def _chunk(self, run: Run, stage: Stage) -> ChunkActivations:
-        key = run, *stage_parts(run, stage)
-        if key not in self.found:
-            self.found[key] = chunk_activations(run, stage, self.layout, self.parts)
-        return self.found[key]
+def memory_by_rank(
+    run: Run,
+    layout: ParallelLayout,
+    stages: StagePlan,
+    *,
+    buffers: Sequence[Sequence[ChunkBuffers]],
+    actions: Sequence[Sequence[Action]],
+    graphs: Iterable[GraphPlan | None],
+    parts: KnownParts | None = None,
+) -> Iterator[RankMemory]:
+    """Yield the peak memory of one pipeline rank after the other (`plan_memory`)."""
+    known = SharedMemory(layout, KnownParts() if parts is None else parts)
+    for rank, (held, graph) in enumerate(zip(stages.stages, graphs, strict=True)):
+        planned = _Rank(run, layout, held, buffers[rank], actions[rank], graph, rank, known)
+        yield RankMemory(rank, tuple(planned.parts()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +137,12 @@ class _Rank:
     actions: Sequence[Action]
     graphs: GraphPlan | None
     rank: int
-    known: _Known
+    known: SharedMemory
 
     def parts(self) -> Iterator[MemoryPart]:
         """Yield every part of the memory."""
         run, chunks = self.run, self.known.chunks(self.run, self.stages)
-        peak = self._peak(run, chunks)
+        peak = self.known.peak(run, self.actions, chunks)
         step = list(self._step(chunks, peak))
         tensors = [*self._state(), *step, *self._update(step)]
         tensors += self._dispatch(peak.total)
@@ -158,9 +157,6 @@ class _Rank:
             groups = communicators(run.model, self.layout, self.rank)
             size = NCCL_ITSELF + sum(COMMUNICATOR[group.kind] for group in groups)
             yield MemoryPart("NCCL", size, _communicators_note(groups))
-
-    def _peak(self, run: Run, chunks: Sequence[ChunkActivations]) -> Peak:
-        return find_peak(self.actions, chunks, recompute_policy(run).on_rank(self.actions).spared)
 
     def _numels(self) -> tuple[int, int, int]:
         """Return dense and expert elements, padding included, and those whose state it owns."""
@@ -215,8 +211,10 @@ class _Rank:
 
     def _update(self, step: Sequence[MemoryPart]) -> Iterator[MemoryPart]:
         """Yield what the update needs beyond forward and backward: gradients in fp32, matrices."""
-        weights = trained_matrices(self.run, self.stages)
-        working = PLANNED[self.run.optim.name].work(self.run, self.layout, weights).working
+        working, optimizer = 0, PLANNED[self.run.optim.name]
+        if optimizer.has_matrices:
+            weights = trained_matrices(self.run, self.stages)
+            working = optimizer.work(self.run, self.layout, weights).working
         what = "matrices while they are updated"
         widened = 4 * self._numels()[2]
         if BYTES[self.run.precision.grads] < 4 and widened > working:
@@ -236,11 +234,8 @@ class _Rank:
         border = chunks[0].border
         buffers = BORDERS * border if self.layout.pp > 1 else 0
         if run.cuda_graph.impl is GraphImpl.full_iteration:
-            kernels = sum(
-                chunks[action.chunk].kernels
-                for action in self.actions
-                if isinstance(action, Forward)
-            )
+            forwards = self.known.parts.of_list(self.actions, _forwards)
+            kernels = sum(chunks[chunk].kernels * times for chunk, times in forwards.items())
             yield _graph_objects(1, kernels)
             yield MemoryPart("static inputs", count * each, inputs)
             how = f"all of {peak.action}: {_by_phase(peak)}"
@@ -284,17 +279,18 @@ class _Rank:
             yield MemoryPart("paged_buffer", paged_buffer.bytes, how)
         if not dispatcher.may_lack_rows(tokens.count):
             return
-        # more than the capacity, or the step would not be rerun
-        held_rows = dispatcher.rows(tokens.count).computed / dispatcher.mean_rows(tokens.count)
-        needed_rows = max(dispatcher.busiest_load(tokens.count), HEADROOM * held_rows)
-        more = with_rows(with_paged_buffer(with_full_recompute(run), None), needed_rows)
-        again = replace(more, cuda_graph=CudaGraphConfig())
+        again = self.known.again(run, dispatcher, tokens.count)
         chunks = self.known.chunks(again, self.stages)
-        needed = self._peak(again, chunks).total
+        needed = self.known.peak(again, self.actions, chunks).total
         needed -= 0 if run.cuda_graph.impl is GraphImpl.full_iteration else alive
         if needed > 0:
             how = "eagerly, with more capacity for dispatched tokens"
             yield MemoryPart("rerun steps", needed, how)
+
+
+def _forwards(actions: Sequence[Action]) -> Counter[int]:
+    """Count a rank's forwards by chunk."""
+    return Counter(action.chunk for action in actions if isinstance(action, Forward))
 
 
 def _graph_objects(graphs: int, forward_kernels: int) -> MemoryPart:

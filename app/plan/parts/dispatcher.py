@@ -46,10 +46,18 @@ def run_dispatcher(run: Run, layout: ParallelLayout | None = None) -> PlannedDis
     """Return the dispatcher of a run, in its own layout or another; None for a dense model."""
     if run.model.moe is None:
         return None
-    grid = layout or select_layout(run)
+    if layout is None or layout is select_layout(run):
+        if "dispatcher" not in run.derived:
+            run.derived["dispatcher"] = _laid_out(run, run.model.moe, select_layout(run))
+        found: PlannedDispatcher = run.derived["dispatcher"]
+        return found
+    return _laid_out(run, run.model.moe, layout)
+
+
+def _laid_out(run: Run, moe: MoEConfig, grid: ParallelLayout) -> PlannedDispatcher:
     span = node_span(grid.sizes(expert=True), ETP_EP.axes, run.parallel.gpus_per_node)
     reach = span.nodes == 1 and run.train.device is not Device.cpu
-    return planned_dispatcher(run.model.moe, grid.ep, grid.expert_tp, one_node=reach)
+    return planned_dispatcher(moe, grid.ep, grid.expert_tp, one_node=reach)
 
 
 def without_waits() -> dict[str, DispatcherKind]:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from itertools import chain
 from typing import TypeVar
 
 from app.choices import BlockKind, Fp8Part, Recompute
@@ -306,6 +305,23 @@ def head(s: Sizes, weight: Weight) -> list[Operation]:
     return t.ops
 
 
+def parts_of(s: Sizes, stage: Stage) -> tuple[StagePart, ...]:
+    """Return the parts of a stage (`stage_parts`), made once for runs of equal sizes."""
+    if s.known is None:
+        return tuple(stage_parts(s.run, stage))
+    # graphs decide which frozen parts backward reaches
+    key = "parts", stage, s.run.freezes and s.run.cuda_graph.of_parts
+    return s.known.sum(key, lambda: tuple(stage_parts(s.run, stage)))
+
+
+def part_counts(s: Sizes, stage: Stage) -> tuple[tuple[StagePart, int], ...]:
+    """Return each kind of part of a stage, in order of its first, and the number of them."""
+    if s.known is None:
+        return tuple(Counter(stage_parts(s.run, stage)).items())
+    key = "counts", stage, s.run.freezes and s.run.cuda_graph.of_parts
+    return s.known.sum(key, lambda: tuple(Counter(parts_of(s, stage)).items()))
+
+
 def fold_stages(
     s: Sizes,
     stages: Sequence[Stage],
@@ -314,18 +330,30 @@ def fold_stages(
 ) -> list[list[tuple[T, int]]]:
     """Return, per stage, `fold` of the operations of each kind of part and the number of parts.
 
-    The operations are those of microbatches that are not spared. name: everything that `fold`
-    depends on, by which plans of other runs share its results; None shares none.
+    The operations are those of microbatches that are not spared. Stages with equal parts share one
+    list. name: everything that `fold` depends on, by which plans of other runs share its results;
+    None shares none.
     """
     usual = s.recompute.usual
+    folded: dict[StagePart, T] = {}
+    rows: dict[tuple[tuple[StagePart, int], ...], list[tuple[T, int]]] = {}
+    kept = None if s.known is None or name is None else s.known.named(name)
 
-    def folded_part(part: StagePart) -> T:
-        if s.known is None or name is None:
-            return fold(part_operations(s, part, usual))
-        key = name, part, usual
-        return s.known.sum(key, lambda: fold(part_operations(s, part, usual)))
+    def fold_part(part: StagePart) -> T:
+        if part not in folded:
+            if kept is None:
+                folded[part] = fold(part_operations(s, part, usual))
+            else:
+                key = part, usual
+                if key not in kept:
+                    kept[key] = fold(part_operations(s, part, usual))
+                folded[part] = kept[key]
+        return folded[part]
 
-    counts = [Counter(stage_parts(s.run, stage)) for stage in stages]
-    kinds = set(chain.from_iterable(counts))
-    folded = {part: folded_part(part) for part in kinds}
-    return [[(folded[part], times) for part, times in count.items()] for count in counts]
+    found = []
+    for stage in stages:
+        counts = part_counts(s, stage)
+        if counts not in rows:
+            rows[counts] = [(fold_part(part), times) for part, times in counts]
+        found.append(rows[counts])
+    return found

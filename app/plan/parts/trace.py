@@ -250,6 +250,7 @@ class Trace:
         what stays or waits for a weight gradient counts only if the parameter is trained.
         """
         inside = self.open
+        split = trained and self.sizes.splits
         if not trained:  # nothing keeps its input, which is still there while it runs
             scratch = scratch[0] + reads, scratch[1]
         if restores and not inside:
@@ -266,8 +267,8 @@ class Trace:
                 rerun=rerun or inside,
                 weight=weight,
                 stored=stored and trained,
-                waits=waits if trained and self.sizes.splits else 0,
-                deferred=deferred if trained and self.sizes.splits else 0,
+                waits=waits if split else 0,
+                deferred=deferred if split else 0,
                 scratch=scratch,
                 passes=passes,
                 kernels=kernels,

@@ -68,4 +68,13 @@ class ComputeOrder:
 
     def makespan(self, seconds: Sequence[float], send: float) -> float:
         """Return the time from the start of the first action to the end of the last."""
-        return max((end for _, (_, end) in self.spans(seconds, send)), default=0.0)
+        now = [0.0] * self.pipeline.pp
+        ends: list[float] = []
+        add = ends.append
+        for rank, slot, need in self.steps:  # as in `spans`, which is slower by half
+            start = now[rank]
+            if need != NOTHING and (there := ends[need] + send) > start:
+                start = there
+            now[rank] = end = start + seconds[slot]
+            add(end)
+        return max(now)  # a rank's last action ends last on it

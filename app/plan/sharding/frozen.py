@@ -77,6 +77,8 @@ def trained_matrices(run: Run, stages: Sequence[Stage]) -> list[Weight]:
 
 def frozen_numel(run: Run, layout: ParallelLayout, stages: Sequence[Stage]) -> int:
     """Return the elements of a rank's frozen parameters in these stages."""
+    if not run.freezes:
+        return 0
     frozen, coords = frozen_in(run), ShardCoords.of(layout, 0)
     return sum(
         coords.block(named.weight).numel
@@ -90,6 +92,8 @@ def frozen_bytes(run: Run, layout: ParallelLayout, stages: Sequence[Stage], size
     """Return the bytes of a rank's frozen parameters in these stages, `size` each unless they are
     held in fewer bits.
     """
+    if not run.freezes:
+        return 0
     frozen, coords, base, found = frozen_in(run), ShardCoords.of(layout, 0), run.lora.base, 0
     for stage in stages:
         for named in stage_weights(run.model, stage):

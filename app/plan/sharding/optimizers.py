@@ -49,6 +49,11 @@ class PlannedOptimizer:
     moved: int
     work: WorkOf = no_matrices
 
+    @property
+    def has_matrices(self) -> bool:
+        """Return whether it updates whole matrices."""
+        return self.work is not no_matrices
+
 
 NEWTON_SCHULZ_STEPS = 5
 UPDATE_RMS = 0.2  # of Muon's updates before the learning rate
