@@ -42,7 +42,7 @@ def sigmoid_router(config: TheirConfig) -> dict[str, Any]:
     if groups["groups"] > 1:
         moe |= {**groups, "group_best": 2}
     else:
-        config.only("topk_group", 1)  # of one group; 0 would choose the first experts for all tokens
+        config.only("topk_group", 1)  # 0 would give all tokens the same experts
     moe["num_experts"] = config.either("n_routed_experts", "num_local_experts")
     return moe
 

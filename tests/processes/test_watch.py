@@ -212,7 +212,9 @@ CASES = {
         r"all_gather \d+ of (edp|dp_cp) \(.+\)",  # both overlap with other work
         model="moe",
     ),
-    "world": training(app.engine.step.records, "all_reduce", "world", says="all_reduce", hang=sleep),
+    "world": training(
+        app.engine.step.records, "all_reduce", "world", says="all_reduce", hang=sleep
+    ),
     "pp": Case(in_an_exchange, r"V\[.*\]", parallel={"pp": 2}),
     "host": Case(saving(beside=False), r"all_gather \d+ of host \(saving step-00000002\)"),
     "checkpoint": Case(
