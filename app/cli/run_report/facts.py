@@ -20,7 +20,7 @@ from app.engine.files.run_folder import CONFIG, PLAN, read_metrics
 from app.plan.formatting import GIB
 
 # keys that say where a run writes and how it was started, not what it computes
-PLACE = ("run_dir", "resume", "log.", "parallel.world_size")
+PLACE = ("run_dir", "resume", "log.", "sweep.", "parallel.world_size")
 
 
 @dataclass(frozen=True, slots=True)
