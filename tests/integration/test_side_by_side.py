@@ -197,7 +197,7 @@ def test_terminal_shows_a_line_per_job_below_those_that_ended(monkeypatch: pytes
 # Places.
 
 
-GPUS = {VISIBLE: "3,GPU-ab,5,1,0"}
+GPUS = {VISIBLE: "3,GPU-ab, 5,1,0"}
 
 
 @pytest.mark.parametrize(

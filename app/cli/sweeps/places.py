@@ -51,7 +51,8 @@ def places(asked: SweepConfig, gpus: int, on_cpu: bool, env: Mapping[str, str]) 
 def visible(gpus: int, env: Mapping[str, str]) -> list[str]:
     """Return the names of the GPUs that this process may use, by which a job is given some."""
     given = env.get(VISIBLE)
-    return [str(n) for n in range(gpus)] if given is None else given.split(",")[:gpus]
+    names = map(str, range(gpus)) if given is None else map(str.strip, given.split(","))
+    return list(names)[:gpus]  # CUDA ignores what follows a name that it does not know
 
 
 def check_share(run: Run, gpus: int) -> None:
