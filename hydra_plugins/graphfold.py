@@ -51,7 +51,9 @@ class GridSweeper(Sweeper):
 
 
 class TorchrunLauncher(Launcher):
-    """`hydra/launcher=torchrun`: one job after the other on this host, each in fresh processes."""
+    """`hydra/launcher=torchrun`: jobs on this host, each in fresh processes. Our sweeper does the
+    same without it; other sweepers call it.
+    """
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -68,22 +70,21 @@ class TorchrunLauncher(Launcher):
             for each in overrides
             if not each.is_sweep_override()
         ]
-        self.log = config.log
-        self.on_record = config.hydra.runtime.choices["hydra/sweeper"] == "grid"
+        self.config = config
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """Run the jobs that our sweeper has on record, or put on record those of another one."""
-        from app.cli.sweeps.jobs import run_jobs, run_trials
+        """Record the jobs and run them."""
+        from app.cli.sweeps.jobs import run_trials
+        from app.cli.sweeps.sweep import places_here
 
-        if self.on_record:
-            return run_jobs(self.script, self.folder, job_overrides, self.typed)
         return run_trials(
             self.script,
             self.folder,
             job_overrides,
             typed=self.typed,
             fixed=self.fixed,
-            log=self.log,
+            log=self.config.log,
+            places=places_here(self.config),
         )

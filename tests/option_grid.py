@@ -148,6 +148,7 @@ LEFT_OUT = {
     "checkpoint": HOST,
     "log": HOST,
     "hardware": "what plans are made for",
+    "sweep": HOST,
     "run_dir": HOST,
     "resume": HOST,
     "model.name": HOST,

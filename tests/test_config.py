@@ -90,6 +90,7 @@ def test_yaml_and_dataclass_defaults_agree():
         "loss",
         "train",
         "lora",
+        "sweep",
     ):
         assert getattr(run, section) == type(getattr(run, section))(), section
 

@@ -25,6 +25,7 @@ from rich.table import Table
 
 from app.cli.options.messages import readable_errors
 from app.cli.processes.output import exit_by, table_width
+from app.cli.run_report.page import page
 from app.cli.run_report.table import COLUMNS, Report, cells, read_report
 from app.errors import ConfigError
 from app.programs import command_name, with_names
@@ -41,8 +42,8 @@ Usage:  python -m app.cli.report FOLDER
 
   FOLDER   folder of a sweep (sweeps/<name>), of several runs (runs) or of one run
 
-Prints the table and writes it into FOLDER as report.txt, report.csv and report.html (with plots, in
-one file that needs no network).
+Prints the table and writes it into FOLDER as report.txt, report.csv and report.html, one file
+that needs no network: with plots, in which runs can be chosen.
 Tokens/s and TFLOP/s per rank: median over the second half of a run's steps. Loss: of the last
 validation; with *, of the last step."""
 
@@ -70,7 +71,8 @@ def as_csv(report: Report) -> str:
     """Return the table as CSV: all numbers at full precision, one line per run."""
     text = StringIO()
     measured = ("step", "steps", "tokens", "tokens_per_s", "tokens_per_s_planned", "tflops_per_gpu",
-                "memory_peak_gib", "memory_planned_gib", "loss", "val_loss", "reruns")  # fmt: skip
+                "memory_peak_gib", "memory_planned_gib", "memory_reserved_gib", "joules_per_token",
+                "loss", "val_loss", "reruns")  # fmt: skip
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("run", "overrides", "state", "reason", "seconds", *measured))
     for row in report.rows:
@@ -83,8 +85,6 @@ def as_csv(report: Report) -> str:
 
 def report(folder: Path) -> None:
     """Print the table, and write report.txt, .csv and .html into the folder. Raises ConfigError."""
-    from app.cli.run_report.page import page  # matplotlib is slow to load
-
     found = read_report(folder)
     text = StringIO()
     print_table(found, text)

@@ -33,6 +33,7 @@ from app.config.layout import (
 from app.config.lora import LoraConfig
 from app.config.model import LayerSpec, ModelConfig
 from app.config.profile import HardwareProfile
+from app.config.sweep import SweepConfig
 from app.config.training import (
     USUAL_STEPS,
     CheckpointConfig,
@@ -69,6 +70,7 @@ __all__ = [
     "RecomputeConfig",
     "Run",
     "ScheduleConfig",
+    "SweepConfig",
     "TrainConfig",
     "YarnConfig",
 ]
@@ -96,6 +98,8 @@ class Run:
     loss: LossConfig = field(default_factory=LossConfig)  # how token losses are averaged
     train: TrainConfig = field(default_factory=TrainConfig)  # length and batch
     lora: LoraConfig = field(default_factory=LoraConfig)  # low-rank adapters
+    # jobs of a sweep that run side by side
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     run_dir: str | None = None  # folder of this run; null: runs/<time>-<model>
     resume: str | None = None  # null: start anew; auto: newest checkpoint that fits; or a path
 

@@ -75,6 +75,7 @@ ADVANCED = (
     "log.mlflow",
     "log.trackio",
     "log.verbose",
+    "sweep",
     "train.max_bad_steps",
     "train.max_rollbacks",
 )

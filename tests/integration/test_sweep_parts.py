@@ -29,7 +29,8 @@ from app.cli.sweeps.combinations import (
     folder_names,
     host_gpus,
 )
-from app.cli.sweeps.jobs import ProgressLine, outcome, progress
+from app.cli.sweeps.job_lines import JobLines, progress
+from app.cli.sweeps.jobs import outcome
 from app.cli.sweeps.submitted import how_it_ended, submit
 from app.cli.sweeps.sweep import job_arguments, planned, sweep_name
 from app.config import Run
@@ -313,21 +314,18 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_terminal_line_is_redrawn_and_stays_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_terminal_line_is_redrawn_and_stays_at_the_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "40")
-    line = ProgressLine("[1/2] parallel=dp2", tmp_path, Terminal())
-    process = subprocess.Popen(["sleep", "0.1"])
-    assert line.follow(process) == 0
-    line.draw("a text that is longer than the terminal is wide")
-    line.end("failed after 0:00:01: a reason that is longer than the terminal is wide")
-    drawn = line.stream.getvalue()
+    lines = JobLines(Terminal())
+    lines.begin("[1/2] parallel=dp2")
+    lines.redraw(["[1/2] parallel=dp2  starting"])
+    lines.redraw(["a text that is longer than the terminal is wide"])
+    lines.keep("failed after 0:00:01: a reason that is longer than the terminal is wide")
+    drawn = lines.stream.getvalue()
     assert drawn.count("\n") == 1 and drawn.startswith("\r[1/2] parallel=dp2  starting ")
     assert all(len(part) <= 39 for part in drawn.split("\r")[1:-1])
     assert drawn.endswith(
-        "\r\x1b[K[1/2] parallel=dp2  failed after 0:00:01: "
-        "a reason that is longer than the terminal is wide\n"
+        "\r\x1b[Jfailed after 0:00:01: a reason that is longer than the terminal is wide\n"
     )
 
 

@@ -142,6 +142,7 @@ def test_metrics_are_the_documented_ones(whole: tuple[Path, str]):
     assert len(graphs) == 6
     assert documented - written == {
         "mfu",
+        "joules_per_token",
         "memory_reserved_gib",
         "rollback_from",
         "rollbacks",

@@ -458,12 +458,13 @@ def test_sweep_sets_log_group_unless_given():
 def test_jobs_of_other_sweepers_are_of_their_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     started: list[list[str]] = []
     monkeypatch.setattr(
-        jobs, "run_jobs", lambda script, folder, overrides, typed: started.extend(overrides)
+        jobs, "run_jobs", lambda script, folder, overrides, **_: started.extend(overrides)
     )
     log = OmegaConf.create({"group": None})
-    trials = (["optim.lr=1"], ["optim.lr=2"])
+    trials = (["optim.lr=1"], ["sweep.jobs_at_once=2", "optim.lr=2"])  # no key of a job
     jobs.run_trials("train.py", tmp_path / "s", trials, typed=None, fixed=(), log=log)
     assert [line[-2:] for line in started] == [["log.console=false", "log.group='s'"]] * 2
+    assert [line[0] for line in started] == ["optim.lr=1", "optim.lr=2"]
     on_record = Sweep.load(tmp_path / "s").jobs
     assert all(
         tuple(line[: len(job.overrides)]) == job.overrides

@@ -210,6 +210,20 @@ def hydra_flags() -> tuple[str, ...]:
     return tuple(name for action in get_args_parser()._actions for name in action.option_strings)
 
 
+def is_share(override: str) -> bool:
+    """Return whether an override says how the jobs of a sweep share this host: it is of the sweep,
+    and no job has it.
+    """
+    return key_of(override).startswith("sweep.")
+
+
+def refuse_share(key: str, value: object, launcher: str) -> None:
+    """Raise ConfigError for a key of `sweep` unless this launcher, ours, runs the jobs."""
+    if launcher != "torchrun":
+        rule = f"applies to hydra/launcher=torchrun, not to {launcher}"
+        raise ConfigError(key, value, rule, advice="leave it out")
+
+
 def key_of(override: str) -> str:
     """Return the key or group of an override: "model" for +model=small."""
     return override.lstrip("+~").partition("=")[0].partition("@")[0]

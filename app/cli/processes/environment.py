@@ -15,6 +15,8 @@ from app.cli.processes.launcher import Launch, take_name
 # two operations, and less than a time slice of the scheduler. With libgomp's default of 300,000
 # they take cores from other programs and from each other (bench/busy.py).
 SPINS = 2_000
+# variable: jobs of a sweep that run at the same time and share the cores of this host
+JOBS_AT_ONCE = "GRAPHFOLD_JOBS_AT_ONCE"
 
 
 def environment() -> MutableMapping[str, str]:
@@ -46,6 +48,21 @@ def joined_launch(parent: int) -> Launch:
     for name, value in {**launch.network(), **waiting_threads(os.environ)}.items():
         os.environ.setdefault(name, value)
     return launch
+
+
+def threads_of(ranks: int, env: Mapping[str, str]) -> int:
+    """Return the threads of each of the ranks of a run that has this host, or its share as one of
+    several jobs.
+    """
+    return max(1, (os.cpu_count() or 1) // ranks // int(env.get(JOBS_AT_ONCE, "1")))
+
+
+def share_of_threads(env: Mapping[str, str]) -> dict[str, str]:
+    """Return OMP_NUM_THREADS for the one process of a job beside others; nothing for other runs.
+
+    As `waiting_threads` for torch, which also heeds the user's own value.
+    """
+    return {"OMP_NUM_THREADS": str(threads_of(1, env))} if JOBS_AT_ONCE in env else {}
 
 
 def waiting_threads(env: Mapping[str, str]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from app.engine.files.run_folder import CONFIG, PLAN, read_metrics
 from app.plan.formatting import GIB
 
 # keys that say where a run writes and how it was started, not what it computes
-PLACE = ("run_dir", "resume", "log.", "parallel.world_size")
+PLACE = ("run_dir", "resume", "log.", "sweep.", "parallel.world_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,8 @@ class RunFacts:
     tflops_per_gpu: float | None  # model TFLOP/s per rank; median over the second half of the steps
     memory_peak_gib: float | None  # peak of the rank that needed most
     memory_planned_gib: float | None  # that peak as planned in plan.json, for tensors on a GPU only
+    memory_reserved_gib: float | None  # most that the GPU allocator of a rank held
+    joules_per_token: float | None  # of all GPUs; median over the second half of the steps
     on_gpu: bool  # True: the peak counts tensors on a GPU; False: all memory of the process
     loss: float | None  # loss of the last step, nats per token
     val_loss: float | None  # loss of the last validation, nats per token
@@ -72,10 +74,10 @@ def run_facts(run_dir: Path) -> RunFacts:
         tokens_per_s=_steady(trained, "tokens_per_s"),
         tokens_per_s_planned=_planned_rate(run_dir),
         tflops_per_gpu=_steady(trained, "tflops_per_gpu"),
-        memory_peak_gib=max(
-            (row["memory_peak_gib"] for row in trained if "memory_peak_gib" in row), default=None
-        ),
+        memory_peak_gib=_most(trained, "memory_peak_gib"),
         memory_planned_gib=_planned_gib(run_dir),
+        memory_reserved_gib=_most(trained, "memory_reserved_gib"),
+        joules_per_token=_steady(trained, "joules_per_token"),
         on_gpu=any("memory_reserved_gib" in row for row in trained),
         loss=last.get("loss"),
         val_loss=validations[-1][1] if validations else None,
@@ -141,6 +143,10 @@ def _planned(run_dir: Path, read: Callable[[Any], float | None]) -> float | None
         return read(json.loads((run_dir / PLAN).read_text(encoding="utf-8")))
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None  # no plan.json, or one of another version
+
+
+def _most(trained: list[dict[str, Any]], key: str) -> float | None:
+    return max((row[key] for row in trained if key in row), default=None)
 
 
 def _steady(trained: list[dict[str, Any]], key: str) -> float | None:

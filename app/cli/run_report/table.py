@@ -118,8 +118,6 @@ def _rows_of_runs(folder: Path) -> list[Row]:
 def cells(row: Row) -> tuple[str, ...]:
     """Return a row of the table, one cell per entry of COLUMNS."""
     facts = row.facts
-    star = "*" if facts.val_loss is None else ""
-    loss = "" if facts.final_loss is None else f"{facts.final_loss:.4f}{star}"
     rate = "" if facts.tokens_per_s is None else figures(facts.tokens_per_s)
     if rate and facts.tokens_per_s_planned is not None:
         rate = f"{rate}, planned {figures(facts.tokens_per_s_planned)}"
@@ -128,9 +126,15 @@ def cells(row: Row) -> tuple[str, ...]:
         row.label,
         rate,
         *("" if value is None else figures(value) for value in measured),
-        loss,
+        loss_text(facts),
         standing(row),
     )
+
+
+def loss_text(facts: RunFacts) -> str:
+    """Return the last validation loss, or with * that of the last step; empty without any."""
+    star = "*" if facts.val_loss is None else ""
+    return "" if facts.final_loss is None else f"{facts.final_loss:.4f}{star}"
 
 
 def standing(row: Row) -> str:

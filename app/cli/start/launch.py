@@ -23,6 +23,9 @@ from app.cli.options.arguments import (
     Typed,
     flags_first,
     flags_to_overrides,
+    is_share,
+    key_of,
+    refuse_share,
     with_sweep_folder,
 )
 from app.cli.options.compose import (
@@ -45,7 +48,7 @@ from app.cli.options.messages import readable_errors
 from app.cli.options.pretrained import KEY as INIT_FROM
 from app.cli.options.unknown import no_such_flag
 from app.cli.processes.ctrl_c import interrupt_then_end
-from app.cli.processes.environment import waiting_threads
+from app.cli.processes.environment import share_of_threads, waiting_threads
 from app.cli.processes.launcher import STARTED_AS, Launch
 from app.cli.run_report.facts import run_facts
 from app.cli.run_report.sweep_record import left_to_sweep
@@ -212,7 +215,9 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
     """Train on this rank, or start the ranks that the layout asks for; return the exit code.
     Raises ConfigError.
     """
-    for name, value in {**launch.network(), **waiting_threads(env)}.items():
+    alone = launch.world_size is None and run.world_size == 1
+    threads = {**waiting_threads(env), **(share_of_threads(env) if alone else {})}
+    for name, value in {**launch.network(), **threads}.items():
         env.setdefault(name, value)
     # The parent of ranks has printed the lines before it started them.
     if launch.rank == 0 and STARTED_AS not in env and HydraConfig.initialized():
@@ -316,6 +321,7 @@ def checked_arguments(arguments: Sequence[str], launch: Launch) -> list[str]:
     check_folders(typed.overrides, sweeps=sweeps)
     check_plugins(typed.overrides)
     refuse_deletions(typed)
+    _refuse_share(typed.overrides, sweeps)
     with typed.looked_up():
         settle_saved(typed, launch.world_size)
     if SWEEPS & set(arguments):
@@ -344,6 +350,19 @@ def with_sweep_run_dir(config: DictConfig) -> DictConfig:
         for name, value in left_to_sweep(config.log, folder.resolve().name).items():
             config.log[name] = value
     return config
+
+
+def _refuse_share(overrides: Sequence[str], sweeps: bool) -> None:
+    """Raise ConfigError for keys of `sweep` where nothing reads them: without -m, or with another
+    launcher.
+    """
+    launchers = [word.partition("=")[2] for word in overrides if key_of(word) == "hydra/launcher"]
+    for word in filter(is_share, overrides):
+        value = word.partition("=")[2]
+        if not sweeps:
+            rule = "is of sweeps, and this is one run"
+            raise ConfigError(key_of(word), value, rule, advice="add -m, or leave it out")
+        refuse_share(key_of(word), value, launchers[-1] if launchers else "torchrun")
 
 
 def _refuse_sweep(arguments: Sequence[str], launch: Launch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+from app.cli.processes.environment import threads_of
 from app.cli.processes.home import child_paths
 from app.cli.processes.launcher import STARTED_AS, started_as
 from app.cli.processes.parent import bound
@@ -30,11 +30,11 @@ def ranks_command(
     world_size: int, script: str, overrides: Sequence[str], *, env: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command and the environment that run `script` as ranks of this host."""
-    threads = str(max(1, (os.cpu_count() or 1) // world_size))
     torchrun = [sys.executable, "-m", "app.cli.torchrun", "--standalone"]
     command = [*torchrun, f"--nproc-per-node={world_size}", script, *overrides]
     typed_as = {STARTED_AS: started_as(sys.argv[0])}
-    settings = {"OMP_NUM_THREADS": threads, **typed_as, **env, **child_paths(env)}
+    threads = {"OMP_NUM_THREADS": str(threads_of(world_size, env))}
+    settings = {**threads, **typed_as, **env, **child_paths(env)}
     return bound(command), settings
 
 

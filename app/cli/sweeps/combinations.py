@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -18,11 +19,12 @@ from omegaconf import DictConfig, open_dict, read_write
 
 from app.choices import Device
 from app.cli.options.advice import Asked
-from app.cli.options.arguments import Typed
+from app.cli.options.arguments import Typed, is_share
 from app.cli.options.compose import load_run
 from app.cli.options.explained import COMPOSING, explained, is_mistake
 from app.cli.options.keys import all_keys
 from app.cli.start.launch import GPU_DEVICES, check_packages, check_room
+from app.cli.sweeps.places import check_share
 from app.config import Run
 from app.errors import ConfigError
 from app.plan.formatting import GIB, gib
@@ -57,10 +59,17 @@ def combinations(
 
     `gpus` are the bytes of memory of each GPU of this host; None if the jobs run elsewhere. A
     mistake in the overrides themselves, like an unknown key, raises ConfigError or Hydra's error.
+    Overrides of `sweep` are no job's own: with others it is the same sweep.
     """
-    choices = {override.get_key_element(): _values(override) for override in overrides}
+    shares = list(_shares(overrides))
+    choices = {
+        override.get_key_element(): _values(override)
+        for override in overrides
+        if not is_share(str(override.input_line))
+    }
     places = [place for place, values in enumerate(choices.values()) if len(values) > 1]
     found = []
+    compose = partial(_with_shares, compose, shares)
     for chosen in dict.fromkeys(product(*choices.values())):
         config = _without_hydra(_composed(compose, chosen, gpus))
         if config.run_dir:
@@ -81,6 +90,23 @@ def combinations(
             )
         )
     return found
+
+
+def _shares(overrides: Sequence[Override]) -> Iterator[str]:
+    """Yield the overrides of `sweep`. Raises ConfigError for several values of one."""
+    for each in overrides:
+        word = str(each.input_line)
+        if is_share(word) and each.is_sweep_override():
+            key, _, values = word.partition("=")
+            raise ConfigError(key, values, "is for all jobs", advice="give one value")
+        if is_share(word):
+            yield word
+
+
+def _with_shares(
+    compose: Callable[[list[str]], DictConfig], shares: Sequence[str], chosen: list[str]
+) -> DictConfig:
+    return compose([*shares, *chosen])
 
 
 def _values(override: Override) -> list[str]:
@@ -151,6 +177,7 @@ def check_host(run: Run, gpus: Sequence[int] | None) -> None:
     if gpus is not None:
         check_packages(run)
         check_room(run, len(usable))
+        check_share(run, len(usable))
     memory = run.hardware.gpu_memory_gib or (min(usable) / GIB if usable else None)
     if memory is None:
         return

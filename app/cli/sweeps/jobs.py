@@ -1,5 +1,5 @@
-"""Launcher of sweeps on this host: one job after another, each in fresh processes, with one line of
-progress.
+"""Launcher of sweeps on this host: jobs in fresh processes, one after another or side by side
+(`app.cli.sweeps.places`), with one line of progress each.
 
 A job runs as `python train.py …` would: one process, or torchrun with the ranks of its layout on a
 free port. Its output goes to job.log in its run folder, its state to the sweep's sweep.json.
@@ -10,37 +10,36 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import select
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from typing import Any, TextIO
+from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 
-from app.cli.options.arguments import Typed, key_of
+from app.cli.options.arguments import Typed, is_share, key_of
 from app.cli.processes.ctrl_c import interrupt_again
 from app.cli.processes.environment import environment
 from app.cli.processes.launcher import STARTED_AS, started_as
 from app.cli.processes.parent import bound
-from app.cli.run_report.facts import clock, run_facts, settings
+from app.cli.run_report.facts import clock, run_facts
 from app.cli.run_report.sweep_record import JOB_LOG, Job, JobState, Sweep, left_to_sweep, locked
-from app.engine.files.metric_lines import BadLineError, row_of
-from app.engine.files.run_folder import METRICS
-from app.errors import CLEAR, ConfigError
-from app.plan.formatting import amount
+from app.cli.sweeps.job_lines import JobLines, end_of, progress
+from app.cli.sweeps.places import ALONE, Place
+from app.errors import ConfigError
 from app.programs import command_name
 from app.shell import quoted
 
-POLL_S = 0.5  # seconds between reads of a job's metrics.jsonl
-TAIL = 1 << 14  # bytes read from the end of a file
+POLL_S = 0.5  # seconds between redraws of the jobs' lines
 REASON = 300  # longest reason kept, characters
 STOPPED = (75, 130, -signal.SIGTERM, -signal.SIGINT)  # exit codes of a job stopped by a signal
 # Lines of a log that name the error: ours, SLURM's, or the end of a stack trace. torchrun's line
@@ -54,16 +53,22 @@ TOLD = re.compile(rf"^(?:\[rank\d+\]: ?)?((?:{SAID}).*)$", re.MULTILINE)
 
 
 def run_jobs(
-    script: str, folder: Path, job_overrides: Sequence[Sequence[str]], typed: Typed
+    script: str,
+    folder: Path,
+    job_overrides: Sequence[Sequence[str]],
+    *,
+    typed: Typed,
+    places: Sequence[Place] = ALONE,
 ) -> list[JobReturn]:
-    """Run the jobs of the sweep in `folder` that have these overrides, one after another.
+    """Run the jobs of the sweep in `folder` that have these overrides, one at each of the `places`
+    at a time.
 
     `typed` holds the flags passed to every job. A job returns its best validation loss in nats per
     token; if one fails, it is recorded and the next begins. Raises KeyboardInterrupt if one was
     interrupted.
     """
-    command = [sys.executable, script, *typed.words]
-    return [_run(command, folder, list(overrides)) for overrides in job_overrides]
+    jobs = SideBySide([sys.executable, script, *typed.words], folder, places)
+    return jobs.run([list(overrides) for overrides in job_overrides])
 
 
 def run_trials(
@@ -74,6 +79,7 @@ def run_trials(
     typed: Typed,
     fixed: Sequence[str],
     log: DictConfig,
+    places: Sequence[Place] = ALONE,
 ) -> list[JobReturn]:
     """Record jobs that another sweeper has chosen, such as Optuna's trials, and run them like
     `run_jobs`.
@@ -82,17 +88,18 @@ def run_trials(
     section that says where they report to.
     """
     interrupt_again()
+    own = [[word for word in each if not is_share(word)] for each in job_overrides]
     with locked(folder):
         asked = f"{command_name('train')} {shlex.join(sys.argv[1:])}"
         began = time.strftime("%Y-%m-%dT%H:%M:%S")
         sweep = Sweep.load(folder) or Sweep(folder, asked, began, jobs=())
         taken = len(sweep.jobs)
-        jobs = [_job(folder, taken + n, each, fixed=fixed) for n, each in enumerate(job_overrides)]
+        jobs = [_job(folder, taken + n, each, fixed=fixed) for n, each in enumerate(own)]
         dataclasses.replace(sweep, jobs=(*sweep.jobs, *jobs)).save()
         left = left_to_sweep(log, sweep.name)
         also = ["log.console=false", *(f"log.{key}={quoted(value)}" for key, value in left.items())]
         arguments = [[*job.overrides, *also] for job in jobs]
-        return run_jobs(script, folder, arguments, typed=typed)
+        return run_jobs(script, folder, arguments, typed=typed, places=places)
 
 
 def _job(folder: Path, number: int, overrides: Sequence[str], fixed: Sequence[str]) -> Job:
@@ -101,24 +108,102 @@ def _job(folder: Path, number: int, overrides: Sequence[str], fixed: Sequence[st
     return Job(number, name, (*overrides, f"run_dir={quoted(folder / name)}"), swept=swept)
 
 
-def _run(command: Sequence[str], folder: Path, overrides: list[str]) -> JobReturn:
-    job, title = _note(folder, overrides, state=JobState.running)
-    run_dir = folder / job.folder
-    began = time.monotonic()
-    line = ProgressLine(title, run_dir)
-    code, told_to_end = run_process([*command, *overrides], run_dir, line)
-    state, reason = outcome(code, told_to_end, run_dir)
-    seconds = round(time.monotonic() - began, 1)
-    job, _ = _note(folder, overrides, state=state, reason=reason, exit_code=code, seconds=seconds)
-    line.end(closing(job, run_dir))
-    if told_to_end:
-        raise KeyboardInterrupt
-    if state is JobState.failed:
-        error = ConfigError("job", title, reason or f"ended with {code}")
-        return JobReturn(overrides, status=JobStatus.FAILED, _return_value=error)
-    return JobReturn(
-        overrides, status=JobStatus.COMPLETED, _return_value=run_facts(run_dir).best_loss
-    )
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A job that runs."""
+
+    index: int  # among the jobs of this launch
+    overrides: list[str]
+    title: str
+    run_dir: Path
+    place: Place
+    process: subprocess.Popen[bytes]
+    began: float  # time.monotonic()
+
+
+class SideBySide:
+    """Jobs of a sweep, of which one runs at each place at a time.
+
+    One thread starts, watches and records them all, so sweep.json has a single writer.
+    """
+
+    def __init__(self, command: Sequence[str], folder: Path, places: Sequence[Place]) -> None:
+        """`command` starts a job, whose overrides follow; `places` has the variables of each."""
+        self.command = command
+        self.folder = folder
+        self.free = deque(places)
+        self.running: list[Running] = []
+        self.returns: dict[int, JobReturn] = {}
+        self.lines = JobLines()
+
+    def run(self, job_overrides: Sequence[list[str]]) -> list[JobReturn]:
+        """Run the jobs to their ends and return their results, in the order given.
+
+        The first interrupt tells all that run to end and waits for them, a second one kills them;
+        raises KeyboardInterrupt then.
+        """
+        waiting = deque(enumerate(job_overrides))
+        try:
+            while waiting or self.running:
+                while waiting and self.free:
+                    self._start(*waiting.popleft())
+                self._watch()
+        except BaseException:
+            self._end_all()
+            raise
+        return [self.returns[index] for index in range(len(job_overrides))]
+
+    def _start(self, index: int, overrides: list[str]) -> None:
+        job, title = _note(self.folder, overrides, state=JobState.running)
+        run_dir = self.folder / job.folder
+        place = self.free.popleft()
+        process = start_process([*self.command, *overrides], run_dir, place)
+        began = time.monotonic()
+        self.running.append(Running(index, overrides, title, run_dir, place, process, began))
+        self.lines.begin(title)
+
+    def _watch(self) -> None:
+        """Wait until a job has ended, or it is time to redraw; record those that have ended."""
+        if self.lines.live:
+            self.lines.redraw([f"{each.title}  {progress(each.run_dir)}" for each in self.running])
+        processes = [each.process for each in self.running]
+        wait_for_any(processes, POLL_S if self.lines.live else None)
+        for each in tuple(self.running):
+            if (code := each.process.poll()) is not None:
+                self._record(each, code, told_to_end=False)
+
+    def _record(self, ended: Running, code: int, told_to_end: bool) -> None:
+        state, reason = outcome(code, told_to_end, ended.run_dir)
+        seconds = round(time.monotonic() - ended.began, 1)
+        changes = {"state": state, "reason": reason, "exit_code": code, "seconds": seconds}
+        job, _ = _note(self.folder, ended.overrides, **changes)
+        self.running.remove(ended)
+        self.free.append(ended.place)
+        self.lines.keep(f"{ended.title}  {closing(job, ended.run_dir)}")
+        error = ConfigError("job", ended.title, reason or f"ended with {code}")
+        failed = state is JobState.failed
+        self.returns[ended.index] = JobReturn(
+            ended.overrides,
+            status=JobStatus.FAILED if failed else JobStatus.COMPLETED,
+            _return_value=error if failed else run_facts(ended.run_dir).best_loss,
+        )
+
+    def _end_all(self) -> None:
+        """Tell the running jobs to end, and wait for them; on Ctrl-C kill them."""
+        for each in self.running:
+            each.process.terminate()
+        told = "ending the job; Ctrl-C again kills it"
+        if self.running:
+            self.lines.show([f"{each.title}  {told}" for each in self.running])
+        try:
+            for each in self.running:
+                each.process.wait()
+        except KeyboardInterrupt:
+            for each in self.running:
+                with suppress(ProcessLookupError):
+                    os.killpg(each.process.pid, signal.SIGKILL)
+        for each in tuple(self.running):
+            self._record(each, each.process.wait(), told_to_end=True)
 
 
 def _note(folder: Path, overrides: Sequence[str], **changes: Any) -> tuple[Job, str]:
@@ -131,34 +216,39 @@ def _note(folder: Path, overrides: Sequence[str], **changes: Any) -> tuple[Job, 
     return job, sweep.title(job)
 
 
-def run_process(command: Sequence[str], run_dir: Path, line: ProgressLine) -> tuple[int, bool]:
-    """Run a job to its end; return its exit code, and whether this process was interrupted.
+def start_process(command: Sequence[str], run_dir: Path, place: Place) -> subprocess.Popen[bytes]:
+    """Start a job with the variables of its place; its output goes to job.log.
 
-    The first interrupt tells the job to end and waits for it, a second one kills it. The job has a
-    session of its own, so that Ctrl-C reaches only this process; it inherits the sweep's lock.
+    The job has a session of its own, so that Ctrl-C reaches only this process; it inherits the
+    sweep's lock.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / JOB_LOG).open("wb") as log:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             bound(command),
-            env={**environment(), STARTED_AS: started_as(sys.argv[0])},
+            env={**environment(), STARTED_AS: started_as(sys.argv[0]), **place},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
             close_fds=False,
         )
+
+
+def wait_for_any(processes: Sequence[subprocess.Popen[bytes]], seconds: float | None) -> None:
+    """Sleep until one of these processes has ended, for `seconds` at most."""
+    if len(processes) == 1:
+        with suppress(subprocess.TimeoutExpired):
+            processes[0].wait(seconds)
+        return
     try:
-        return line.follow(process), False
-    except KeyboardInterrupt:
-        process.terminate()
-        line.draw("ending the job; Ctrl-C again kills it")
-    try:
-        return process.wait(), True
-    except KeyboardInterrupt:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        return process.wait(), True
+        with ExitStack() as stack:
+            handles = [os.pidfd_open(process.pid) for process in processes]
+            for handle in handles:
+                stack.callback(os.close, handle)
+            select.select(handles, [], [], seconds)
+    except (AttributeError, OSError):  # a system without such handles
+        time.sleep(POLL_S)
 
 
 def outcome(code: int, told_to_end: bool, run_dir: Path) -> tuple[JobState, str | None]:
@@ -173,7 +263,7 @@ def outcome(code: int, told_to_end: bool, run_dir: Path) -> tuple[JobState, str 
 
 def last_told(log: Path) -> str | None:
     """Return the last line of a log that names an error; None without one."""
-    told = TOLD.findall(_tail(log))
+    told = TOLD.findall(end_of(log))
     return re.sub(f"^{OWN}", "", told[-1])[:REASON].rstrip() if told else None
 
 
@@ -184,70 +274,3 @@ def closing(job: Job, run_dir: Path) -> str:
         loss = run_facts(run_dir).final_loss
         return f"done in {took}" + ("" if loss is None else f", loss {loss:.4f}")
     return f"{job.state.value} after {took}" + (f": {job.reason}" if job.reason else "")
-
-
-class ProgressLine:
-    """Progress line of a job: redrawn on a terminal while the job runs; elsewhere printed when the
-    job begins and ends.
-    """
-
-    def __init__(self, title: str, run_dir: Path, stream: TextIO | None = None) -> None:
-        self.title = title
-        self.run_dir = run_dir
-        self.stream = stream or sys.stdout
-        self.live = self.stream.isatty()
-
-    def follow(self, process: subprocess.Popen[bytes]) -> int:
-        """Wait for the job and show its progress; return its exit code."""
-        if not self.live:
-            self.draw("started")
-            return process.wait()
-        while True:
-            self.draw(progress(self.run_dir))
-            with suppress(subprocess.TimeoutExpired):
-                return process.wait(POLL_S)
-
-    def draw(self, text: str) -> None:
-        """Show the line with this text."""
-        line = f"{self.title}  {text}"
-        if self.live:
-            width = shutil.get_terminal_size().columns - 1
-            line = f"\r{line[:width]:<{width}}"
-        print(line, end="" if self.live else "\n", file=self.stream, flush=True)
-
-    def end(self, text: str) -> None:
-        """Print the line a last time, untruncated, and leave it."""
-        start = CLEAR if self.live else ""
-        print(f"{start}{self.title}  {text}", file=self.stream, flush=True)
-
-
-def progress(run_dir: Path) -> str:
-    """Return a running job's progress, read from the end of its metrics.jsonl."""
-    rows = list(_last_steps(run_dir))
-    steps = settings(run_dir).get("train.steps")
-    if not rows or not steps:
-        return "starting"
-    last = rows[-1]
-    usual_ms = median(row["step_ms"] for row in rows)
-    left = usual_ms / 1e3 * (steps - last["step"])
-    rate = last["tokens_per_s"] * last["step_ms"] / usual_ms
-    return (
-        f"step {last['step']}/{steps}  loss {last['loss']:.3f}  {amount(rate)} tokens/s  "
-        f"{clock(left)} left"
-    )
-
-
-def _last_steps(run_dir: Path) -> Iterator[dict[str, Any]]:
-    for line in _tail(run_dir / METRICS).splitlines():
-        with suppress(BadLineError):  # the first line read is cut, and the last may be
-            row = row_of(line)
-            if "loss" in row and "step_ms" in row:
-                yield row
-
-
-def _tail(path: Path) -> str:
-    if not path.exists():
-        return ""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL))
-        return file.read().decode(errors="replace")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import shlex
 import shutil
 import signal
@@ -27,24 +28,29 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from app.cli.options.arguments import Typed
+from app.choices import Device
+from app.cli.options.arguments import Typed, is_share, refuse_share
 from app.cli.processes.ctrl_c import interrupt_again
+from app.cli.processes.environment import environment
 from app.cli.report import report
 from app.cli.run_report.facts import flat, run_facts, settings
 from app.cli.run_report.sweep_record import Job, JobState, Sweep, left_to_sweep, locked
 from app.cli.start.launch import TORCHRUN
 from app.cli.sweeps.combinations import Combination, combinations, folder_names, host_gpus
+from app.cli.sweeps.jobs import run_jobs
+from app.cli.sweeps.places import Place, places
 from app.cli.sweeps.submitted import how_it_ended, submit
-from app.config import Run
+from app.config import Run, SweepConfig
 from app.engine.files.run_folder import CONFIG, holds_run, plain
 from app.engine.report.lasting import lasting_output
 from app.errors import ConfigError, warn
 from app.plan.formatting import count_of
-from app.programs import command_name
+from app.programs import command_name, page
 from app.shell import quoted
 
+EXAMPLE = "optim.lr=1e-3,3e-3"
 NAME = "{name}"  # in hydra.sweep.dir: replaced by model and digest of the overrides
 
 
@@ -79,19 +85,23 @@ class SweepRequest:
         return f"{command_name('train')} {words}"
 
     @property
+    def own_arguments(self) -> list[str]:
+        """Return the overrides of jobs: all but those of `sweep`."""
+        return [word for word in self.arguments if not is_share(word)]
+
+    @property
     def flags(self) -> list[str]:
         """Return the typed flags that name folders of options, such as --config-dir FOLDER."""
         return dataclasses.replace(Typed.of_config(self.config.hydra), overrides=()).words
 
-    def combinations(self) -> list[Combination]:
-        """Return every combination of the sweep. Raises ConfigError, or Hydra's error for a mistake
-        in the overrides.
+    def combinations(self, gpus: Sequence[int] | None) -> list[Combination]:
+        """Return every combination of the sweep; `gpus` as in `combinations`. Raises ConfigError,
+        or Hydra's error for a mistake in the overrides.
         """
         loader = self.hydra_context.config_loader
         overrides = OverridesParser.create(config_loader=loader).parse_overrides(
             list(self.arguments)
         )
-        gpus = host_gpus() if self.here else None
         return combinations(
             overrides, lambda chosen: loader.load_sweep_config(self.config, chosen), gpus
         )
@@ -110,10 +120,16 @@ def run_sweep(asked: SweepRequest) -> None:
     interrupted.
     """
     _check_launcher(asked.launcher_name)
-    found = asked.combinations()
+    gpus = host_gpus() if asked.here else None
+    share = _share_of(asked.config)
+    found = asked.combinations(gpus)
+    runs = [combination.run for combination in found if combination.run is not None]
+    _check_shares(share, runs, asked.launcher_name)
+    on_cpu = all(run.train.device is Device.cpu for run in runs)
+    at = places(share, len(gpus or ()), on_cpu and bool(runs), environment())
     folder = Path(
         asked.config.hydra.sweep.dir.replace(
-            NAME, sweep_name(found, (*asked.flags, *asked.arguments))
+            NAME, sweep_name(found, (*asked.flags, *asked.own_arguments))
         )
     )
     sweep = planned(folder, asked.command, found)
@@ -125,7 +141,7 @@ def run_sweep(asked: SweepRequest) -> None:
     # a closed terminal must not end jobs that are still saving
     with lasting_output(), locked(folder):
         sweep.save()
-        interrupted = _launch(asked, sweep, found)
+        interrupted = _launch(asked, sweep, found, at=at)
         report(folder)
     if interrupted:
         print("stopped; the same command resumes", file=sys.stderr)
@@ -134,7 +150,36 @@ def run_sweep(asked: SweepRequest) -> None:
         sys.exit(1)
 
 
-def _launch(asked: SweepRequest, sweep: Sweep, found: Sequence[Combination]) -> bool:
+def places_here(config: DictConfig) -> Sequence[Place]:
+    """Return the places of jobs that another sweeper chooses, which nobody knows ahead. Raises
+    ConfigError.
+    """
+    share = _share_of(config)
+    gpus = 0 if share == SweepConfig() else len(host_gpus())
+    return places(share, gpus, config.train.device is Device.cpu, environment())
+
+
+def _share_of(config: DictConfig) -> SweepConfig:
+    """Return the section `sweep`. Raises ConfigError."""
+    share = OmegaConf.to_object(config.sweep)
+    assert isinstance(share, SweepConfig), "the schema says so"
+    return share
+
+
+def _check_shares(share: SweepConfig, runs: Sequence[Run], launcher: str) -> None:
+    """Raise ConfigError if jobs differ in their section `sweep`, or another launcher runs them."""
+    for field in dataclasses.fields(SweepConfig):
+        key, value = f"sweep.{field.name}", getattr(share, field.name)
+        for other in {getattr(run.sweep, field.name) for run in runs} - {value}:
+            rule = "is for all jobs, and other options that are swept have it too"
+            raise ConfigError(key, other, rule, advice=f"type one {key} for all")
+        if value is not None:
+            refuse_share(key, value, launcher)
+
+
+def _launch(
+    asked: SweepRequest, sweep: Sweep, found: Sequence[Combination], *, at: Sequence[Place]
+) -> bool:
     """Run the waiting jobs; return whether they were interrupted. Raises ConfigError if
     another launcher could submit none."""
     runs = {frozenset(combination.overrides): combination.run for combination in found}
@@ -149,7 +194,9 @@ def _launch(asked: SweepRequest, sweep: Sweep, found: Sequence[Combination]) -> 
     try:
         with _told_to_end_is_ctrl_c():
             if arguments and asked.here:
-                start()
+                script = inspect.getfile(asked.task_function)
+                typed = Typed.of_config(asked.config.hydra)
+                run_jobs(script, sweep.folder, arguments, typed=typed, places=at)
             elif arguments:
                 _submit(asked.launcher_name, start, sweep)
     except KeyboardInterrupt:
@@ -262,6 +309,8 @@ def _print_opening(sweep: Sweep) -> None:
     done = sum(job.state is JobState.done for job in sweep.jobs)
     told = [f"{len(skipped)} skipped"] * bool(skipped) + [f"{done} done before"] * bool(done)
     print(f"sweep {sweep.folder}: {', '.join([count_of(len(sweep.jobs), 'job'), *told])}")
+    if len(sweep.jobs) == 1:
+        print(f"one job only, as no key has several values, like {EXAMPLE} ({page('sweeps.md')})")
     for job in skipped:
         print(f"{sweep.title(job)}  skipped: {job.reason}")
     sys.stdout.flush()

@@ -1,7 +1,7 @@
 """Measure the metrics of a step's report that the step itself does not compute.
 
-One small tensor is copied to the host per step; memory and expert load are read at the log
-interval only.
+One small tensor is copied to the host per step; memory, expert load and energy are read at the
+log interval only.
 
 Shapes: L MoE layers of this rank, E experts of each, R ranks that share them.
 """
@@ -20,6 +20,7 @@ from torch import Tensor
 from app.collectives import all_reduce
 from app.engine.capture.facts import GraphFacts
 from app.engine.report.clones import clones_would_pay
+from app.engine.report.energy import energy_meter
 from app.engine.report.fp8 import Fp8Meter
 from app.engine.step.engine import Engine
 from app.engine.step.records import StepReport, StepTotals
@@ -41,6 +42,8 @@ class Meter:
         self.flops_per_step = self.tokens_per_step * run_flops_per_token(run)
         self.peak = run.hardware.peak_tflops or _known_peak(engine.device)
         self.fp8 = Fp8Meter(engine)
+        self.energy = energy_meter(engine)
+        self.metered_steps = 0  # steps since energy was last read
         self.counts: dict[tuple[int, int], Tensor] = {}
         self.dropped: Tensor | int = 0
         # tokens per expert over all ranks, by MoE layer of this stage, at the last log interval
@@ -61,10 +64,11 @@ class Meter:
         report.tokens_per_s_per_gpu = report.tokens_per_s / world
         report.tflops_per_gpu = self.flops_per_step / seconds / world / 1e12
         report.mfu = report.tflops_per_gpu / self.peak if self.peak else None
+        self.metered_steps += 1
         at_interval = self._at_interval(report.step)
         measured = self._memory() if at_interval or report.step == self.first_step else {}
         if at_interval:
-            measured |= self._expert_load() | self.fp8.metrics()
+            measured |= self._expert_load() | self.fp8.metrics() | self._energy()
         for key, value in measured.items():
             setattr(report, key, value)
 
@@ -100,6 +104,10 @@ class Meter:
         largest = dict(zip(found, values.tolist(), strict=True))
         counts = {name: int(value) for name, value in largest.items() if name == "graph_count"}
         return largest | counts
+
+    def _energy(self) -> dict[str, float]:
+        tokens, self.metered_steps = self.metered_steps * self.tokens_per_step, 0
+        return {} if self.energy is None else self.energy.metrics(tokens)
 
     def _expert_load(self) -> dict[str, float]:
         """Measure expert load over all pipeline ranks; those without MoE layers must join too."""

@@ -36,7 +36,7 @@ PANELS = {
               "skipped", "loss_scale", "tokens", "epochs", "rollback_from", "rollbacks"),
     "val": ("val_loss", "val_tokens"),
     "perf": ("time", "step_ms", "data_wait_ms", "checkpoint_blocked_ms", "tokens_per_s",
-             "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu"),
+             "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "joules_per_token"),
     "memory": ("memory_allocated_gib", "memory_reserved_gib", "memory_peak_gib"),
     "moe": ("moe_load_mean", "moe_load_worst", "moe_dropped", "reruns", "moe_rank_load_before",
             "moe_rank_load_after", "moe_clones"),

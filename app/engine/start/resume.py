@@ -77,7 +77,7 @@ FREE = frozenset((
 ))  # fmt: skip
 # Layout, speed, precision of the same computation; optimizer; and files written.
 FREE_SECTIONS = ("parallel.", "hardware.", "schedule.", "recompute.", "cuda_graph.", "optim.",
-                 "precision.fp8.", "checkpoint.", "log.")  # fmt: skip
+                 "precision.fp8.", "checkpoint.", "log.", "sweep.")  # fmt: skip
 # Paths of data. Fixed if the checkpoint has no record of the contents; otherwise contents count.
 PLACES = ("data.path", "data.name", "data.tokenizer")
 # Not reported as changes: start-up paths, and the world size, which follows from `parallel`.

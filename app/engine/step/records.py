@@ -117,6 +117,8 @@ class StepReport:
     tokens_per_s_per_gpu: float = 0.0  # per rank
     tflops_per_gpu: float = 0.0  # model TFLOP/s per rank (docs/planning.md)
     mfu: float | None = None  # tflops_per_gpu over the GPU's peak
+    # joules of all GPUs per token since the last log interval; None unless every GPU counts them
+    joules_per_token: float | None = None
     # largest over ranks; GPU tensors, or resident memory of the process on CPU
     memory_allocated_gib: float | None = None
     memory_reserved_gib: float | None = None  # largest over ranks; held by the GPU allocator
