@@ -9,17 +9,17 @@ import torch
 
 from app.engine.report.metrics import rank_load
 from app.engine.report.pace import (
-    SETTLING,
     SLOWER,
     WINDOW,
     Pace,
     likely_cause,
     pace_line,
-    profile_fits,
     seconds_of_load,
 )
 from app.engine.step.records import StepReport
 from app.plan.cost.times import expected_load
+from app.planner.explain import profile_fits
+from app.planner.measured import SETTLING
 from app.planner.plan import Plan
 from tests.config import load
 

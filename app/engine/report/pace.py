@@ -9,32 +9,21 @@ from statistics import median
 import torch
 
 from app.choices import GraphImpl
-from app.config import HardwareProfile
 from app.engine.step.engine import Engine
 from app.engine.step.records import StepReport
-from app.plan.cost.flops import peak_tflops
 from app.plan.cost.part_times import EXCHANGE, LAUNCHES
 from app.plan.cost.rates import measured
 from app.plan.cost.times import expected_load, stage_times
 from app.plan.formatting import figures
+from app.planner.explain import profile_fits
+from app.planner.measured import settling
 from app.planner.plan import Plan
 from app.programs import command_name
 
 SLOWER = 1.15  # times the planned step; slower ones are reported
 WINDOW = 10  # steps over which the median is taken
-SETTLING = 5  # steps ignored while caches and clocks warm up, after those before capture
 MUCH = 0.5  # share of the excess time that a part must explain to be named
 MUCH_COMMUNICATION = 0.1  # share of a planned step from which links are suspected
-
-
-def profile_fits(profile: HardwareProfile, device_name: str) -> bool:
-    """Return whether a profile was measured on GPUs of this name.
-
-    All words of the profile's name must occur, and the peaks by data sheet must agree, which
-    excludes variants of lower power.
-    """
-    named = set(profile.gpu.upper().split()) <= set(device_name.upper().split())
-    return named and peak_tflops(profile.gpu) == peak_tflops(device_name)
 
 
 def pace_line(plan: Plan, device: torch.device) -> str | None:
@@ -78,9 +67,7 @@ class Pace:
         profile = plan.profile
         fits = profile is not None and not profile.scaled and profile_fits(profile, device_name)
         self.planned = plan.step_seconds if fits else None
-        graph = plan.run.cuda_graph
-        captures = graph.impl is not GraphImpl.none
-        self.settling = SETTLING + (graph.warmup_steps if captures else 0)
+        self.settling = settling(plan.run)
         self.window: deque[StepReport] = deque(maxlen=WINDOW)
 
     def sentence(self, report: StepReport, load: Callable[[], float | None]) -> str | None:

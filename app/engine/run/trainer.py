@@ -18,6 +18,7 @@ from app.engine.checkpoint.saver import Saver
 from app.engine.decoding.generate import begun, sample_text
 from app.engine.export.export import export_together
 from app.engine.export.texts import keep_texts
+from app.engine.fast_paths import facts_of
 from app.engine.files.attempt import Attempt
 from app.engine.files.checkpoints import (
     CHECKPOINTS,
@@ -225,7 +226,8 @@ class Trainer:
         self.lock.take(folder)
         attempt.note(folder)  # before the first file, so that a restart recognises the folder
         forget_end(folder)
-        describe_run(self.engine.plan, folder, self._program())
+        facts = facts_of(self.run, self.engine.device, self.engine.static)
+        describe_run(self.engine.plan, folder, self._program(), facts)
         begin_metrics(folder, self.progress.step)
         keep_texts(self.run, folder, self.start.checkpoint)
         keep_tokenizer(self.run, folder, end_of(self.data.tokenizer))
@@ -358,7 +360,8 @@ class Trainer:
         self.progress = Progress(report.step, updates, report.tokens)
         # a stop request during the last step changes nothing: the run ends anyway
         self.stops = self.training_step.stops and report.step < run.steps
-        report.step_ms, report.data_wait_ms = stopwatch.lap() * 1e3, data_wait * 1e3
+        report.step_ms = stopwatch.lap() * 1e3
+        report.data_wait_ms += data_wait * 1e3  # that for the next step's batches is in it
         blocked = self.saver.blocked()
         report.checkpoint_blocked_ms = None if blocked is None else blocked * 1e3
         self.meter.complete(report)

@@ -26,19 +26,24 @@ def at_clocks(
 
     A rank that waits for the slowest one cools down meanwhile, and has a higher clock.
     """
+    clocks = rank_clocks(stages, pipeline, profile)
+    return [stage.at_clock(clocks[pipeline.rank(place)]) for place, stage in enumerate(stages)]
+
+
+def rank_clocks(
+    stages: Sequence[PartTimes], pipeline: Pipeline, profile: HardwareProfile
+) -> list[float]:
+    """Return the share of the highest clock that each pipeline rank sustains, 0 to 1.
+
+    `stages` are times at full clock, in stage order.
+    """
     bound = power_bound(profile)
-    places = [
-        [place for place in range(len(stages)) if pipeline.rank(place) == rank]
+    loads = [
+        _Load.of([stage for place, stage in enumerate(stages) if pipeline.rank(place) == rank])
         for rank in range(pipeline.pp)
     ]
-    loads = [_Load.of([stages[place] for place in of_rank]) for of_rank in places]
     slowest = max(load.seconds(load.clock(bound)) for load in loads)
-    found = list(stages)
-    for of_rank, load in zip(places, loads, strict=True):
-        clock = load.clock(bound, period=slowest)
-        for place in of_rank:
-            found[place] = stages[place].at_clock(clock)
-    return found
+    return [load.clock(bound, period=slowest) for load in loads]
 
 
 def power_bound(profile: HardwareProfile) -> float:
