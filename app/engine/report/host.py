@@ -56,7 +56,8 @@ def _delayed(proc: Path, thread: int) -> float | None:
 def _autograd(tasks: Path, thread: int) -> Iterator[float]:
     for task in tasks.iterdir():
         with suppress(OSError):  # the thread ended meanwhile
-            if task.name != str(thread) and (task / "comm").read_text(encoding="utf-8").startswith(AUTOGRAD):
+            name = (task / "comm").read_text(encoding="utf-8")
+            if task.name != str(thread) and name.startswith(AUTOGRAD):
                 yield _run_delay(task) or 0.0
 
 
