@@ -143,6 +143,10 @@ def test_metrics_are_the_documented_ones(whole: tuple[Path, str]):
     assert documented - written == {
         "mfu",
         "memory_reserved_gib",
+        "launch_ms",
+        "device_wait_ms",
+        "gpu_clock",
+        "gpu_others",
         "rollback_from",
         "rollbacks",
         *asked_for,
