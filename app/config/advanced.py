@@ -75,6 +75,7 @@ ADVANCED = (
     "log.mlflow",
     "log.trackio",
     "log.verbose",
+    "train.profile",
     "train.max_bad_steps",
     "train.max_rollbacks",
 )

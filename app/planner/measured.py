@@ -62,13 +62,19 @@ class Measurements:
         if not settled:
             return None
         # a line at the log interval covers the steps since the one before
-        lines = [row for row in settled if row["step"] >= begin + run.log.interval] or settled
+        covers = run.log.interval - 1
+        lines = [
+            row
+            for row in settled
+            if row["step"] - covers > begin
+            and not (trace and trace.first <= row["step"] <= trace.last + covers)
+        ]
 
         def each(key: str) -> float | None:
             return _mean(settled, key)
 
         def covered(key: str) -> float | None:
-            return _mean(lines, key)
+            return _mean(lines or settled, key)
 
         loads = ("moe_rank_load_after", "moe_rank_load")
         return cls(

@@ -49,6 +49,7 @@ from app.engine.run.worse import WorseInARow
 from app.engine.start.kept_tokenizer import end_of, keep_tokenizer
 from app.engine.start.start import Data, Start
 from app.engine.step.engine import Engine
+from app.engine.step.profiled import ProfiledStep
 from app.engine.step.records import RollbackReport, StepReport, ValidationReport
 from app.engine.step.step import TrainingStep, Validation
 from app.errors import ConfigError, Diverged, writing
@@ -100,7 +101,11 @@ class Trainer:
             for held in data.validation
         ]
         self.request = StopRequest()
-        self.training_step = TrainingStep(engine, self.request)
+        self.training_step = (
+            TrainingStep(engine, self.request)
+            if run.train.profile is None
+            else ProfiledStep(engine, self.request, lambda: (self.run_dir, self.progress.step))
+        )
         # by the number of microbatches, which is one for all sets that are large enough
         self.validations = {
             count: Validation(engine, count) for count in {len(feed) for _, feed in self.held_out}
