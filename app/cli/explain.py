@@ -56,7 +56,12 @@ def saved_run(folder: Path) -> Run:
         rule = f"is no run folder: it has no {CONFIG}"
         raise ConfigError("run", folder, rule, advice="give the folder that training printed")
     named = Typed.parse(["--config-path", str(folder.resolve()), "--config-name", CONFIG])
-    words = words_for_plain(named, sweeps=False)
+    # as for a run of its own, but on as many processes
+    words = [
+        word
+        for word in words_for_plain(named, sweeps=False)
+        if not word.startswith("parallel.world_size=")
+    ]
     return load_typed(Typed(tuple(words), config_path=named.config_path, config_name=CONFIG))
 
 

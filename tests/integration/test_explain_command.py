@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from app.cli.explain import saved_run
 from app.cli.plan import main
 from app.engine.files.metric_lines import line_of
 from app.engine.files.run_folder import METRICS, PLAN, describe_run
@@ -24,7 +25,7 @@ from tests.config import load
 RUN = (
     "+experiment=smallmoe",
     "hardware=h200",
-    "parallel.dp=2",
+    "parallel.world_size=2",
     "parallel.ep=2",
     "cuda_graph=full_iteration",
     "model.moe.dispatcher=static",
@@ -83,6 +84,11 @@ def test_json_has_the_same_rows(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert causes[DATA] == 4.0 and causes[LOAD] is None
     assert causes[REST] == pytest.approx(6.0, abs=0.002)
     assert found["notes"] == [] and found["steps"]["last"] == 40
+
+
+def test_the_run_is_planned_on_as_many_processes(tmp_path: Path):
+    plan = run_folder(tmp_path / "run")
+    assert saved_run(tmp_path / "run").dp == plan.run.dp == 2
 
 
 def test_notes_say_what_the_plan_lacks(capsys: pytest.CaptureFixture[str], tmp_path: Path):
