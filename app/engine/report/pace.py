@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 
 import torch
 
 from app.choices import GraphImpl
+from app.engine.files.run_folder import read_metrics
+from app.engine.files.trace_sums import read_trace
 from app.engine.step.engine import Engine
 from app.engine.step.records import StepReport
 from app.plan.cost.part_times import EXCHANGE, LAUNCHES
 from app.plan.cost.rates import measured
 from app.plan.cost.times import expected_load, stage_times
 from app.plan.formatting import figures
-from app.planner.explain import profile_fits
-from app.planner.measured import settling
+from app.planner.explain import OFF, Facts, explain, profile_fits
+from app.planner.measured import Measurements, settling
 from app.planner.plan import Plan
 from app.programs import command_name
 
@@ -121,6 +125,30 @@ def likely_cause(plan: Plan, more: float, data_wait: float, load: float | None) 
     if launched:
         return "the host, which launches kernels"
     return "the GPU: its clocks, or another program on it"
+
+
+def end_line(plan: Plan, run_dir: Path, facts: Facts, first_step: int) -> str | None:
+    """Return a line on a run whose steps were over 10 % off its plan, else None.
+
+    None also without a profile measured on such a GPU. Steps from `first_step` on count: those of
+    this process.
+    """
+    profile = plan.profile
+    if profile is None or profile.scaled or not profile_fits(profile, facts.device):
+        return None
+    rows = [row for row in read_metrics(run_dir) if row["step"] >= first_step]
+    trace = read_trace(run_dir)
+    found = Measurements.of(rows, plan.run, trace)
+    told = None if found is None else explain(plan, found, facts, trace)
+    if told is None or abs(told.off) <= OFF:
+        return None
+    way = "more" if told.off > 0 else "less"
+    cause = told.largest
+    return (
+        f"steps took {figures(told.measured)} ms, {abs(told.off):.0%} {way} than the "
+        f"{figures(told.planned)} ms planned, mostly {cause.name} ({cause.ms:+,.1f} ms): "
+        f"{command_name('plan')} explain {shlex.quote(str(run_dir))}"
+    )
 
 
 def seconds_of_load(plan: Plan, load: float) -> float:

@@ -40,7 +40,7 @@ from app.engine.ranks.agreement import rank_zero_says
 from app.engine.report.beside import tracking
 from app.engine.report.metrics import Meter, Stopwatch
 from app.engine.report.opening import print_opening
-from app.engine.report.pace import pace_of
+from app.engine.report.pace import end_line, pace_of
 from app.engine.report.sinks import Console, JsonLines, Sink
 from app.engine.report.summary import sum_up
 from app.engine.run.bad_steps import BadSteps
@@ -55,6 +55,7 @@ from app.engine.step.step import TrainingStep, Validation
 from app.errors import ConfigError, Diverged, writing
 from app.hf.file_names import EXPORTED
 from app.optim.lr import lr_at
+from app.planner.explain import Facts
 from app.telling import telling
 from app.version import VERSION, Version
 
@@ -133,6 +134,9 @@ class Trainer:
         assert self.version is not None, "only rank 0 has looked, and only it asks"
         return self.version
 
+    def _facts(self) -> Facts:
+        return facts_of(self.run, self.engine.device, self.engine.static)
+
     def _origin(self) -> dict[str, Any]:
         """Return the origin recorded in checkpoints (data, version); empty except on rank 0."""
         return {"data": self.data.record, VERSION: self.version.record()} if self.version else {}
@@ -173,6 +177,9 @@ class Trainer:
                 report=validated,
                 sample=text,
                 advice=advice,
+                off_plan=end_line(
+                    self.engine.plan, self.run_dir, self._facts(), self.meter.first_step
+                ),
             )
             note_end(self.run_dir, self.progress.step)
         return True
@@ -231,8 +238,7 @@ class Trainer:
         self.lock.take(folder)
         attempt.note(folder)  # before the first file, so that a restart recognises the folder
         forget_end(folder)
-        facts = facts_of(self.run, self.engine.device, self.engine.static)
-        describe_run(self.engine.plan, folder, self._program(), facts)
+        describe_run(self.engine.plan, folder, self._program(), self._facts())
         begin_metrics(folder, self.progress.step)
         keep_texts(self.run, folder, self.start.checkpoint)
         keep_tokenizer(self.run, folder, end_of(self.data.tokenizer))
