@@ -15,6 +15,7 @@ from app.config import Run
 from app.data.feed import Batch, TrainFeed
 from app.engine.files.run_folder import PLAN, TAKEN, read_metrics
 from app.engine.report import host
+from app.engine.report.summary import _remarks
 from app.engine.run import trainer
 from app.engine.step.engine import Engine
 from app.planner.explain import DATA, LOAD, OTHERS, REST, Explained, Facts, explain
@@ -41,9 +42,13 @@ class FakeClock:
         self.now += seconds
 
 
-def slow_to_read(rank: int, run: Run) -> None:
-    """Train while every microbatch of rank 1, or of the only one, waits for its data."""
+def slow_to_read(rank: int, run: Run) -> list[tuple[str, int]]:
+    """Train while every microbatch of rank 1, or of the only one, waits for its data.
+
+    Returns device and first step of what is asked for at the end.
+    """
     clock, read = FakeClock(), TrainFeed._microbatch
+    asked: list[tuple[str, int]] = []
 
     def late(feed: TrainFeed, ordinal: int) -> Batch:
         clock.sleep(WAIT_MS / 1e3 * (rank == run.world_size - 1))
@@ -53,7 +58,10 @@ def slow_to_read(rank: int, run: Run) -> None:
         patch.setattr(time, "perf_counter", clock)
         patch.setattr(TrainFeed, "_microbatch", late)
         patch.setattr(host.HostMeter, "lap", lambda self: (0.0, 1.0, 1.0))  # by no fake clock
+        ends: Any = lambda plan, folder, facts, first: asked.append((facts.device, first))  # noqa: E731
+        patch.setattr(trainer, "end_line", ends)
         train_rank(rank, run, {})
+    return asked
 
 
 def told_of(folder: Path, run: Run) -> tuple[Measurements, Explained]:
@@ -79,7 +87,7 @@ def settings(tmp_path: Path, *typed: str, ranks: int = 1) -> Run:
 
 def test_a_slow_loader_is_the_data_wait(tmp_path: Path):
     run = settings(tmp_path)
-    run_distributed(slow_to_read, 1, run)
+    assert run_distributed(slow_to_read, 1, run) == [[("cpu", 1)]]
     found, told = told_of(tmp_path / "run", run)
     per_step = run.num_microbatches * WAIT_MS
     assert ms_of(told, DATA) == pytest.approx(per_step, abs=0.1)
@@ -94,6 +102,14 @@ def test_a_slow_loader_of_another_rank_is_found(tmp_path: Path):
     _, told = told_of(tmp_path / "run", run)
     assert ms_of(told, DATA) == pytest.approx(run.num_microbatches * WAIT_MS, abs=0.1)
     assert all(row.get("data_wait_ms", 0.0) < 1 for row in read_metrics(tmp_path / "run"))
+
+
+def test_the_line_on_the_pace_stands_before_advice():
+    assert [*_remarks("steps took 2 ms", ["try it"])] == [
+        "Pace: steps took 2 ms",
+        "Next time: try it",
+    ]
+    assert [*_remarks(None, [])] == []
 
 
 def on_one_rank(rank: int, run: Run) -> None:
