@@ -112,7 +112,7 @@ def test_a_profile_has_kernels_and_memory(
     assert {path.name for path in (run / PROFILE).iterdir()} == {TRACE, MEMORY, SUMS}
     sums = read_trace(run)
     assert sums is not None and (sums.first, sums.last) == (8, 10)
-    assert sums.compute_ms is not None and 0 < sums.compute_ms
+    assert sums.compute_ms is not None and sums.compute_ms > 0
     assert sums.exchange_ms == 0 and sums.parts["GEMMs"] > 0 and sums.kernels > 10
     settled = [row for row in rows_of(run) if row["step"] > 10]
     assert sums.compute_ms < max(row["step_ms"] for row in settled)
