@@ -27,7 +27,7 @@ FROM_HOST = ("memcpy htod", "memcpy dtoh")  # batches and reports, beside the st
 Span = tuple[float, float]  # begin and end, µs
 
 
-class Event(Protocol):
+class KernelEvent(Protocol):
     """What is read of torch.autograd.profiler_util.FunctionEvent."""
 
     name: str
@@ -54,7 +54,7 @@ class KernelSums:
     kernels: int = 0
 
     @classmethod
-    def of(cls, events: Iterable[Event]) -> KernelSums:
+    def of(cls, events: Iterable[KernelEvent]) -> KernelSums:
         """Sum up events: kernels where a GPU ran any, else operations on the CPU."""
         known = list(events)
         kernels = [
