@@ -294,18 +294,25 @@ class _Causes:
 
     def _others(self) -> Cause:
         found = self.found
+        told = []
         if self.facts.on_gpu and found.gpu_others:
-            told = f"{figures(found.gpu_others)} more on the GPU, at whose cost is not known"
-            return Cause(OTHERS, None, UNKNOWN, told)
+            told.append(f"{found.gpu_others:.3g} more on the GPU, at a cost not known")
         if found.host_delay_ms is None or found.host_others is None:
-            return Cause(OTHERS, None, UNKNOWN, "host_delay_ms was not recorded")
-        told = (
+            told.append("host_delay_ms was not recorded")
+            return Cause(OTHERS, None, UNKNOWN, "; ".join(told))
+        told.append(
             f"the training thread waited {figures(found.host_delay_ms)} ms for a core, while "
             f"others had {found.host_others:.1f} and the run {found.host_cores or 0.0:.1f}"
         )
         if not self._host_bound:
-            told += "; the GPU had work meanwhile"
-        return Cause(OTHERS, self._delay, ESTIMATED, told)
+            told.append("the GPU had work meanwhile")
+        known = self._delay > 0 or not (self.facts.on_gpu and found.gpu_others)
+        return Cause(
+            OTHERS,
+            self._delay if known else None,
+            ESTIMATED if known else UNKNOWN,
+            "; ".join(told),
+        )
 
     @cached_property
     def _delay(self) -> float:

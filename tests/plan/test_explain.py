@@ -130,8 +130,16 @@ def test_others_cost_their_share_of_the_wait_for_cores(facts: Facts):
     assert ms_of(told, OTHERS) == 30.0
     idle = measured(plan, 30.0, **known | {"device_wait_ms": 500.0})
     assert ms_of(explain(plan, idle, facts), OTHERS) == (0.0 if facts is ON_GPU else 30.0)
-    crowded = explain(plan, measured(plan, gpu_others=1.0), ON_GPU)
-    assert ms_of(crowded, OTHERS) is None
+
+
+def test_others_on_the_gpu_are_named_at_an_unknown_cost():
+    plan = Plan(load(*EAGER))
+    for known in ({}, {"host_delay_ms": 4.0, "host_others": 1.0, "device_wait_ms": 500.0}):
+        told = explain(plan, measured(plan, 9.0, gpu_others=1.0, **known), ON_GPU)
+        (cause,) = (cause for cause in told.causes if cause.name == OTHERS)
+        assert cause.ms is None and cause.told.startswith("1 more on the GPU")
+    slow = {"host_delay_ms": 4.0, "host_others": 1.0, "device_wait_ms": 0.0}
+    assert ms_of(explain(plan, measured(plan, gpu_others=1.0, **slow), ON_GPU), OTHERS) == 4.0
 
 
 def test_a_trace_tells_links_kernels_and_launches_apart():

@@ -59,9 +59,10 @@ class Nvml:
 
     def processes(self) -> int | None:
         """Return how many processes compute on the GPU, this one included."""
+        ask = getattr(self.library, "nvmlDeviceGetComputeRunningProcesses_v3", None)
+        if ask is None:  # a driver before 510
+            return None
         count = ctypes.c_uint(MOST_PROCESSES)
         found = (_Process * MOST_PROCESSES)()
-        failed = self.library.nvmlDeviceGetComputeRunningProcesses_v3(
-            self.device, ctypes.byref(count), found
-        )
+        failed = ask(self.device, ctypes.byref(count), found)
         return None if failed else count.value
