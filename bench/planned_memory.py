@@ -95,7 +95,7 @@ def main() -> None:
     figures = {plan: summary(listed) for plan, listed in plans.items()}
     print(json.dumps(figures, indent=1))
     content: dict[str, Any] = {"plans": figures, "rows": [asdict(row) for row in found]}
-    (RESULTS / "planned_memory.json").write_text(json.dumps(content, indent=1) + "\n")
+    (RESULTS / "planned_memory.json").write_text(json.dumps(content) + "\n")
     _draw(plans)
 
 

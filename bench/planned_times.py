@@ -311,7 +311,7 @@ def save(found: Sequence[tuple[Row, float]], halves: dict[str, dict[str, float]]
         for row, seconds in found
     ]
     content = {"halves": halves, "rows": written}
-    (RESULTS / "planned_times.json").write_text(json.dumps(content, indent=1) + "\n")
+    (RESULTS / "planned_times.json").write_text(json.dumps(content) + "\n")
     _draw(found)
 
 

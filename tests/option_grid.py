@@ -215,6 +215,7 @@ LEFT_OUT = {
     "train.on_bad_step": HOST,
     "train.max_bad_steps": HOST,
     "train.max_rollbacks": HOST,
+    "train.profile": "records three steps; tests/processes/test_profiled_steps.py",
     "train.seed": SIZE,
 }
 

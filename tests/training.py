@@ -52,6 +52,10 @@ LONG = ("parallel.ep=2", "train.steps=150", "checkpoint.interval=10", "train.eva
 TIMED = {
     "time",
     "data_wait_ms",
+    "data_wait_max_ms",
+    "host_delay_ms",
+    "host_cores",
+    "host_others",
     "step_ms",
     "tokens_per_s",
     "tokens_per_s_per_gpu",

@@ -28,6 +28,8 @@ from app.advice.layouts import compare_layouts
 from app.advice.published import published_gap
 from app.advice.suggest import suggest
 from app.advice.trials import Trials
+from app.cli.explain import EXPLAIN
+from app.cli.explain import main as explain_run
 from app.cli.options.advice import Asked
 from app.cli.options.arguments import PLACES, Typed, flags_to_overrides, without_places
 from app.cli.options.compose import load_typed
@@ -61,6 +63,7 @@ OWN = ("what=", "out=", f"{COMPARE}=", *NUMBERS)
 HELP = """\
 == Graphfold: plan a run before any GPU is used ==
 Usage:  python -m app.cli.plan [what=…] [--json] [out=FOLDER] [gpu_memory_gib=N] [override …]
+        python -m app.cli.plan explain RUN [--json]
 
   what=groups          process groups: ranks, bytes and time per step inside and across nodes
   what=stages          layers, parameters and time of every pipeline stage
@@ -81,6 +84,7 @@ Usage:  python -m app.cli.plan [what=…] [--json] [out=FOLDER] [gpu_memory_gib=
                        the run that the overrides describe, part by part
   gpu_memory_gib=N     short for hardware.gpu_memory_gib=N; hardware=h200 sets the speeds as well
   override             any override of train.py
+  explain RUN          why steps of a run took longer or shorter than planned: ms by cause
   --config-dir FOLDER  options of your own beside conf/; --config-path and --config-name as in Hydra
 
 Examples:
@@ -201,6 +205,8 @@ def main(arguments: Sequence[str]) -> int:
     if {"--help", "-h"} & set(arguments):
         print(with_names(HELP))
         return 0
+    if list(arguments[:1]) == [EXPLAIN]:
+        return explain_run(arguments[1:])
     with readable_errors("plan", speak=True, asked=lambda: _asked(arguments)):
         asked = parse(arguments)
         view = PlanView.of(asked.typed)

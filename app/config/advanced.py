@@ -76,6 +76,7 @@ ADVANCED = (
     "log.trackio",
     "log.verbose",
     "sweep",
+    "train.profile",
     "train.max_bad_steps",
     "train.max_rollbacks",
 )

@@ -29,6 +29,7 @@ from app.hashed import hashed_once
 
 LENGTHS = ("steps", "tokens", "epochs")  # keys of TrainConfig of which one is given
 USUAL_STEPS = 700
+PROFILED = 3  # steps of a profile
 EXAMPLE = "give for example data.path='folder/*'"
 # Most documents of a sequence by default: so many, or as many as there are with so many tokens.
 USUAL_DOCUMENTS, SHORT_DOCUMENT = 16, 64
@@ -418,6 +419,9 @@ class TrainConfig:
     # parameters that are not trained: patterns of their names in checkpoints, such as embedding,
     # layers.0-3 or layers.*.attn.*; ! before one trains what it matches; the last match decides
     frozen: tuple[str, ...] = ()
+    # first of three steps of a process that are profiled, into profile/ of the run folder; null:
+    # none are
+    profile: int | None = None
     seed: int = 1  # of initial weights and data order
     device: Device = Device.auto  # where the run computes
     # make equal runs repeat bit for bit; slower attention kernels on a GPU
@@ -432,6 +436,7 @@ class TrainConfig:
             "train", self, 1, "steps", "seq_len", "micro_batch", "global_batch", "eval_sequences"
         )
         at_least("train", self, 1, "max_bad_steps", "max_rollbacks", "stop_after_worse")
+        at_least("train", self, 1, "profile")
         at_least("train", self, 0, "eval_interval", "sample_tokens", "seed")
         if self.stop_after_worse is not None and not self.eval_interval:
             rule = "counts validations, and train.eval_interval=0 has none between first and last"

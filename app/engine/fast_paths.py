@@ -19,10 +19,17 @@ from app.config import Run
 from app.errors import ConfigError, Instead
 from app.kernels.common import moves_tiles, triton
 from app.moe.dispatch.static import StaticDispatcher
+from app.planner.explain import Facts
 from app.rules.attention import check_attention
 
 NARROW = 1024  # hidden size up to which recipe `block` was measured no faster than bfloat16
 SHORT = 8192  # tokens; cuDNN's deterministic backward stores all scores, GiB for longer ones
+
+
+def facts_of(run: Run, device: torch.device, static: StaticDispatcher | None) -> Facts:
+    """Return the device of a run and the fast paths that it does not take, as `slow_paths`."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return Facts(name, dict(slow_paths(run, device, static)))
 
 
 def slow_paths(

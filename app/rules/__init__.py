@@ -33,7 +33,13 @@ from app.rules.lora import check_lora
 from app.rules.pipeline import check_schedule_choice, check_stages
 from app.rules.precision import check_fp8
 from app.rules.sizes import check_microbatches, check_sizes
-from app.rules.training import check_batch, check_epochs, check_lr_schedule, check_rollback
+from app.rules.training import (
+    check_batch,
+    check_epochs,
+    check_lr_schedule,
+    check_profile,
+    check_rollback,
+)
 
 # Sizes come first: later rules plan stages and schedules, which takes too long for absurd sizes.
 RULES: tuple[Callable[[Run], None], ...] = (
@@ -63,6 +69,7 @@ RULES: tuple[Callable[[Run], None], ...] = (
     check_epochs,
     check_lr_schedule,
     check_rollback,
+    check_profile,
 )
 
 

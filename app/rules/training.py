@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from app.choices import BadStep, Decay
+from app.choices import BadStep, Decay, GraphImpl
 from app.config import Run
+from app.config.training import PROFILED
 from app.errors import ConfigError, FirstOf, Instead, nearest_divisors, nearest_multiples
 
 
@@ -39,6 +40,25 @@ def check_epochs(run: Run) -> None:
             rule = f"are those of one source of known length, and data.{key} is given"
             near = Instead("train.epochs=null", "train.tokens=1e9")
             raise ConfigError("train.epochs", run.train.epochs, rule, nearest=near)
+
+
+def check_profile(run: Run) -> None:
+    """Refuse to profile steps that are not taken, or that capture graphs."""
+    first, steps = run.train.profile, run.train.steps
+    if first is None:
+        return
+    captures = run.cuda_graph.impl is not GraphImpl.none
+    earliest = run.cuda_graph.warmup_steps + 2 if captures else 1
+    latest = None if steps is None else steps - PROFILED + 1
+    if latest is not None and latest < earliest:
+        rule = f"profiles {PROFILED} steps, and train.steps={steps} leaves fewer"
+        raise ConfigError("train.profile", first, rule, nearest="null")
+    if first < earliest:
+        rule = f"must be at least {earliest}, after the step that captures graphs"
+        raise ConfigError("train.profile", first, rule, nearest=earliest)
+    if latest is not None and first > latest:
+        rule = f"must be at most {latest}: of train.steps={steps}, {PROFILED} are profiled"
+        raise ConfigError("train.profile", first, rule, nearest=latest)
 
 
 def check_lr_schedule(run: Run) -> None:

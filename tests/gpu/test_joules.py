@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.engine.report.energy import EnergyCounter, load_nvml, nvml_counter
+from app.engine.report.energy import EnergyCounter, energy_counter
 from tests.gpu.programs import GPUS, losses, rows_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS, reason="needs a CUDA device")]
@@ -24,8 +24,7 @@ def joules(counters: list[EnergyCounter]) -> float:
 def test_joules_per_token_are_those_of_the_counters(tmp_path: Path, ranks: int):
     if ranks > GPUS:
         pytest.skip("needs two CUDA devices")
-    names = [torch.cuda.get_device_properties(place).uuid for place in range(ranks)]
-    counters = [nvml_counter(load_nvml(), name) for name in names]
+    counters = [energy_counter(torch.device("cuda", place)) for place in range(ranks)]
     found = [each for each in counters if each is not None]
     before = joules(found)
     asked = ("train.steps=300", "log.interval=100", f"parallel.dp={ranks}", "precision=bf16")

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from app.engine.report.energy import EnergyCounter, EnergyMeter, nvml_counter
+from app.engine.report.energy import EnergyCounter, EnergyMeter
 from app.engine.report.metrics import Meter
 from app.engine.step.records import StepReport
 from tests.distributed import run_distributed
@@ -22,38 +22,9 @@ CPU = torch.device("cpu")
 Readings = Sequence[int | None]  # millijoules
 
 
-class Nvml:
-    """NVML of a host with one GPU, whose counter has these readings in turn."""
-
-    def __init__(self, *readings: int | None, known: str = str(ONE)) -> None:
-        self.readings, self.known = [*readings], known
-
-    def nvmlDeviceGetHandleByUUID(self, name: bytes, found: Any) -> int:
-        found._obj.value = 7
-        return 0 if name.decode() == f"GPU-{self.known}" else 6  # NVML_ERROR_NOT_FOUND
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, device: Any, found: Any) -> int:
-        assert device.value == 7
-        reading = self.readings.pop(0)
-        if reading is None:
-            return 3  # NVML_ERROR_NOT_SUPPORTED
-        found._obj.value = reading
-        return 0
-
-
 def counter(name: uuid.UUID, *readings: int | None) -> EnergyCounter:
     left = [*readings]
     return EnergyCounter(name, lambda: left.pop(0))
-
-
-def test_nvml_reads_millijoules_of_the_gpu_with_a_uuid():
-    found = nvml_counter(Nvml(2**40, 2**40 + 9), ONE)
-    assert found is not None and (found.identity, found.read()) == (ONE, 2**40 + 9)
-
-
-def test_gpu_without_counter_or_uuid_has_no_energy():
-    assert nvml_counter(None, ONE) is nvml_counter(Nvml(None), ONE) is None
-    assert nvml_counter(Nvml(1, 2), OTHER) is None  # a slice of a GPU, as of MIG
 
 
 def per_token(rank: int, of_ranks: Sequence[tuple[uuid.UUID, Readings]], tokens: int) -> list[Any]:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 
+from app.engine.files.metric_lines import line_of
 from app.engine.report.metrics import rank_load
 from app.engine.report.pace import (
-    SETTLING,
     SLOWER,
     WINDOW,
     Pace,
+    end_line,
     likely_cause,
     pace_line,
-    profile_fits,
     seconds_of_load,
 )
 from app.engine.step.records import StepReport
 from app.plan.cost.times import expected_load
+from app.planner.explain import Facts, profile_fits
+from app.planner.measured import SETTLING
 from app.planner.plan import Plan
 from tests.config import load
 
@@ -147,3 +150,33 @@ def test_rows_of_the_busiest_rank():
     assert rank_load(counts_LE, 2) == pytest.approx((1.0 + 1.5) / 2)
     assert rank_load(counts_LE, 4) == pytest.approx((2.0 + 1.5) / 2)
     assert rank_load(torch.zeros(0, dtype=torch.int64), 2) is None
+
+
+def ended(folder: Path, plan: Plan, factor: float, device: str = "NVIDIA H200") -> str | None:
+    """The line of a run whose steps took `factor` times as long as planned, from step 100 on, and
+    far longer before.
+    """
+    seconds = plan.step_seconds
+    numbers = range(80, 140)
+    reports = [
+        report(step, seconds * (factor if step >= 100 else 9.0), max(0.0, factor - 1) * seconds)
+        for step in numbers
+    ]
+    rows = [
+        {"loss": 1.0, "tokens_per_s": 1.0}
+        | {key: getattr(each, key) for key in ("step", "step_ms", "data_wait_ms")}
+        for each in reports
+    ]
+    (folder / "metrics.jsonl").write_text("".join(map(line_of, rows)))
+    return end_line(plan, folder, Facts(device), first_step=100)
+
+
+def test_the_end_names_the_largest_cause_and_the_command(tmp_path: Path):
+    plan = plan_of(*WHOLE)
+    line = ended(tmp_path, plan, 1.25)
+    assert line is not None and "25% more than the" in line and "mostly data wait (+" in line
+    assert line.endswith(f"plan explain {tmp_path}")
+    assert "25% less" in str(ended(tmp_path, plan, 0.75))
+    assert ended(tmp_path, plan, 1.09) is None
+    assert ended(tmp_path, plan, 1.25, device="cpu") is None
+    assert ended(tmp_path, plan_of("+experiment=small"), 1.25) is None

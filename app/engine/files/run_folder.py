@@ -28,6 +28,7 @@ from app.engine.files.metric_lines import BadLineError, line_of, row_of
 from app.engine.files.signals import ctrl_c_held_back
 from app.errors import ConfigError, warn, writing
 from app.plan.formatting import count_of
+from app.planner.explain import Facts
 from app.planner.export import plan_json
 from app.planner.plan import Plan
 from app.version import VERSION, Version
@@ -36,6 +37,7 @@ RUNS = Path("runs")
 CONFIG = "config.yaml"
 HEADER = "# Graphfold "  # start of the first line of config.yaml, before the version
 PLAN = "plan.json"
+TAKEN = "taken"  # its section of facts of this host
 METRICS = "metrics.jsonl"
 ENDED = "ended.json"
 
@@ -176,10 +178,14 @@ def identity(path: Path | int) -> tuple[int, int] | None:
 
 
 @ctrl_c_held_back()
-def describe_run(plan: Plan, folder: Path, version: Version) -> None:
-    """Write config.yaml and plan.json, the program's version first. Raises ConfigError."""
+def describe_run(plan: Plan, folder: Path, version: Version, facts: Facts | None = None) -> None:
+    """Write config.yaml and plan.json, the program's version first, and in plan.json what the run
+    really uses (`taken`). Raises ConfigError.
+    """
     config = OmegaConf.to_yaml(OmegaConf.create(plain(dataclasses.asdict(plan.run))))
     planned = {VERSION: version.record(), **plan_json(plan)}
+    if facts is not None:
+        planned[TAKEN] = dataclasses.asdict(facts)
     with writing(folder):
         # The version is a comment, so that the file holds nothing but the configuration.
         (folder / CONFIG).write_text(f"{HEADER}{version}\n{config}", encoding="utf-8")

@@ -1,26 +1,21 @@
 """Measure the energy that the GPUs of a run take per token, by their own counters.
 
-The counters are read through NVML, the library of NVIDIA's driver (NVML API Reference Guide,
-nvmlDeviceGetTotalEnergyConsumption: GPUs since Volta).
+GPUs since Volta have them.
 """
 
 from __future__ import annotations
 
-import ctypes
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from app.collectives import all_gather
+from app.engine.report.nvml import Nvml
 from app.engine.step.engine import Engine
 
-LIBRARY = "libnvidia-ml.so.1"
-SUCCESS = 0  # NVML_SUCCESS
 HALF = 8  # bytes of a GPU's identity in one integer
 
 
@@ -75,33 +70,17 @@ def energy_meter(engine: Engine) -> EnergyMeter | None:
     """Build the meter of a run on GPUs; None on CPU. All ranks are of one kind."""
     if engine.device.type != "cuda":
         return None
-    name = torch.cuda.get_device_properties(engine.device).uuid
-    return EnergyMeter(nvml_counter(load_nvml(), name), engine.groups.world, engine.device)
+    return EnergyMeter(energy_counter(engine.device), engine.groups.world, engine.device)
 
 
-def load_nvml() -> Any | None:
-    """Return NVML, ready for use; None where the driver has none."""
-    with suppress(OSError):
-        nvml = ctypes.CDLL(LIBRARY)
-        if nvml.nvmlInit_v2() == SUCCESS:
-            return nvml
-    return None
-
-
-def nvml_counter(nvml: Any | None, name: object) -> EnergyCounter | None:
-    """Return the counter of the GPU with this UUID, as torch names it; None if it has none.
+def energy_counter(device: torch.device) -> EnergyCounter | None:
+    """Return the counter of a GPU; None if it has none.
 
     A slice of a GPU (MIG) has none: its UUID is not that of the GPU, whose other slices may work
     for others.
     """
-    device = ctypes.c_void_p()
-    asked = f"GPU-{name}".encode()
-    if nvml is None or nvml.nvmlDeviceGetHandleByUUID(asked, ctypes.byref(device)) != SUCCESS:
+    gpu = Nvml.of(device)
+    if gpu is None or gpu.millijoules() is None:
         return None
-
-    def read() -> int | None:
-        taken = ctypes.c_ulonglong()
-        code = nvml.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(taken))
-        return taken.value if code == SUCCESS else None
-
-    return None if read() is None else EnergyCounter(uuid.UUID(str(name)), read)
+    name = str(torch.cuda.get_device_properties(device).uuid)
+    return EnergyCounter(uuid.UUID(name), gpu.millijoules)

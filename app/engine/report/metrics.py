@@ -22,6 +22,7 @@ from app.engine.capture.facts import GraphFacts
 from app.engine.report.clones import clones_would_pay
 from app.engine.report.energy import energy_meter
 from app.engine.report.fp8 import Fp8Meter
+from app.engine.report.machine import MachineMeter
 from app.engine.step.engine import Engine
 from app.engine.step.records import StepReport, StepTotals
 from app.moe.clones.cloning import Cloning
@@ -44,6 +45,7 @@ class Meter:
         self.fp8 = Fp8Meter(engine)
         self.energy = energy_meter(engine)
         self.metered_steps = 0  # steps since energy was last read
+        self.machine = MachineMeter(engine)
         self.counts: dict[tuple[int, int], Tensor] = {}
         self.dropped: Tensor | int = 0
         # tokens per expert over all ranks, by MoE layer of this stage, at the last log interval
@@ -65,10 +67,12 @@ class Meter:
         report.tflops_per_gpu = self.flops_per_step / seconds / world / 1e12
         report.mfu = report.tflops_per_gpu / self.peak if self.peak else None
         self.metered_steps += 1
+        self.machine.count(report.data_wait_ms)
         at_interval = self._at_interval(report.step)
         measured = self._memory() if at_interval or report.step == self.first_step else {}
         if at_interval:
-            measured |= self._expert_load() | self.fp8.metrics() | self._energy()
+            measured |= self._expert_load() | self.fp8.metrics() | self.machine.lap()
+            measured |= self._energy()
         for key, value in measured.items():
             setattr(report, key, value)
 
@@ -118,6 +122,7 @@ class Meter:
         dropped = self.dropped
         self.dropped = 0
         ratio_L = torch.zeros(1, dtype=torch.float64, device=self.engine.device)
+        ranks_L = ratio_L  # the same of expert-parallel ranks
         pairs_2 = torch.zeros(2, dtype=torch.int64, device=self.engine.device)  # dropped and kept
         if counts:
             counts_LE = torch.stack(counts)
@@ -127,17 +132,20 @@ class Meter:
             self.counts_LE = counts_LE
             pairs_2[1] = counts_LE.sum()
             ratio_L = counts_LE.max(dim=1).values / counts_LE.double().mean(dim=1)
+            ranks_L = rank_loads(counts_LE, self.engine.groups.layout.ep)
         # sums over stages: ratios, number of layers, choices dropped and kept
-        total = torch.stack((ratio_L.sum(), ratio_L.new_full((), len(counts)), *pairs_2.double()))
+        layers = ratio_L.new_full((), len(counts))
+        total = torch.stack((ratio_L.sum(), ranks_L.sum(), layers, *pairs_2.double()))
         worst = ratio_L.max()
         all_reduce(total, self.engine.groups.pp_control)
         if self.engine.groups.pp_control.size() > 1:
             dist.all_reduce(worst, dist.ReduceOp.MAX, self.engine.groups.pp_control)
-        ratios, layers, lost, kept = total.tolist()
+        ratios, of_ranks, count, lost, kept = total.tolist()
         share = {}
         if self.run.model.moe.capacity_factor is not None:
             share["moe_dropped"] = lost / (lost + kept)
-        return {"moe_load_mean": ratios / layers, "moe_load_worst": float(worst), **share}
+        loads = {"moe_load_mean": ratios / count, "moe_load_worst": float(worst)}
+        return {**loads, "moe_rank_load": of_ranks / count, **share}
 
 
 def rank_load(counts_LE: Tensor, ranks: int) -> float | None:
@@ -147,8 +155,14 @@ def rank_load(counts_LE: Tensor, ranks: int) -> float | None:
     """
     if not counts_LE.numel():
         return None
+    return float(rank_loads(counts_LE, ranks).mean())
+
+
+def rank_loads(counts_LE: Tensor, ranks: int) -> Tensor:
+    """Return the load of the busiest of `ranks` EP ranks over the mean in each layer, fp64 [L]."""
     rows_LR = counts_LE.double().unflatten(1, (ranks, -1)).sum(dim=2)
-    return float((rows_LR.max(dim=1).values / rows_LR.mean(dim=1).clamp(min=1)).mean())
+    load_L: Tensor = rows_LR.max(dim=1).values / rows_LR.mean(dim=1).clamp(min=1)
+    return load_L
 
 
 def _known_peak(device: torch.device) -> float | None:

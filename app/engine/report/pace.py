@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 
 import torch
 
 from app.choices import GraphImpl
-from app.config import HardwareProfile
+from app.engine.files.run_folder import read_metrics
+from app.engine.files.trace_sums import read_trace
 from app.engine.step.engine import Engine
 from app.engine.step.records import StepReport
-from app.plan.cost.flops import peak_tflops
 from app.plan.cost.part_times import EXCHANGE, LAUNCHES
 from app.plan.cost.rates import measured
 from app.plan.cost.times import expected_load, stage_times
 from app.plan.formatting import figures
+from app.planner.explain import OFF, Facts, explain, profile_fits
+from app.planner.measured import Measurements, settling
 from app.planner.plan import Plan
 from app.programs import command_name
 
 SLOWER = 1.15  # times the planned step; slower ones are reported
 WINDOW = 10  # steps over which the median is taken
-SETTLING = 5  # steps ignored while caches and clocks warm up, after those before capture
 MUCH = 0.5  # share of the excess time that a part must explain to be named
 MUCH_COMMUNICATION = 0.1  # share of a planned step from which links are suspected
-
-
-def profile_fits(profile: HardwareProfile, device_name: str) -> bool:
-    """Return whether a profile was measured on GPUs of this name.
-
-    All words of the profile's name must occur, and the peaks by data sheet must agree, which
-    excludes variants of lower power.
-    """
-    named = set(profile.gpu.upper().split()) <= set(device_name.upper().split())
-    return named and peak_tflops(profile.gpu) == peak_tflops(device_name)
 
 
 def pace_line(plan: Plan, device: torch.device) -> str | None:
@@ -79,9 +72,7 @@ class Pace:
         profile = plan.profile
         fits = profile is not None and not profile.scaled and profile_fits(profile, device_name)
         self.planned = plan.step_seconds if fits else None
-        graph = plan.run.cuda_graph
-        captures = graph.impl is not GraphImpl.none
-        self.settling = SETTLING + (graph.warmup_steps if captures else 0)
+        self.settling = settling(plan.run)
         self.window: deque[StepReport] = deque(maxlen=WINDOW)
 
     def sentence(self, report: StepReport, load: Callable[[], float | None]) -> str | None:
@@ -135,6 +126,30 @@ def likely_cause(plan: Plan, more: float, data_wait: float, load: float | None) 
     if launched:
         return "the host, which launches kernels"
     return "the GPU: its clocks, or another program on it"
+
+
+def end_line(plan: Plan, run_dir: Path, facts: Facts, first_step: int) -> str | None:
+    """Return a line on a run whose steps were over 10 % off its plan, else None.
+
+    None also without a profile measured on such a GPU. Steps from `first_step` on count: those of
+    this process.
+    """
+    profile = plan.profile
+    if profile is None or profile.scaled or not profile_fits(profile, facts.device):
+        return None
+    rows = [row for row in read_metrics(run_dir) if row["step"] >= first_step]
+    trace = read_trace(run_dir)
+    found = Measurements.of(rows, plan.run, trace)
+    told = None if found is None else explain(plan, found, facts, trace)
+    if told is None or abs(told.off) <= OFF:
+        return None
+    way = "more" if told.off > 0 else "less"
+    cause = told.largest
+    return (
+        f"steps took {figures(told.measured)} ms, {abs(told.off):.0%} {way} than the "
+        f"{figures(told.planned)} ms planned, mostly {cause.name} ({cause.ms:+,.1f} ms): "
+        f"{command_name('plan')} explain {shlex.quote(str(run_dir))}"
+    )
 
 
 def seconds_of_load(plan: Plan, load: float) -> float:

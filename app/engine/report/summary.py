@@ -41,10 +41,12 @@ def sum_up(
     report: ValidationReport | None,
     sample: str | None,
     advice: Sequence[str],
+    off_plan: str | None = None,
 ) -> None:
     """Draw loss.png, and print the sample, the loss beside that of n-grams, and the files.
 
-    Also prints `advice` for the next run. Prints nothing with log.console=false.
+    Also prints `off_plan`, on steps beside their plan, and `advice` for the next run. Prints
+    nothing with log.console=false.
     """
     with telling("counting n-grams and drawing loss.png", aloud=run.log.console), writing(run_dir):
         baselines = ngram_baselines(run, data)
@@ -65,13 +67,20 @@ def sum_up(
             print(line)
     for name, value in baselines.items():
         row(name, value)
-    for each in advice:
-        print(f"\nNext time: {each}")
+    for line in _remarks(off_plan, advice):
+        print(f"\n{line}")
     print("\nWritten:")
     paths = [run_dir / name for name in (*FILES, "wandb", TENSORBOARD, EXPORTED)]
     for path in (*paths, newest_checkpoint(run_dir)):
         if path is not None and path.exists():
             print(f"  {path}")
+
+
+def _remarks(off_plan: str | None, advice: Sequence[str]) -> Iterator[str]:
+    if off_plan is not None:
+        yield f"Pace: {off_plan}"
+    for each in advice:
+        yield f"Next time: {each}"
 
 
 def _details(run: Run, run_dir: Path, report: ValidationReport) -> Iterator[str]:

@@ -18,6 +18,7 @@ from app.engine.checkpoint.saver import Saver
 from app.engine.decoding.generate import begun, sample_text
 from app.engine.export.export import export_together
 from app.engine.export.texts import keep_texts
+from app.engine.fast_paths import facts_of
 from app.engine.files.attempt import Attempt
 from app.engine.files.checkpoints import (
     CHECKPOINTS,
@@ -39,7 +40,7 @@ from app.engine.ranks.agreement import rank_zero_says
 from app.engine.report.beside import tracking
 from app.engine.report.metrics import Meter, Stopwatch
 from app.engine.report.opening import print_opening
-from app.engine.report.pace import pace_of
+from app.engine.report.pace import end_line, pace_of
 from app.engine.report.sinks import Console, JsonLines, Sink
 from app.engine.report.summary import sum_up
 from app.engine.run.bad_steps import BadSteps
@@ -48,11 +49,13 @@ from app.engine.run.worse import WorseInARow
 from app.engine.start.kept_tokenizer import end_of, keep_tokenizer
 from app.engine.start.start import Data, Start
 from app.engine.step.engine import Engine
+from app.engine.step.profiled import ProfiledStep
 from app.engine.step.records import RollbackReport, StepReport, ValidationReport
 from app.engine.step.step import TrainingStep, Validation
 from app.errors import ConfigError, Diverged, writing
 from app.hf.file_names import EXPORTED
 from app.optim.lr import lr_at
+from app.planner.explain import Facts
 from app.telling import telling
 from app.version import VERSION, Version
 
@@ -99,7 +102,11 @@ class Trainer:
             for held in data.validation
         ]
         self.request = StopRequest()
-        self.training_step = TrainingStep(engine, self.request)
+        self.training_step = (
+            TrainingStep(engine, self.request)
+            if run.train.profile is None
+            else ProfiledStep(engine, self.request, lambda: (self.run_dir, self.progress.step))
+        )
         # by the number of microbatches, which is one for all sets that are large enough
         self.validations = {
             count: Validation(engine, count) for count in {len(feed) for _, feed in self.held_out}
@@ -126,6 +133,9 @@ class Trainer:
     def _program(self) -> Version:
         assert self.version is not None, "only rank 0 has looked, and only it asks"
         return self.version
+
+    def _facts(self) -> Facts:
+        return facts_of(self.run, self.engine.device, self.engine.static)
 
     def _origin(self) -> dict[str, Any]:
         """Return the origin recorded in checkpoints (data, version); empty except on rank 0."""
@@ -167,6 +177,9 @@ class Trainer:
                 report=validated,
                 sample=text,
                 advice=advice,
+                off_plan=end_line(
+                    self.engine.plan, self.run_dir, self._facts(), self.meter.first_step
+                ),
             )
             note_end(self.run_dir, self.progress.step)
         return True
@@ -225,7 +238,7 @@ class Trainer:
         self.lock.take(folder)
         attempt.note(folder)  # before the first file, so that a restart recognises the folder
         forget_end(folder)
-        describe_run(self.engine.plan, folder, self._program())
+        describe_run(self.engine.plan, folder, self._program(), self._facts())
         begin_metrics(folder, self.progress.step)
         keep_texts(self.run, folder, self.start.checkpoint)
         keep_tokenizer(self.run, folder, end_of(self.data.tokenizer))
@@ -358,7 +371,8 @@ class Trainer:
         self.progress = Progress(report.step, updates, report.tokens)
         # a stop request during the last step changes nothing: the run ends anyway
         self.stops = self.training_step.stops and report.step < run.steps
-        report.step_ms, report.data_wait_ms = stopwatch.lap() * 1e3, data_wait * 1e3
+        report.step_ms = stopwatch.lap() * 1e3
+        report.data_wait_ms += data_wait * 1e3  # that for the next step's batches is in it
         blocked = self.saver.blocked()
         report.checkpoint_blocked_ms = None if blocked is None else blocked * 1e3
         self.meter.complete(report)

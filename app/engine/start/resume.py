@@ -73,7 +73,7 @@ FREE = frozenset((
     # Validation, sample, and reaction to non-finite steps.
     "train.eval_interval", "train.eval_sequences", "train.stop_after_worse",
     "train.sample_tokens", "train.on_bad_step",
-    "train.max_bad_steps", "train.max_rollbacks",
+    "train.max_bad_steps", "train.max_rollbacks", "train.profile",
 ))  # fmt: skip
 # Layout, speed, precision of the same computation; optimizer; and files written.
 FREE_SECTIONS = ("parallel.", "hardware.", "schedule.", "recompute.", "cuda_graph.", "optim.",

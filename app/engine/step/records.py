@@ -111,8 +111,19 @@ class StepReport:
     tokens: int = 0  # tokens trained on so far
     time: float = 0.0  # when this was reported, seconds since 1970
     step_ms: float = 0.0  # wall time of the step, ms; without validation and saving
-    # part of step_ms spent waiting for the step's batches, ms; rank 0
+    # part of step_ms in which the device waited for batches, ms; rank 0
     data_wait_ms: float = 0.0
+    launch_ms: float | None = None  # part in which the host launched kernels, ms; rank 0
+    device_wait_ms: float | None = None  # part in which the host waited for the GPU, ms; rank 0
+    # data_wait_ms of the rank that waited longest, mean since the last line
+    data_wait_max_ms: float | None = None
+    # time per step since the last line in which the training thread could run and had no core,
+    # ms; largest over ranks
+    host_delay_ms: float | None = None
+    host_cores: float | None = None  # cores of a host that the run's ranks kept busy, mean
+    host_others: float | None = None  # cores that all other processes kept busy, busiest host
+    gpu_clock: float | None = None  # clock of the slowest GPU over its highest
+    gpu_others: int | None = None  # other processes on a GPU, most over ranks
     tokens_per_s: float = 0.0  # all ranks together
     tokens_per_s_per_gpu: float = 0.0  # per rank
     tflops_per_gpu: float = 0.0  # model TFLOP/s per rank (docs/planning.md)
@@ -134,6 +145,8 @@ class StepReport:
     # max/mean tokens per expert since the last line, mean over MoE layers
     moe_load_mean: float | None = None
     moe_load_worst: float | None = None  # the same, worst MoE layer
+    # the same of expert-parallel ranks' tokens, mean over MoE layers, without clones
+    moe_rank_load: float | None = None
     # share of (token, expert) choices since the last line dropped for lack of capacity
     moe_dropped: float | None = None
     # 1 if the step was rerun because experts lacked memory for dispatched tokens

@@ -25,6 +25,7 @@ from app.engine.step.engine import Engine, build_partial_graphs, select_forward_
 from app.engine.step.executor import ForwardBackward
 from app.engine.step.records import StepInput, StepReport, StepTotals
 from app.engine.step.shortage import RowShortage
+from app.engine.step.timer import StepTimer
 from app.kernels.adamw import update_rates
 from app.model.block import StepState
 from app.model.layers.layer_groups import own_tokens
@@ -167,6 +168,7 @@ class TrainingStep:
         self.request = request or StopRequest()
         self.stops = False  # True once a rank was asked to stop
         self.taken = 0  # steps of this process
+        self.timer = StepTimer(engine.device)
         self.loader = Loader(engine.groups, engine.device, engine.states)
         forward_backward = select_forward_backward(engine, engine.plan.actions)
         self.shortage = RowShortage.of(engine)
@@ -214,7 +216,8 @@ class TrainingStep:
         The report has what the step has computed; times and rates are missing.
         """
         # 1. Input: microbatches, loss weights, learning rate; all on the device.
-        engine = self.engine
+        engine, timer = self.engine, self.timer
+        timer.begin()
         captures = self.taken >= self.run.cuda_graph.warmup_steps and engine.capturable
         loss_scale = engine.loss_scale
         step = step_input(
@@ -235,6 +238,7 @@ class TrainingStep:
             self.shortage.begin()
         totals = (self.captured if captures else self.eager)(step)
         self.taken += 1
+        timer.launched()
         # 3. Load the next batches while the device works.
         if following is not None:
             engine.watchdog.rest("reading the next batches")
@@ -243,7 +247,9 @@ class TrainingStep:
                 self.loader.start(following())
             engine.watchdog.note("the end of the step")
         # 4. The one wait of the host.
+        timer.has_read()
         numbers = totals.read()
+        timer.finished()
         # 5. Rerun the step if experts lacked memory; its update was skipped on the device.
         lacked = numbers["missing"] > 0
         if self.shortage is not None:
@@ -272,6 +278,9 @@ class TrainingStep:
             skipped=int(skipped),
             reruns=None if self.shortage is None else int(lacked),
             loss_scale=used,
+            data_wait_ms=timer.data_wait_ms,
+            launch_ms=timer.launch_ms,
+            device_wait_ms=timer.device_wait_ms,
         )
         for state in engine.states:
             state.stepped(skipped)

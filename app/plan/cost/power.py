@@ -26,26 +26,35 @@ def at_clocks(
 
     A rank that waits for the slowest one cools down meanwhile, and has a higher clock.
     """
+    clocks = rank_clocks(stages, pipeline, profile)
+    found, slowed = list(stages), dict[tuple[int, float], PartTimes]()
+    for place, stage in enumerate(stages):
+        key = id(stage), clocks[pipeline.rank(place)]
+        if key not in slowed:
+            slowed[key] = stage.at_clock(key[1])
+        found[place] = slowed[key]
+    return found
+
+
+def rank_clocks(
+    stages: Sequence[PartTimes], pipeline: Pipeline, profile: HardwareProfile
+) -> list[float]:
+    """Return the share of the highest clock that each pipeline rank sustains, 0 to 1.
+
+    `stages` are times at full clock, in stage order.
+    """
     bound = power_bound(profile)
-    places = [
-        [place for place in range(len(stages)) if pipeline.rank(place) == rank]
+    of_ranks = [
+        tuple(stage for place, stage in enumerate(stages) if pipeline.rank(place) == rank)
         for rank in range(pipeline.pp)
     ]
-    of_ranks = [tuple(stages[place] for place in of_rank) for of_rank in places]
     loads: dict[tuple[int, ...], _Load] = {}  # by stages: ranks may have equal ones
     for held in of_ranks:
         if (key := tuple(map(id, held))) not in loads:
             loads[key] = _Load.of(held)
     slowest = max(load.seconds(load.clock(bound)) for load in loads.values())
     clocks = {key: load.clock(bound, period=slowest) for key, load in loads.items()}
-    found, slowed = list(stages), dict[tuple[int, float], PartTimes]()
-    for of_rank, held in zip(places, of_ranks, strict=True):
-        clock = clocks[tuple(map(id, held))]
-        for place, stage in zip(of_rank, held, strict=True):
-            if (id(stage), clock) not in slowed:
-                slowed[id(stage), clock] = stage.at_clock(clock)
-            found[place] = slowed[id(stage), clock]
-    return found
+    return [clocks[tuple(map(id, held))] for held in of_ranks]
 
 
 def power_bound(profile: HardwareProfile) -> float:

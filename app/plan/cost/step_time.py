@@ -43,6 +43,8 @@ class StepTail:
 
 
 IDLE = "idle in the pipeline"
+BETWEEN = "between steps"
+TAIL_LINKS = ("reduction of gradients", "gathering of parameters")
 NO_TAIL = StepTail(0.0, 0.0, 0.0, 0.0)
 
 
@@ -227,11 +229,12 @@ def times_of_ranks(
     """Return, per pipeline rank, kind of work -> seconds of a step that takes `whole`; idle
     last.
     """
+    reduction, gathering = TAIL_LINKS
     behind = {
-        "reduction of gradients": tail.reduction,
-        "gathering of parameters": tail.gathering,
+        reduction: tail.reduction,
+        gathering: tail.gathering,
         "optimizer": tail.optimizer,
-        "between steps": tail.between,
+        BETWEEN: tail.between,
     }
     ranks = []
     for pp_rank in range(stages.pp):

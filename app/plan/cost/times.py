@@ -71,22 +71,26 @@ def stage_times(
     *,
     pipeline: Pipeline | None = None,
     load: float | None = None,
+    clock: float | None = None,
     known: KnownParts | None = None,
 ) -> list[PartTimes]:
     """Return the times of one rank of each stage for one microbatch.
 
     `pipeline`: the placement of stages on ranks; None means that each GPU sustains its full clock.
-    `load`: rows of this rank's experts over the mean; None means `expected_load`. `known`:
+    `load`: rows of this rank's experts over the mean; None means `expected_load`. `clock`: share
+    of its highest clock at which every GPU runs; None means what the power limit allows. `known`:
     operations and times shared with plans of other runs.
     """
-    clock = _Clock.of(run, layout, profile)
+    timer = _Clock.of(run, layout, profile)
     s = sizes_of(run, layout, load=expected_load(run) if load is None else load, known=known)
     count = run.num_microbatches, run.writes_expert_grads
     name = "times", run.cuda_graph, run.hardware, profile, *count
-    rows = fold_stages(s, stages, clock.part, name)
+    rows = fold_stages(s, stages, timer.part, name)
     # equal stages share one value from here on
     found = once_each(rows, PartTimes.together)
-    if pipeline is not None:
+    if clock is not None:
+        found = once_each(found, lambda stage: stage.at_clock(clock))
+    elif pipeline is not None:
         found = at_clocks(found, pipeline, profile)
     return once_each(found, PartTimes.hosted)
 
