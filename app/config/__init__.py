@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from app.config.attention import (
     AttentionSpec,
     DynamicRopeConfig,
+    LinearAttentionConfig,
     Llama3RopeConfig,
     LongRopeConfig,
     MLAConfig,
@@ -52,6 +53,7 @@ __all__ = [
     "HardwareConfig",
     "HardwareProfile",
     "LayerSpec",
+    "LinearAttentionConfig",
     "Llama3RopeConfig",
     "LogConfig",
     "LongRopeConfig",

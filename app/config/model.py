@@ -15,6 +15,7 @@ from app.choices import (
 from app.config.attention import (
     AttentionSpec,
     DynamicRopeConfig,
+    LinearAttentionConfig,
     Llama3RopeConfig,
     LongRopeConfig,
     MLAConfig,
@@ -110,6 +111,8 @@ class ModelConfig:
     mlp_bias: bool = False
     # a learnt logit per query head that takes part in the denominator of the softmax (GPT-OSS)
     sinks: bool = False
+    # heads' outputs are multiplied by the sigmoid of a projection of hidden states (Qwen3-Next)
+    attention_gate: bool = False
     # tokens that a query sees in layers of type sliding_attention, itself included; null: no such
     # layer
     sliding_window: int | None = None
@@ -131,6 +134,8 @@ class ModelConfig:
     # random weights
     init_from: str | None = None
     mla: MLAConfig | None = None  # null: grouped-query attention
+    # of layers of type linear_attention; null: no such layer
+    linear_attention: LinearAttentionConfig | None = None
     moe: MoEConfig | None = None  # null: every layer is dense
     mtp: MTPConfig = MTPConfig()  # layers that predict further tokens
 
@@ -245,6 +250,7 @@ class ModelConfig:
 
     def _check_layer_types(self) -> None:
         types, window = self.layer_types, self.sliding_window
+        self._check_linear()
         near: tuple[object, ...]
         slides = LayerType.sliding_attention in types
         if slides and window is None:
@@ -261,6 +267,26 @@ class ModelConfig:
             fits = [first] if slides == (LayerType.sliding_attention in first) else []
             near = (FirstOf(fits), Instead(f"model.num_layers={len(types)}"))
             raise ConfigError("model.layer_types", types, rule, nearest=near)
+
+    def _check_linear(self) -> None:
+        types, linear = self.layer_types, LayerType.linear_attention
+        key = "model.linear_attention"
+        near: tuple[object, ...]
+        if linear in types and self.linear_attention is None:
+            rule = "layer_types has linear_attention, which needs numbers of heads"
+            near = ("{}", Instead("model.layer_types=[]"))
+            raise ConfigError(key, None, rule, nearest=near)
+        if self.linear_attention is not None and linear not in types[: self.num_layers]:
+            rule = "no layer has linear_attention: model.layer_types"
+            raise ConfigError(key, "{…}", rule, nearest=("null",))
+        if self.attention_gate:
+            for name in ("mla", "sinks", "attn_out_bias", "qkv_bias", "attention_softcap"):
+                if (held := getattr(self, name)) not in (None, False):
+                    rule = "cannot be combined with model.attention_gate"
+                    value, off = ("{…}", "null") if name == "mla" else (held, False)
+                    off = "null" if name == "attention_softcap" else off
+                    near = (off, Instead("model.attention_gate=false"))
+                    raise ConfigError(f"model.{name}", value, rule, nearest=near)
 
     def _check_no_rope_layers(self) -> None:
         key, rotates = "model.no_rope_layers", self.no_rope_layers
@@ -351,12 +377,13 @@ class ModelConfig:
 
     def _attention(self, layer: int) -> AttentionSpec:
         types = self.layer_types
-        slides = not types or types[layer % len(types)] is LayerType.sliding_attention
+        kind = types[layer % len(types)] if types else LayerType.sliding_attention
+        slides = kind is LayerType.sliding_attention
         rotates = self.no_rope_layers or (1,)
         rope = self.rope
         if slides and self.local_rope_theta is not None:
             rope = Rope(rope.width, self.local_rope_theta)
-        return AttentionSpec(
+        spec = AttentionSpec(
             hidden=self.hidden_size,
             heads=self.num_heads,
             kv_heads=self.num_kv_heads,
@@ -372,8 +399,12 @@ class ModelConfig:
             out_bias=self.attn_out_bias,
             sinks=self.sinks,
             eps=self.norm_eps if self.mla is None else self.latent_eps,
+            gate=self.attention_gate,
             mla=self.mla,
         )
+        if kind is not LayerType.linear_attention:
+            return spec
+        return replace(spec, rope=None, mla=None, sinks=False, linear=self.linear_attention)
 
     @property
     def rope(self) -> Rope:

@@ -24,6 +24,8 @@ WHOLE = frozenset((
     "v_head_dim", *COUNTS, "sliding_window", "max_window_layers", "no_rope_layer_interval",
     "shared_expert_intermediate_size", "rotary_dim", "moe_k", "moe_num_experts",
     "moe_num_shared_experts", "moe_layer_start_index", "moe_layer_interval",
+    "full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim",
+    "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
 ))  # fmt: skip
 NUMBER = frozenset((
     "rms_norm_eps", "rope_theta", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
