@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from app.choices import LayerType, NormKind
-from app.config import ModelConfig
+from app.config import LinearAttentionConfig, ModelConfig
 from app.hf import config_json, qwen_moe, tables
 from app.hf.behind import Behind
 from app.hf.fits import Shape, whole
@@ -22,19 +22,15 @@ DEFAULTS = {
     "num_key_value_heads": 4,
     "head_dim": 256,
     "partial_rotary_factor": 0.25,
-    "full_attention_interval": 4,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
-MOE_DEFAULTS = {
-    **DEFAULTS,
-    "num_key_value_heads": 2,
-    "router_aux_loss_coef": 0.001,
-    "norm_topk_prob": True,
-}
+MOE_DEFAULTS = {**DEFAULTS, "num_key_value_heads": 2, "router_aux_loss_coef": 0.001}
+NEXT_DEFAULTS = {**MOE_DEFAULTS, "norm_topk_prob": True}
+INTERVAL = 4  # every such layer has attention, where config.json does not say which
 BEHIND = Behind(block="mtp.")  # layers that predict further tokens, which are left out
 LINEAR = {
     "key_heads": "linear_num_key_heads",
@@ -52,36 +48,41 @@ def dense(config: TheirConfig) -> dict[str, Any]:
 
 def qwen3_next(config: TheirConfig) -> dict[str, Any]:
     """Qwen3-Next: experts beside a shared one with a gate."""
-    moe = qwen_moe.qwen2_experts(config)
+    moe = {**qwen_moe.shared_experts(config), **qwen_moe.sparse_layers(config)}
+    moe["pre_softmax"] = not config.get("norm_topk_prob", False)
     ffn = config.need("intermediate_size")
     return {**_fields(config), "ffn_hidden_size": ffn, "moe": moe}
 
 
 def qwen3_5_moe(config: TheirConfig) -> dict[str, Any]:
     """Qwen3.5 with experts in every layer, whose weights always add up to one."""
-    moe = {**qwen_moe.qwen2_experts(config), "pre_softmax": False}
-    return {**_fields(config), "moe": moe}
+    return {**_fields(config), "moe": qwen_moe.shared_experts(config)}
 
 
 def _fields(config: TheirConfig) -> dict[str, Any]:
     positions = config.section("rope_parameters")
     for name in ("mrope_section", "mrope_interleaved"):
         positions.value(name)  # of images: the three positions of a text token are equal
+    linear = config.renamed(LINEAR)
+    fields = config_json.grouped(config, _layers, rotary_of_part)
     return {
-        **config_json.grouped(config, _layers, rotary_of_part),
+        **fields,
         "qk_norm": True,
         "norm": NormKind.rms_plus_one,
         "attention_gate": True,
-        "linear_attention": config.renamed(LINEAR),
+        "linear_attention": linear if LayerType.linear_attention in fields["layer_types"] else None,
     }
 
 
 def _layers(config: TheirConfig, layers: int) -> dict[str, Any]:
     """Return the fields of the layers' types, by layer_types or full_attention_interval."""
     both = config_json.LINEAR, config_json.FULL
-    interval = config.need("full_attention_interval")
-    usual = [both[interval > 0 and (layer + 1) % interval == 0] for layer in range(layers)]
-    types = config.get("layer_types", usual)
+    interval = config.get("full_attention_interval", INTERVAL)
+    types = config.value("layer_types")
+    if types is None and not interval:
+        raise config.unsupported("full_attention_interval")
+    if types is None:
+        types = [both[(layer + 1) % interval == 0] for layer in range(layers)]
     if set(types) - set(both) or len(types) != layers:
         rule = f"layer_types needs one of {' and '.join(both)} for each of {layers} layers"
         raise config.refusal(rule)
@@ -90,8 +91,8 @@ def _layers(config: TheirConfig, layers: int) -> dict[str, Any]:
 
 def written(model: ModelConfig) -> Mapping[str, Any]:
     """Return the keys of layers and of linear attention."""
-    linear = model.linear_attention
-    found = {} if linear is None else {key: getattr(linear, ours) for ours, key in LINEAR.items()}
+    linear = model.linear_attention or LinearAttentionConfig()  # which no layer has then
+    found = {theirs: getattr(linear, ours) for ours, theirs in LINEAR.items()}
     return {**found, "partial_rotary_factor": written_factor(model)}
 
 
