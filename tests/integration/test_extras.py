@@ -69,7 +69,7 @@ def test_extra_linear_asks_for_the_oldest_usable_release():
     assert normal(asked.name) == normal(delta_library.LIBRARY)
     oldest = ".".join(map(str, delta_library.OLDEST))
     assert [(each.operator, each.version) for each in asked.specifier] == [(">=", oldest)]
-    assert delta_library.INSTALL == f"pip install '{PROJECT['name']}[linear]'"
+    assert f"pip install '{PROJECT['name']}[linear]'" == delta_library.INSTALL
 
 
 def pip(*arguments: str) -> str:

@@ -166,23 +166,25 @@ class _ShortConvolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BSF: Tensor, taps_FW: Tensor, number_BS: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_BSF, taps_FW, number_BS)
-        return F.silu(_summed(x_BSF, taps_FW, number_BS)).to(x_BSF.dtype)
+        return F.silu(_summed(x_BSF, taps_FW, number_BS), inplace=True).to(x_BSF.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BSF: Tensor) -> tuple[Tensor, Tensor, None]:
         x_BSF, taps_FW, number_BS = ctx.saved_tensors
         summed_BSF = _summed(x_BSF, taps_FW, number_BS)
-        passed_BSF = summed_BSF.sigmoid()
-        slope_BSF = passed_BSF * (1 + summed_BSF * (1 - passed_BSF))
-        grad_BSF = grad_BSF.float() * slope_BSF
+        grad_BSF = torch.ops.aten.silu_backward(grad_BSF.float(), summed_BSF)
+        del summed_BSF
         grad_x_BSF, grad_taps = torch.zeros_like(grad_BSF), []
-        for back, before_BSF in _before(x_BSF.float(), taps_FW.shape[1], number_BS):
+        for back, before_BSF in _before(x_BSF, taps_FW.shape[1], number_BS):
             tokens = before_BSF.shape[1]
             now_BSF = grad_BSF[:, back:]
             grad_taps.append((now_BSF * before_BSF).sum((0, 1)))
             given_BSF = now_BSF * taps_FW[:, -1 - back].float()
-            grad_x_BSF[:, :tokens] += _of_same(given_BSF, back, number_BS)
+            if (ended_BS1 := _ended(back, number_BS)) is not None:
+                given_BSF.masked_fill_(ended_BS1, 0)
+            grad_x_BSF[:, :tokens] += given_BSF
+            del given_BSF  # before the next one
         lacking = taps_FW.shape[1] - len(grad_taps)
         grad_FW = F.pad(torch.stack(grad_taps[::-1], dim=1), (lacking, 0))
         return grad_x_BSF.to(x_BSF.dtype), grad_FW.to(taps_FW.dtype), None
@@ -191,7 +193,7 @@ class _ShortConvolution(torch.autograd.Function):
 def _summed(x_BSF: Tensor, taps_FW: Tensor, number_BS: Tensor | None) -> Tensor:
     """Return the weighted sums in fp32."""
     out_BSF = torch.zeros_like(x_BSF, dtype=torch.float32)
-    for back, before_BSF in _before(x_BSF.float(), taps_FW.shape[1], number_BS):
+    for back, before_BSF in _before(x_BSF, taps_FW.shape[1], number_BS):
         out_BSF[:, back:] += before_BSF * taps_FW[:, -1 - back].float()
     return out_BSF
 
@@ -206,10 +208,15 @@ def _before(x_BSF: Tensor, width: int, number_BS: Tensor | None) -> Iterator[tup
 
 def _of_same(x_BSF: Tensor, back: int, number_BS: Tensor | None) -> Tensor:
     """Return zeros for tokens whose document has ended `back` tokens later."""
+    ended_BS1 = _ended(back, number_BS)
+    return x_BSF if ended_BS1 is None else x_BSF.masked_fill(ended_BS1, 0)
+
+
+def _ended(back: int, number_BS: Tensor | None) -> Tensor | None:
+    """Return whether each token's document has ended `back` tokens later; None: no document has."""
     if number_BS is None or not back:
-        return x_BSF
-    ended_BS = number_BS[:, back:] != number_BS[:, :-back]
-    return x_BSF.masked_fill(ended_BS[..., None], 0)
+        return None
+    return (number_BS[:, back:] != number_BS[:, :-back])[..., None]
 
 
 def document_numbers(offsets: Tensor, batch: int, tokens: int) -> Tensor:

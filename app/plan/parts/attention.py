@@ -10,7 +10,7 @@ heads of width H on this rank, S tokens of a whole sequence, P context-parallel 
 from __future__ import annotations
 
 from app.choices import AttentionBackendKind, CpComm, Dtype, Recompute
-from app.config import AttentionSpec, LinearAttentionConfig, Run
+from app.config import AttentionSpec, Run
 from app.plan.groups import CP, Way
 from app.plan.model.attention import (
     AnyAttentionWeights,
@@ -19,9 +19,9 @@ from app.plan.model.attention import (
     LinearAttentionWeights,
 )
 from app.plan.parts.linear import bias, column_parallel, norm, row_parallel
+from app.plan.parts.linear_attention import linear_attention
 from app.plan.parts.trace import Sends, Sizes, Trace, Work
 
-BLOCK = 64  # tokens of linear attention that are computed by matrices
 BLOCK_SCORES = 2**27  # scores of a block of queries, of all heads, where scores are capped
 MOST_QUERIES = 512  # of a block: of longer ones half of the scores would be masked
 
@@ -82,59 +82,10 @@ def grouped_attention(
         # a gate's backward reads the heads' outputs, which no projection does then
         out = attend_all(t, spec, q, k, k, saved=bool(gate) or not weights.wo.keeps_input)
         if gate:
-            t.op(Work.other, out + gate, out, gate, kernels=2)
+            # the kernel keeps its output too, unless it stores scores or tokens come from others
+            kept = s.layout.cp == 1 and not _stores_scores(s, spec)
+            t.op(Work.other, out + gate, out, gate + (0 if kept else out), kernels=2)
     return bias(t, row_parallel(t, out, weights.wo), weights.bo)
-
-
-def linear_attention(
-    t: Trace, h: int, spec: AttentionSpec, weights: LinearAttentionWeights, *, saved: bool
-) -> int:
-    """Gated delta net: two projections, short convolution, delta rule, gated norm of heads."""
-    s, linear = t.sizes, spec.linear
-    assert linear is not None
-    made = column_parallel(t, h, weights.w_in, saved=saved)
-    with t.in_16_bits():
-        decay = column_parallel(t, h, weights.w_beta, saved=saved and not weights.first.keeps_input)
-    heads = linear.value_heads // s.layout.tp  # of values, on this rank
-    rows = s.tokens * heads
-    values = rows * linear.value_head_dim * s.size
-    channels = made - values
-    with t.rerun(t.reruns(Recompute.attn_core), keeps=made + decay):
-        t.op(Work.other, made, made, kernels=2)  # channels and gates of all heads side by side
-        # fp32 decays and shares of what is written, and what their gradients need
-        t.op(Work.other, decay, rows * (4 + s.size), 3 * 4 * rows, kernels=6)
-        wide = channels // s.size * 4
-        taps = linear.conv_width
-        scratch = (2 * wide, 4 * wide)
-        t.op(Work.other, channels, channels, channels, scratch=scratch, kernels=2 * taps + 2)
-        triangle = rows * BLOCK * s.size  # of each block, inverted
-        both = 2 * (channels - values) // 2 * linear.values_per_key  # w and k of all value heads
-        states = rows // BLOCK * linear.key_head_dim * linear.value_head_dim * s.size
-        t.op(
-            Work.linear_attention,
-            channels + rows * (4 + s.size),
-            values,
-            channels + rows * (4 + s.size) + triangle,
-            scratch=(both + values + states, 2 * both + 3 * values + 2 * states),
-            kernels=8,
-            flops=rows * delta_flops(linear),
-        )
-        norm(t, values)
-        # gates and outputs side by side, then one pass
-        t.op(Work.other, 2 * values, 2 * values)
-        t.op(Work.activation, 2 * values, values, 2 * values)
-    return row_parallel(t, values, weights.w_out)
-
-
-def delta_flops(linear: LinearAttentionConfig) -> int:
-    """Return FLOPs of the delta rule's forward for a token of one value head.
-
-    A token reads the state with its query and its key and writes to it, three matmuls of K × V.
-    Within a block of C tokens, half of which are masked: scores of queries and of keys, the inverse
-    times keys and values, and scores times what is written (arXiv 2412.06464, section 3.3).
-    """
-    key, value = linear.key_head_dim, linear.value_head_dim
-    return 6 * key * value + BLOCK * (3 * key + 2 * value)
 
 
 def latent_attention(
