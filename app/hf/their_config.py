@@ -11,6 +11,7 @@ from typing import Any
 from app.errors import ConfigError
 from app.hf.behind import COUNTS
 from app.hf.file_names import CONFIG_JSON
+from app.hf.wrapped import unwrapped
 
 NOWHERE = Path(CONFIG_JSON)  # path of a config.json that exists in memory only
 MOST_TOLD = 60  # most characters of a value in a message
@@ -117,7 +118,7 @@ class TheirConfig:
             raise ConfigError(key, folder, f"{CONFIG_JSON} cannot be read: {error}") from None
         if not isinstance(values, dict):
             raise ConfigError(key, folder, f"{CONFIG_JSON} is no JSON object")
-        return cls(values, path, key)
+        return cls(unwrapped(values), path, key)
 
     def completed(self, defaults: Mapping[str, Any]) -> TheirConfig:
         """Fill in missing keys by defaults; null stays, except as the base of rotary positions."""

@@ -34,8 +34,11 @@ from app.engine.watchdog.activity import ThreadActivity
 from app.errors import ConfigError, warn
 from app.hf.adapter import adapter_files
 from app.hf.adapter_names import AdapterNames
-from app.hf.families import family_of
+from app.hf.families import differences, family_of, same_files
 from app.hf.family import Family
+from app.hf.file_names import CONFIG_JSON
+from app.hf.hub import PRETRAINED
+from app.hf.their_model import TheirModel
 from app.hf.write import Export, complete_or_gone, write_all
 from app.plan.model.stage import model_weights
 
@@ -72,8 +75,19 @@ class Exported:
         return Dtype(imported or self.config["precision"]["params"])
 
     def family(self) -> Family:
-        """Return its model family. Raises ConfigError if Hugging Face has no such model."""
-        return family_of(self.model, self.key, self.checkpoint)
+        """Return its model family: of the model that the run started from, if that has other names
+        of tensors. Raises ConfigError if Hugging Face has no such model.
+        """
+        family = family_of(self.model, self.key, self.checkpoint)
+        kept = self.checkpoint.parent.parent / PRETRAINED
+        if not (kept / CONFIG_JSON).is_file():
+            kept = Path(self.model.init_from or kept).expanduser()
+        if not (kept / CONFIG_JSON).is_file():
+            return family
+        theirs = TheirModel.read(kept, self.key)
+        same = not any(differences(self.model, theirs.model.with_behind(self.model)))
+        other = same and not same_files(family, theirs.family, self.model)
+        return theirs.family if other else family
 
     def export(self) -> Export:
         """Return the files to write. Raises ConfigError as `family`."""
