@@ -122,6 +122,19 @@ def projections(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iter
     yield WeightPart(gates, (groups * values, hidden), ours, whole, (0, 1, 2))
 
 
+def in_turn(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
+    """Map projections to query, key and values, and to gates, of one key head after another."""
+    linear = model.linear_attention
+    assert linear is not None
+    (name,) = theirs
+    groups, rows = linear.key_heads, shape[0] // linear.key_heads
+    apart, gates = (groups, rows, shape[1]), rows - linear.values_per_key * linear.value_head_dim
+    for group in range(groups):
+        for first, stop in ((0, gates), (gates, rows)):
+            box = Block(apart, (group, first, 0), (group + 1, stop, shape[1]))
+            yield WeightPart(name, shape, box, box, (0, 1, 2))
+
+
 def _joined(
     model: ModelConfig, name: str, their_shape: Shape, shape: Shape
 ) -> Iterator[WeightPart]:
@@ -166,7 +179,7 @@ _ATTENTION = (
 )
 NEXT = (
     *_ATTENTION,
-    NameLine("attn.w_in", (_module("in_proj_qkvz.weight"),), whole),
+    NameLine("attn.w_in", (_module("in_proj_qkvz.weight"),), in_turn),
     NameLine("attn.w_beta", (_module("in_proj_ba.weight"),), whole),
 )
 APART = (

@@ -27,10 +27,6 @@ def check_lora(run: Run) -> None:
                 rule = "has no effect without lora.rank"
                 raise ConfigError(f"lora.{name}", getattr(lora, name), rule, nearest=near)
         return
-    if run.model.linear_attention is not None or run.model.attention_gate:
-        key = "linear_attention" if run.model.linear_attention is not None else "attention_gate"
-        rule = f"adapters of models with model.{key} are not supported"
-        raise ConfigError("lora.rank", lora.rank, rule, nearest="null")
     linears = linears_of(run)
     for target in lora.targets:
         if not any(chosen(linear, (target,)) for linear in linears):

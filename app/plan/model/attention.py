@@ -129,7 +129,7 @@ class LinearAttentionWeights(Part):
         """Build the weights of one layer."""
         key, value = linear.key_head_dim, linear.values_per_key * linear.value_head_dim
         heads, values = linear.value_heads, linear.value_heads * linear.value_head_dim
-        fused, gates = (key, key, value, value), 2 * linear.values_per_key
+        fused, gates = (2 * key + value, value), 2 * linear.values_per_key
 
         def of_head(initial: Initial) -> Weight:
             return Weight((heads,), tp=0, initial=initial, decay=False, linear=False)
