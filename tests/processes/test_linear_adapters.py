@@ -13,8 +13,10 @@ from app.engine.export.export import export_adapter
 from app.engine.files.checkpoints import checkpoint_name
 from app.hf.adapter import _adapter_config
 from app.hf.adapter_names import AdapterNames
+from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.hf_folders import save_random, their_logits, transformers
+from tests.layouts import LAYOUTS, expect_one_process, layout_run
 from tests.processes import test_adapter_files
 from tests.processes.test_adapter_files import (
     LORA,
@@ -25,6 +27,7 @@ from tests.processes.test_adapter_files import (
     tuned,
     with_adapter,
 )
+from tests.processes.test_documents import MODELS
 from tests.tensors.hf_parity import CASES
 
 KINDS = {"qwen3_next": "qwen3-next", "qwen3_5_text": "qwen3-5", "qwen3_5_moe_text": "qwen3-5-moe"}
@@ -64,6 +67,14 @@ def test_joined_projections_have_ranks_of_their_own():
     config = _adapter_config(names)
     assert config["r"] == 4 and config["target_parameters"]
     assert config["rank_pattern"] == {"linear_attn.in_proj_qkvz": 8}
+
+
+@pytest.mark.parametrize(
+    "name", chosen({name: name for name in LAYOUTS if "cp" not in name}, ["tp 2"])
+)
+def test_layouts_train_linear_adapters_like_one_process(name: str):
+    model = replace(MODELS["linear"], attention_gate=True)
+    expect_one_process(layout_run(model, *LAYOUTS[name], lora=ATTENTION))
 
 
 @pytest.mark.full
