@@ -283,10 +283,21 @@ def families() -> str:
 
 
 def _cell(rules: Mapping[str, list[str]]) -> str:
-    if len(rules) == 1:
-        ((said, families),) = rules.items()
-        return said if len(families) == len(TYPES) else f"{said} ({', '.join(families)})"
-    return "; ".join(f"{said} ({', '.join(families)})" for said, families in rules.items())
+    """What import does with a key, the types in brackets; the rule of most types has the others."""
+    said, families = max(rules.items(), key=lambda each: len(each[1]))
+    told = [f"{other} ({', '.join(types)})" for other, types in rules.items() if other != said]
+    rest = len(TYPES) - sum(map(len, rules.values()))
+    if rest:  # types that do not know the key
+        told.append(f"{said} ({_types(families)})")
+    else:
+        told.append(f"otherwise {said}" if told else said)
+    return "; ".join(told)
+
+
+def _types(listed: list[str]) -> str:
+    """Types in words, by those that are left out where these are fewer."""
+    others = [each for each in TYPES if each not in listed]
+    return f"all but {', '.join(others)}" if len(others) < len(listed) else ", ".join(listed)
 
 
 def _rotary() -> str:

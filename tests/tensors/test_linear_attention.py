@@ -5,12 +5,14 @@ the convolution against torch's.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import metadata
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from app.model.attention import delta_library
 from app.model.attention.delta_rule import (
     BLOCK,
     by_torch,
@@ -129,3 +131,31 @@ def test_convolution_sees_one_document():
     found = short_convolution(x, taps, number)
     alone = [short_convolution(part, taps, None) for part in (x[:, :4], x[:, 4:])]
     torch.testing.assert_close(found, torch.cat(alone, dim=1))
+
+
+BF16, GPU = torch.bfloat16, torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("version", "told"),
+    [
+        (None, "by torch: slow; pip install 'graphfold[linear]' brings kernels"),
+        ("0.4.2", "by torch: slow; fla-core 0.4.2 is older than 0.5"),
+        ("0.5.1", "by flash-linear-attention"),
+    ],
+)
+def test_opening_says_what_computes_linear_attention(
+    version: str | None, told: str, monkeypatch: pytest.MonkeyPatch
+):
+    def installed(name: str) -> str:
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(delta_library.metadata, "version", installed)
+    line = delta_library.linear_attention_line
+    assert line(BF16, GPU, deterministic=False) == told
+    ordered = line(BF16, GPU, deterministic=True)
+    assert ("other hosts may round otherwise" in ordered) == (told == "by flash-linear-attention")
+    assert line(BF16, torch.device("cpu"), deterministic=True) == "by torch: on a CPU"
+    assert line(torch.float32, GPU, deterministic=True) == "by torch: in float32"

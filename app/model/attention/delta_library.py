@@ -42,6 +42,14 @@ def why_by_torch(dtype: torch.dtype, device: torch.device) -> str | None:
     return None
 
 
+def linear_attention_line(dtype: torch.dtype, device: torch.device, *, deterministic: bool) -> str:
+    """Return what computes the delta rule, and what that means for equal runs, for the opening."""
+    if (why := why_by_torch(dtype, device)) is not None:
+        return f"by torch: {why}"
+    tuned = ", whose kernels are chosen by their times: other hosts may round otherwise"
+    return f"by flash-linear-attention{tuned if deterministic else ''}"
+
+
 def by_library(
     q_BSGK: Tensor, k_BSGK: Tensor, v_BSHV: Tensor, *, g_BSH: Tensor, beta_BSH: Tensor
 ) -> Tensor:
