@@ -243,9 +243,12 @@ def page() -> str:
         for key in keys_known(model_type) | config_keys.NEUTRAL.keys():
             if said := rule(model_type, key):
                 table.setdefault(key, {}).setdefault(said, []).append(model_type)
-    rows = [f"| `{key}` | {_cell(rules)} |" for key, rules in sorted(table.items())]
+    alike: dict[str, list[str]] = {}  # what import does -> keys, the first of which has the row
+    for key, rules in sorted(table.items()):
+        alike.setdefault(_cell(rules), []).append(f"`{key}`")
+    rows = [f"| {', '.join(keys)} | {said} |" for said, keys in alike.items()]
     begin = BEGIN.format(version=__version__, families=families())
-    return begin + "\n".join(("| key | import |", "|---|---|", *rows)) + "\n\n" + _rotary()
+    return begin + "\n".join(("| keys | import |", "|---|---|", *rows)) + "\n\n" + _rotary()
 
 
 def _has(model_type: str, column: str) -> bool:
@@ -275,10 +278,15 @@ def families() -> str:
         )
         for kind in TYPES
     }
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for kind, keys in refused.items():
+        if keys:
+            alike.setdefault(tuple(keys), []).append(f"`{kind}`")
     lines = [
-        f"| `{kind}` | {', '.join(f'`{key}`' for key in keys)} |" for kind, keys in refused.items()
+        f"| {', '.join(kinds)} | {', '.join(f'`{key}`' for key in keys)} |"
+        for keys, kinds in alike.items()
     ]
-    variants = ["| type | refused unless neutral |", "|---|---|", *lines]
+    variants = ["| types | refused unless neutral |", "|---|---|", *lines]
     return FAMILIES_HEAD + "\n".join(rows) + REFUSED_HEAD + "\n".join(variants) + "\n\n"
 
 
