@@ -243,12 +243,9 @@ def page() -> str:
         for key in keys_known(model_type) | config_keys.NEUTRAL.keys():
             if said := rule(model_type, key):
                 table.setdefault(key, {}).setdefault(said, []).append(model_type)
-    alike: dict[str, list[str]] = {}  # what import does -> keys, the first of which has the row
-    for key, rules in sorted(table.items()):
-        alike.setdefault(_cell(rules), []).append(f"`{key}`")
-    rows = [f"| {', '.join(keys)} | {said} |" for said, keys in alike.items()]
+    rows = [f"| `{key}` | {_cell(rules)} |" for key, rules in sorted(table.items())]
     begin = BEGIN.format(version=__version__, families=families())
-    return begin + "\n".join(("| keys | import |", "|---|---|", *rows)) + "\n\n" + _rotary()
+    return begin + "\n".join(("| key | import |", "|---|---|", *rows)) + "\n\n" + _rotary()
 
 
 def _has(model_type: str, column: str) -> bool:
@@ -278,34 +275,18 @@ def families() -> str:
         )
         for kind in TYPES
     }
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for kind, keys in refused.items():
-        if keys:
-            alike.setdefault(tuple(keys), []).append(f"`{kind}`")
     lines = [
-        f"| {', '.join(kinds)} | {', '.join(f'`{key}`' for key in keys)} |"
-        for keys, kinds in alike.items()
+        f"| `{kind}` | {', '.join(f'`{key}`' for key in keys)} |" for kind, keys in refused.items()
     ]
-    variants = ["| types | refused unless neutral |", "|---|---|", *lines]
+    variants = ["| type | refused unless neutral |", "|---|---|", *lines]
     return FAMILIES_HEAD + "\n".join(rows) + REFUSED_HEAD + "\n".join(variants) + "\n\n"
 
 
 def _cell(rules: Mapping[str, list[str]]) -> str:
-    """What import does with a key, the types in brackets; the rule of most types has the others."""
-    said, families = max(rules.items(), key=lambda each: len(each[1]))
-    told = [f"{other} ({', '.join(types)})" for other, types in rules.items() if other != said]
-    rest = len(TYPES) - sum(map(len, rules.values()))
-    if rest:  # types that do not know the key
-        told.append(f"{said} ({_types(families)})")
-    else:
-        told.append(f"otherwise {said}" if told else said)
-    return "; ".join(told)
-
-
-def _types(listed: list[str]) -> str:
-    """Types in words, by those that are left out where these are fewer."""
-    others = [each for each in TYPES if each not in listed]
-    return f"all but {', '.join(others)}" if len(others) < len(listed) else ", ".join(listed)
+    if len(rules) == 1:
+        ((said, families),) = rules.items()
+        return said if len(families) == len(TYPES) else f"{said} ({', '.join(families)})"
+    return "; ".join(f"{said} ({', '.join(families)})" for said, families in rules.items())
 
 
 def _rotary() -> str:
