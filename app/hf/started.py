@@ -8,6 +8,7 @@ from pathlib import Path
 
 from app.config import ModelConfig
 from app.data.hub_files import cached, may_be_on_hub
+from app.errors import ConfigError
 from app.hf.families import differences, family_of, same_files
 from app.hf.family import Family
 from app.hf.file_names import CONFIG_JSON
@@ -27,7 +28,10 @@ def family_as_started(
     folder = _started_from(model, run_dir)
     if folder is None:
         return family
-    theirs = TheirModel.read(folder, key)
+    try:
+        theirs = TheirModel.read(folder, key)
+    except ConfigError:
+        return family  # what copies that file says so
     same = not any(differences(model, theirs.model.with_behind(model)))
     other = same and not same_files(family, theirs.family, model)
     return theirs.family if other else family
