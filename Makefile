@@ -11,7 +11,7 @@ ARGS ?=
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help train gpu test test-all test-sample test-gpu test-slurm test-index lint types checks docs bench clean
+.PHONY: help train gpu test test-all test-sample test-gpu test-slurm test-index test-versions sbom lint types checks docs bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -52,6 +52,14 @@ checks: lint types test ## what a change must pass before it is proposed
 docs: $(VENV)/installed-docs ## build the site of docs/ into site/ and test what its pages say; fails on a broken link
 	@$(BIN)/python scripts/docs_site.py
 	@$(PYTEST) -m 'docs and not full' tests/integration
+
+test-versions: ## run the tests with other Pythons and torch releases; VERSIONS="3.12:2.13.0 3.13:2.15.0" ARGS="tests/plan"
+	@scripts/versions.sh $(VERSIONS) -- $(ARGS)
+
+# In an environment of its own, so that the list has nothing of the tool.
+sbom: $(VENV)/installed ## write sbom.json, a CycloneDX list of all that is installed into .venv
+	@test -x .cache/sbom/bin/cyclonedx-py || { $(PYTHON) -m venv .cache/sbom && .cache/sbom/bin/python -m pip install --quiet --disable-pip-version-check 'cyclonedx-bom>=7,<8'; }
+	@.cache/sbom/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --validate --output-file sbom.json $(BIN)/python
 
 bench: $(VENV)/installed ## engine overhead against a plain PyTorch loop
 	@$(BIN)/python bench/overhead.py $(ARGS)

@@ -9,9 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
-import venv
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from zipfile import ZipFile
@@ -21,25 +19,13 @@ import pytest
 from app.cli import commands
 from app.cli.run_report.sweep_record import Sweep
 from tests.cases import chosen
-from tests.integration.installed import normal
+from tests.integration.installed import build_wheel, install, normal
 from tests.integration.spoken import CHECKOUTS, PAGE
 from tests.programs import run_forked
 from tests.structure import imported
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-SOURCES = (
-    "app",
-    "conf",
-    "docs",
-    "graphfold",
-    "hydra_plugins",
-    "scripts",
-    "LICENSE",
-    "README.md",
-    "pyproject.toml",
-    "setup.py",
-)
 TINY = (
     "model=dense_tiny",
     "log=none",
@@ -56,36 +42,12 @@ TINY = (
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of these sources, built from a copy: a build leaves folders beside them."""
-    copy, out = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("wheel")
-    for name in SOURCES:
-        path, ignored = ROOT / name, shutil.ignore_patterns("__pycache__")
-        if path.is_dir():
-            shutil.copytree(path, copy / name, ignore=ignored)
-        else:
-            shutil.copy(path, copy)
-    code = f"from setuptools import build_meta; build_meta.build_wheel({str(out)!r})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=copy, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return next(out.glob("*.whl"))
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
 def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the programs of a fresh environment with the wheel, which borrows what the
-    wheel depends on.
-    """
-    place = tmp_path_factory.mktemp("installed")
-    venv.create(place, symlinks=True)
-    packages = Path(sysconfig.get_path("purelib", vars={"base": str(place)}))
-    # Of a folder named there, .pth files do not count: what is installed as editable is not
-    # borrowed.
-    (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    pip = [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python"), "install"]
-    options = ("--quiet", "--no-deps", "--no-index", "--disable-pip-version-check")
-    subprocess.run([*pip, *options, str(wheel)], check=True)
-    assert (packages / "app" / "conf" / "train.yaml").exists()
-    return place / "bin"
+    return install(wheel, tmp_path_factory.mktemp("installed"))
 
 
 def called(programs: Path, folder: Path, name: str, *arguments: str) -> str:

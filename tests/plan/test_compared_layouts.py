@@ -116,9 +116,12 @@ def test_none_of_all_that_fit_is_quicker(typed: tuple[str, ...], monkeypatch: py
                     seconds = trials.seconds(other)
                     best[shape] = min(seconds, best.get(shape, seconds))
     assert len(best) > 5
-    rows = {shape_of(row): row.cost.seconds for row in reversed(found.rows) if row.fits}
+    rows = {shape_of(row): row for row in reversed(found.rows) if row.fits}
     for shape, seconds in sorted(best.items(), key=lambda item: item[1])[: layouts.ROWS]:
-        assert rows[shape] == pytest.approx(seconds, rel=1e-6)
+        row = rows[shape]
+        uneven = any(word.startswith("parallel.layout=") for word in row.overrides)
+        assert row.cost.seconds <= seconds * (1 + 1e-6)
+        assert uneven or row.cost.seconds == pytest.approx(seconds, rel=1e-6)
 
 
 @pytest.mark.full
