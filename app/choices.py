@@ -10,6 +10,8 @@ class LayerType(Enum):
 
     full_attention = "full_attention"  # all tokens before a query
     sliding_attention = "sliding_attention"  # the last `model.sliding_window` of them
+    # all, summed up in a state of fixed size (`model.linear_attention`)
+    linear_attention = "linear_attention"
 
 
 class BlockKind(Enum):

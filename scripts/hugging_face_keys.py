@@ -61,6 +61,9 @@ MODELS = {
     "seed_oss": "Seed-OSS",
     "glm4_moe_lite": "GLM-4.7-Flash",
     "glm4_moe": "GLM-4.5, GLM-4.5-Air, GLM-4.6",
+    "qwen3_next": "Qwen3-Next",
+    "qwen3_5_text": "Qwen3.5, dense: the text of `qwen3_5` too",
+    "qwen3_5_moe_text": "Qwen3.5 with experts: the text of `qwen3_5_moe` too",
     "minimax_m2": "MiniMax-M2, M2.1, M2.5",
     "ernie4_5": "ERNIE 4.5, dense",
     "ernie4_5_moe": "ERNIE 4.5 with experts",
@@ -90,6 +93,7 @@ COLUMNS: Mapping[str, tuple[frozenset[str], tuple[str, ...]]] = {
     ),
     "dense layers anywhere": (frozenset(("mlp_only_layers", "mlp_layer_types")), ()),
     "latent attention": (frozenset(("kv_lora_rank",)), ()),
+    "linear attention": (frozenset(("linear_num_key_heads",)), ()),
     "windows": (frozenset(("sliding_window",)), ()),
     BY_LAYER: (frozenset(), ()),
     "biases of attention": (frozenset(("qkv_bias", "attention_bias", "use_bias")), ("qkv_bias",)),
@@ -250,7 +254,7 @@ def _has(model_type: str, column: str) -> bool:
     keys, ours = COLUMNS[column]
     if column == BY_LAYER:  # others read layer_types to refuse what they lack
         (family,) = (each for each in FAMILIES if each.model_type == model_type)
-        return "layer_types" in family.layers
+        return "layer_types" in family.layers and "sliding_window" in read
     return bool(read & keys) or any(getattr(_usual(model_type), name) for name in ours)
 
 

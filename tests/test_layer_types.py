@@ -11,7 +11,7 @@ from app.config import ModelConfig
 from app.errors import ConfigError
 from tests.config import load
 
-FULL, SLIDING = LayerType
+FULL, SLIDING, _ = LayerType
 
 
 def windows(**keys: Any) -> list[int | None]:

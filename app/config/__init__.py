@@ -15,6 +15,7 @@ from typing import Any
 from app.config.attention import (
     AttentionSpec,
     DynamicRopeConfig,
+    LinearAttentionConfig,
     Llama3RopeConfig,
     LongRopeConfig,
     MLAConfig,
@@ -56,6 +57,7 @@ __all__ = [
     "HardwareConfig",
     "HardwareProfile",
     "LayerSpec",
+    "LinearAttentionConfig",
     "Llama3RopeConfig",
     "LogConfig",
     "LongRopeConfig",

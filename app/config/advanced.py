@@ -9,6 +9,8 @@ ADVANCED = (
     # architectures: presets and config.json of published models set these
     *(f"model.{section}" for section in RARE_SECTIONS),
     "model.rotary_dim",
+    "model.attention_gate",
+    "model.linear_attention",
     "model.linear_rope_factor",
     "model.qk_norm_whole",
     "model.local_rope_theta",

@@ -178,6 +178,42 @@ class MLAConfig:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
+@dataclass(frozen=True)
+class LinearAttentionConfig:
+    """Gated delta net (Yang et al. 2024, arXiv 2412.06464) in layers of type linear_attention.
+
+    Each value head sums up the tokens before in a state of key_head_dim × value_head_dim.
+    """
+
+    key_heads: int = 16  # heads of queries and of keys
+    value_heads: int = 32  # heads of values; those of one key head are neighbours
+    key_head_dim: int = 128  # width of a query or key head
+    value_head_dim: int = 128  # width of a value head
+    conv_width: int = 4  # tokens that a short convolution sees, the present one included
+
+    def __post_init__(self) -> None:
+        section = "model.linear_attention"
+        at_least(section, self, 1, "key_heads", "value_heads", "key_head_dim", "value_head_dim")
+        at_least(section, self, 2, "conv_width")
+        if self.value_heads % self.key_heads:
+            raise ConfigError(
+                f"{section}.value_heads",
+                self.value_heads,
+                f"must be a multiple of key_heads={self.key_heads}",
+                nearest=-(-self.value_heads // self.key_heads) * self.key_heads,
+            )
+
+    @property
+    def values_per_key(self) -> int:
+        """Value heads of a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def channels(self) -> int:
+        """Values of a token in the convolution: queries, keys and values of all heads."""
+        return self.key_heads * (2 * self.key_head_dim + self.values_per_key * self.value_head_dim)
+
+
 @dataclass(frozen=True, slots=True)
 class Rope:
     """Rotary positions of a model: rotated width of a head, and frequencies, which at most one
@@ -223,7 +259,11 @@ class AttentionSpec:
     out_bias: bool  # on the output projection
     sinks: bool  # a learnt logit per query head in the softmax's denominator
     eps: float  # of norms of heads, or of latents
-    mla: MLAConfig | None = None  # None: grouped-query attention
+    gate: bool = False  # heads' outputs are multiplied by the sigmoid of a projection
+    mla: MLAConfig | None = None  # None: grouped-query attention, or `linear`
+    # linear attention instead of a softmax over scores; fields that it has no use for are None,
+    # False or of the model's other layers
+    linear: LinearAttentionConfig | None = None
 
     @property
     def value_width(self) -> int:
@@ -236,12 +276,20 @@ class AttentionSpec:
         """
         return tokens if self.window is None else min(self.window, tokens)
 
-    def cached_numel(self, tp: int) -> int:
-        """Return the elements of a token in a KV cache on one of `tp` ranks.
+    def cached_bytes(self, tokens: int, tp: int, size: int) -> int:
+        """Return the bytes of a sequence of `tokens` in a cache on one of `tp` ranks, with elements
+        of `size` bytes.
 
-        These are keys and values of its heads, or with MLA the latent and the rotary key, which
-        every tensor-parallel rank has.
+        These are keys and values of its heads; with MLA the latent and the rotary key, which every
+        tensor-parallel rank has; with linear attention the fp32 state and the convolution's last
+        inputs, whatever the tokens.
         """
+        linear = self.linear
+        if linear is not None:
+            state = linear.value_heads * linear.key_head_dim * linear.value_head_dim
+            return (4 * state + (linear.conv_width - 1) * linear.channels * size) // tp
         if self.mla is not None:
-            return self.mla.kv_lora_rank + self.mla.qk_rope_head_dim
-        return 2 * (self.kv_heads // tp) * self.width
+            width = self.mla.kv_lora_rank + self.mla.qk_rope_head_dim
+        else:
+            width = 2 * (self.kv_heads // tp) * self.width
+        return self.cached_tokens(tokens) * width * size

@@ -19,8 +19,8 @@ class LoraConfig:
     rslora: bool = False  # adapters' outputs are multiplied by alpha / √rank (arXiv 2312.03732)
     # share of adapters' inputs that training drops; 0 beside experts and routers
     dropout: float = 0.0
-    # linear layers with adapters, by parts of their paths: q_proj, self_attn, mlp.experts, and for
-    # routers gate; []: all but routers
+    # linear layers with adapters, by parts of their paths: q_proj, self_attn, linear_attn,
+    # mlp.experts, and for routers gate; []: all but routers
     targets: tuple[str, ...] = ()
     # type in which frozen linear layers are held and dequantised for each GEMM; null:
     # precision.params

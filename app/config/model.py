@@ -15,6 +15,7 @@ from app.choices import (
 from app.config.attention import (
     AttentionSpec,
     DynamicRopeConfig,
+    LinearAttentionConfig,
     Llama3RopeConfig,
     LongRopeConfig,
     MLAConfig,
@@ -113,6 +114,8 @@ class ModelConfig:
     mlp_bias: bool = False
     # a learnt logit per query head that takes part in the denominator of the softmax (GPT-OSS)
     sinks: bool = False
+    # heads' outputs are multiplied by the sigmoid of a projection of hidden states (Qwen3-Next)
+    attention_gate: bool = False
     # tokens that a query sees in layers of type sliding_attention, itself included; null: no such
     # layer
     sliding_window: int | None = None
@@ -134,6 +137,8 @@ class ModelConfig:
     # random weights
     init_from: str | None = None
     mla: MLAConfig | None = None  # null: grouped-query attention
+    # of layers of type linear_attention; null: no such layer
+    linear_attention: LinearAttentionConfig | None = None
     moe: MoEConfig | None = None  # null: every layer is dense
     mtp: MTPConfig = MTPConfig()  # layers that predict further tokens
 
@@ -248,6 +253,7 @@ class ModelConfig:
 
     def _check_layer_types(self) -> None:
         types, window = self.layer_types, self.sliding_window
+        self._check_linear()
         near: tuple[object, ...]
         slides = LayerType.sliding_attention in types
         if slides and window is None:
@@ -264,6 +270,26 @@ class ModelConfig:
             fits = [first] if slides == (LayerType.sliding_attention in first) else []
             near = (FirstOf(fits), Instead(f"model.num_layers={len(types)}"))
             raise ConfigError("model.layer_types", types, rule, nearest=near)
+
+    def _check_linear(self) -> None:
+        types, linear = self.layer_types, LayerType.linear_attention
+        key = "model.linear_attention"
+        near: tuple[object, ...]
+        if linear in types and self.linear_attention is None:
+            rule = "layer_types has linear_attention, which needs numbers of heads"
+            near = ("{}", Instead("model.layer_types=[]"))
+            raise ConfigError(key, None, rule, nearest=near)
+        if self.linear_attention is not None and linear not in types[: self.num_layers]:
+            rule = "no layer has linear_attention: model.layer_types"
+            raise ConfigError(key, "{…}", rule, nearest=("null",))
+        if self.attention_gate:
+            for name in ("mla", "sinks", "attn_out_bias", "qkv_bias", "attention_softcap"):
+                if (held := getattr(self, name)) not in (None, False):
+                    rule = "cannot be combined with model.attention_gate"
+                    value, off = ("{…}", "null") if name == "mla" else (held, False)
+                    off = "null" if name == "attention_softcap" else off
+                    near = (off, Instead("model.attention_gate=false"))
+                    raise ConfigError(f"model.{name}", value, rule, nearest=near)
 
     def _check_no_rope_layers(self) -> None:
         key, rotates = "model.no_rope_layers", self.no_rope_layers
@@ -342,33 +368,32 @@ class ModelConfig:
     def layer_specs(self) -> tuple[LayerSpec, ...]:
         """All layers in order; equal ones are one object."""
         kinds: dict[LayerSpec, LayerSpec] = {}
-        found: dict[tuple[bool, ...], LayerSpec] = {}  # by what layers differ in
+        found: dict[tuple[LayerType, bool, bool, bool], LayerSpec] = {}  # by what layers differ in
 
         def spec(layer: int) -> LayerSpec:
             predicts = layer >= self.num_layers
             own = min(layer, self.num_layers - 1)
-            slides, rotates, routed = *self._place(own), self.is_moe_layer(layer)
-            key = slides, rotates, routed, predicts
+            kind, rotates, routed = *self._place(own), self.is_moe_layer(layer)
+            key = kind, rotates, routed, predicts
             if key not in found:
-                made = LayerSpec(self._attention(slides, rotates), routed, predicts)
+                made = LayerSpec(self._attention(kind, rotates), routed, predicts)
                 found[key] = kinds.setdefault(made, made)
             return found[key]
 
         return tuple(map(spec, self.all_layers))
 
-    def _place(self, layer: int) -> tuple[bool, bool]:
-        """Return whether a layer is of type sliding_attention, and whether it has rotary
-        positions.
-        """
+    def _place(self, layer: int) -> tuple[LayerType, bool]:
+        """Return the type of a layer, and whether it has rotary positions."""
         types, rotates = self.layer_types, self.no_rope_layers or (1,)
-        slides = not types or types[layer % len(types)] is LayerType.sliding_attention
-        return slides, bool(rotates[layer % len(rotates)])
+        kind = types[layer % len(types)] if types else LayerType.sliding_attention
+        return kind, bool(rotates[layer % len(rotates)])
 
-    def _attention(self, slides: bool, rotates: bool) -> AttentionSpec:
+    def _attention(self, kind: LayerType, rotates: bool) -> AttentionSpec:
+        slides = kind is LayerType.sliding_attention
         rope = self.rope
         if slides and self.local_rope_theta is not None:
             rope = Rope(rope.width, self.local_rope_theta)
-        return AttentionSpec(
+        spec = AttentionSpec(
             hidden=self.hidden_size,
             heads=self.num_heads,
             kv_heads=self.num_kv_heads,
@@ -384,8 +409,12 @@ class ModelConfig:
             out_bias=self.attn_out_bias,
             sinks=self.sinks,
             eps=self.norm_eps if self.mla is None else self.latent_eps,
+            gate=self.attention_gate,
             mla=self.mla,
         )
+        if kind is not LayerType.linear_attention:
+            return spec
+        return replace(spec, rope=None, mla=None, sinks=False, linear=self.linear_attention)
 
     @property
     def rope(self) -> Rope:

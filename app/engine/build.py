@@ -35,6 +35,7 @@ from app.hf.pretrained import Pretrained
 from app.model.adapter_dropout import AdapterDropout
 from app.model.ahead import Ahead, AheadLosses, PredictingChunk
 from app.model.attention.chosen import library_attention, torch_attention
+from app.model.attention.delta_library import use_kernels
 from app.model.attention.softcap import SoftcapAttention
 from app.model.block import BLOCKS, Body, Layer, StepState
 from app.model.chunk import Chunk
@@ -354,6 +355,8 @@ def build_chunks(
             if is_held(named.weight)
         )
         _materialise(chunk, device, DTYPES[run.precision.params], on_host=held)
+        if run.model.linear_attention is not None:
+            use_kernels(chunk.modules(), DTYPES[run.precision.params], device)
         chunks.append(chunk)
     return tuple(chunks)
 

@@ -81,7 +81,9 @@ def _place(part: WeightPart) -> tuple[slice, ...]:
 
 
 def _adapter_config(names: AdapterNames) -> dict[str, Any]:
-    """Return adapter_config.json: r and lora_alpha are those of the layers with most of ours."""
+    """Return adapter_config.json: r and lora_alpha are those of the layers with most of ours; with
+    parameters those of layers with fewest, as `peft` finds these by patterns of their own.
+    """
     lora, (modules, parameters) = names.lora, names.targets()
     assert lora.rank is not None, "a run with adapters has a rank"
     counts = names.layers_in()
@@ -89,13 +91,14 @@ def _adapter_config(names: AdapterNames) -> dict[str, Any]:
     # scaled by alpha / r, not alpha / √r: joined layers have a larger r. `peft` joins gate and up
     plain = most > 1 or any(each.name == "gate_proj" for _, each in names.experts())
     plain = plain and (lora.rslora or most > 1)
-    fewer = {pattern_of(module): count for module, count in counts.items() if count < most}
+    usual = min(counts.values()) if parameters else most
+    others = {pattern_of(module): count for module, count in counts.items() if count != usual}
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": names.model.init_from,
-        "r": lora.rank * most,
-        "lora_alpha": _number(lora.scale * lora.rank * most if plain else lora.alpha),
+        "r": lora.rank * usual,
+        "lora_alpha": _number(lora.scale * lora.rank * usual if plain else lora.alpha),
         "use_rslora": lora.rslora and not plain,
         # `peft` refuses to load it beside parameters
         "lora_dropout": 0.0 if parameters else lora.dropout,
@@ -104,10 +107,10 @@ def _adapter_config(names: AdapterNames) -> dict[str, Any]:
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    if fewer:
-        config["rank_pattern"] = {name: lora.rank * count for name, count in fewer.items()}
+    if others:
+        config["rank_pattern"] = {name: lora.rank * count for name, count in others.items()}
         config["alpha_pattern"] = {
-            name: _number(lora.scale * lora.rank * count) for name, count in fewer.items()
+            name: _number(lora.scale * lora.rank * count) for name, count in others.items()
         }
     if parameters:
         config["target_parameters"] = parameters

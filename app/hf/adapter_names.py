@@ -19,8 +19,8 @@ from math import prod
 
 from app.config import LoraConfig, ModelConfig
 from app.hf import fits, tables
-from app.hf.families import family_of
 from app.hf.family import Family
+from app.hf.started import family_as_started
 from app.hf.weight_part import WeightPart
 from app.plan.model.lora import GATE_UP, LINEARS
 from app.plan.model.stage import NamedWeight, model_weights
@@ -31,6 +31,7 @@ ONE_EACH = (fits.expert_gate_up, fits.expert_down)
 EXPERTS = re.compile(r"(.*\.(?:mlp|block_sparse_moe)\.experts)\.(gate_up_proj|down_proj)")
 ROUTERS = (".mlp.router", ".block_sparse_moe.router")  # of which `peft` adapts a parameter
 WRAPPED = ".base_layer"  # around the inner of two parameters of one module
+EVERYTHING = "self_attn", "linear_attn", "mlp", "gate"
 Held = tuple[NamedWeight, WeightPart]
 
 
@@ -51,7 +52,7 @@ class AdapterNames:
         cls, model: ModelConfig, lora: LoraConfig, key: str, value: object, *, joins: bool = False
     ) -> AdapterNames:
         """Look up the model's family. Raises ConfigError for `key` without one."""
-        return cls(model, lora, family_of(model, key, value), joins)
+        return cls(model, lora, family_as_started(model, key, value), joins)
 
     @property
     def stacked(self) -> bool:
@@ -110,7 +111,7 @@ class AdapterNames:
         of_experts = {each for each in adapted if EXPERTS.fullmatch(each)}
         adapted -= parameters | of_experts
         last = sorted({module.rpartition(".")[2] for module in adapted})
-        everything = LoraConfig(rank=self.lora.rank, targets=("self_attn", "mlp", "gate"))
+        everything = LoraConfig(rank=self.lora.rank, targets=EVERYTHING)
         others = {*AdapterNames(self.model, everything, self.family).layers_in()} - parameters
         same = {each for each in others if each.rpartition(".")[2] in last}
         within = {f"{each}.weight" for each in parameters} | of_experts

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from app.choices import LayerType
-from app.config import MLAConfig, ModelConfig, MoEConfig, YarnConfig
+from app.config import LinearAttentionConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
 from app.config.attention import DynamicRopeConfig, Llama3RopeConfig, LongRopeConfig
 from app.hf.rotary import rotary, written_scaling
 from app.hf.their_config import TheirConfig
@@ -30,7 +30,7 @@ LATENT = {
     "qk_rope_head_dim": "qk_rope_head_dim",
     "v_head_dim": "v_head_dim",
 }
-FULL, SLIDING = (each.value for each in LayerType)
+FULL, SLIDING, LINEAR = (each.value for each in LayerType)
 LATENT_EPS = 1e-6  # `transformers` uses it for norms of latents, whatever rms_norm_eps is
 
 
@@ -107,7 +107,8 @@ def rotated_layers(model: ModelConfig) -> list[int]:
 
 def layer_types(model: ModelConfig) -> list[str]:
     """Return the type of each layer's attention."""
-    return [_type(spec.attention.window) for spec in model.layer_specs[: model.num_layers]]
+    specs = (spec.attention for spec in model.layer_specs[: model.num_layers])
+    return [LINEAR if spec.linear is not None else _type(spec.window) for spec in specs]
 
 
 def _type(window: int | None) -> str:
@@ -308,6 +309,7 @@ def written_mixtral(moe: MoEConfig) -> dict[str, Any]:
 SECTIONS = {
     "moe": MoEConfig,
     "mla": MLAConfig,
+    "linear_attention": LinearAttentionConfig,
     "yarn": YarnConfig,
     "llama3_rope": Llama3RopeConfig,
     "longrope": LongRopeConfig,

@@ -16,6 +16,7 @@ from app.errors import ConfigError, typed
 from app.hf import config_json as config
 from app.hf.family import Family
 from app.hf.supported import FAMILIES
+from app.hf.tables import NameLine, layer_of
 from app.hf.their_config import NOWHERE, TheirConfig, shortened
 from app.programs import page
 
@@ -55,6 +56,19 @@ def family_of(model: ModelConfig, key: str, value: object) -> Family:
             closest = len(unlike), f"; {family.model_type}, the closest, has no {said}"
     rule = "no supported Hugging Face family computes the same as this model"
     raise ConfigError(key, value, rule + (closest[1] if closest else ""))
+
+
+def same_files(one: Family, other: Family, model: ModelConfig) -> bool:
+    """Return whether two families have the same tensors for a model, under the same names."""
+    return one is other or _lines(one, model) == _lines(other, model)
+
+
+def _lines(family: Family, model: ModelConfig) -> tuple[str, set[NameLine]]:
+    first: dict[str, NameLine] = {}  # the spelling that is written
+    for line in family.table(model):
+        first.setdefault(line.ours, line)
+    ours = {layer_of(named.name)[1] for named in family.weights(model)}
+    return family.layers_name, {first[name] for name in ours}
 
 
 # Fields that change what a model computes: all but names, initial weights, and experts, of which

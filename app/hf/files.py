@@ -23,6 +23,7 @@ from app.hf import fp8, mxfp4
 from app.hf.file_names import INDEX, ONE_FILE, PICKLE, PICKLE_INDEX
 from app.hf.pickles import PickledTensors, PickleFault
 from app.hf.quantisation import MXFP4, SECTION, Quantisation
+from app.hf.wrapped import plain_name
 
 WEIGHTS = (".safetensors", ".gguf", ".pth")  # suffixes of weight files, for a message
 LFS = b"version https://git-lfs"
@@ -49,6 +50,7 @@ class TensorFiles:
         self.index = INDEX
         self._opened: dict[str, safe_open | PickledTensors] = {}
         self._known: dict[str, frozenset[str]] = {}  # opened file -> its tensors
+        self._names: dict[str, str] = {}  # tensor -> its name in the file, where that differs
         self._stored: dict[str, str] = {}  # tensor -> file
         self._stored |= self._listed()
         self._scale_of = {  # FP8 weight -> its scales
@@ -148,7 +150,13 @@ class TensorFiles:
             if not (self.folder / file).is_file():
                 first = next(name for name, place in listed.items() if place == file)
                 raise self.refusal(f"{file} is missing, which has {first}")
-        return listed
+        return {self._named(name): file for name, file in listed.items()}
+
+    def _named(self, stored: str) -> str:
+        """Return the name of a tensor, which files of text and images have another one for."""
+        if (name := plain_name(stored)) != stored:
+            self._names[name] = stored
+        return name
 
     def _open(self, file: str) -> safe_open | PickledTensors:
         if file not in self._opened:
@@ -170,7 +178,7 @@ class TensorFiles:
 
     def _tensors(self, file: str) -> frozenset[str]:
         if file not in self._known:
-            found = frozenset(self._open(file).keys())
+            found = frozenset(map(self._named, self._open(file).keys()))
             for name in sorted(found & self._stored.keys()):
                 if (other := self._stored[name]) != file:
                     raise self.refusal(f"{name} is in {file}, and {self.index} says in {other}")
@@ -181,7 +189,7 @@ class TensorFiles:
         file = self._stored[name]
         if name not in self._tensors(file):
             raise self.refusal(f"{self.index} names {file} for {name}, which is not in it")
-        return self._open(file).get_slice(name)
+        return self._open(file).get_slice(self._names.get(name, name))
 
     def _refused(self, name: str, what: str) -> ConfigError:
         return self.refusal(f"{self._stored[name]}: {name} {what}")

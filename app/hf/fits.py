@@ -24,9 +24,11 @@ def whole(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[W
 
 
 def heads(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> Iterator[WeightPart]:
-    """Map queries, keys and values; ours are ordered by key/value head: queries, key, value."""
+    """Map queries, keys and values; ours are ordered by key/value head: queries, key, value. A gate
+    follows its query in both.
+    """
     groups, width, columns = model.num_kv_heads, model.head_width, shape[1:]
-    queries = model.num_heads // groups
+    queries = model.num_heads // groups * (2 if model.attention_gate else 1)
     apart = (groups, queries + 2, width, *columns)
     first = 0
     for name, heads in zip(theirs, (queries, 1, 1), strict=True):

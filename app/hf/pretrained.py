@@ -19,6 +19,7 @@ from app.hf.files import TensorFiles
 from app.hf.tables import mapping, router_biases
 from app.hf.their_model import TheirModel
 from app.hf.weight_part import WeightPart, grouped, names
+from app.hf.wrapped import IMAGES, VISION
 from app.hf.write import PART_NUMEL
 from app.plan.model.stage import NamedWeight, model_weights
 from app.plan.sharding.blocks import ShardCoords
@@ -167,11 +168,17 @@ class Pretrained:
     def _left_out(self, name: str) -> bool:
         redundant = name.endswith(self.their.family.redundant or "\n")
         elsewhere = redundant or SAID_ELSEWHERE.search(name) is not None
-        return elsewhere or name in self._behind or name in self.files.left_out
+        beside = name in self._behind or name in self.files.left_out
+        return elsewhere or beside or self._of_images(name)
+
+    def _of_images(self, name: str) -> bool:
+        return name.startswith(IMAGES) and VISION in self.their.config.values
 
     def left_out(self) -> str | None:
         """Return a line on what is not read of the model's files; None if everything is."""
         texts = [*self._behind.phrases(self.files.file_of)]
+        if any(map(self._of_images, self.files.file_of)):
+            texts.append(f"{IMAGES}*, which reads images")
         if scales := sorted(self.files.left_out):
             texts.append(f"{_listed(scales)}, as activations are not quantised")
         texts += [f"{CONFIG_JSON}: {phrase}" for phrase in self.their.left_out]

@@ -72,18 +72,22 @@ def written_qwen3_moe(moe: MoEConfig) -> dict[str, Any]:
     }
 
 
-def qwen2_moe(config: TheirConfig) -> dict[str, Any]:
-    """Qwen2 with experts."""
-    moe = {
+def shared_experts(config: TheirConfig) -> dict[str, Any]:
+    """Return the fields of experts beside a shared one with a gate, in every layer."""
+    return {
         "num_experts": config.either("num_experts", "num_local_experts"),
         "top_k": config.need("num_experts_per_tok"),
         "ffn_hidden_size": config.need("moe_intermediate_size"),
         "shared_ffn_hidden_size": config.need("shared_expert_intermediate_size"),
         "shared_gate": True,
-        **sparse_layers(config),
-        "pre_softmax": not config.get("norm_topk_prob", False),
         "aux_loss_coeff": config.get("router_aux_loss_coef", 0.0),
     }
+
+
+def qwen2_moe(config: TheirConfig) -> dict[str, Any]:
+    """Qwen2 with experts."""
+    moe = {**shared_experts(config), **sparse_layers(config)}
+    moe["pre_softmax"] = not config.get("norm_topk_prob", False)
     return {
         **config_json.grouped(config, config_json.windows_of_odd_layers),
         "qkv_bias": config.get("qkv_bias", False),

@@ -18,6 +18,7 @@ from app.hf import (
     nemotron,
     olmo,
     phi3,
+    qwen3_next,
     qwen_moe,
     seed_oss,
     starcoder2,
@@ -27,6 +28,7 @@ from app.hf import config_json as config
 from app.hf.family import Family
 
 _GROUPED = (*tables.WHOLE_MODEL, *tables.EVERY_LAYER, *tables.GROUPED_ATTENTION)
+_GATED = (*tables.WHOLE_MODEL, *tables.EVERY_LAYER)
 _DEEPSEEK = (
     *tables.WHOLE_MODEL,
     *tables.EVERY_LAYER,
@@ -190,6 +192,36 @@ FAMILIES = (
         layers=_QWEN_LAYERS,
         more=qwen_moe.written_qwen2,
         defaults=qwen_moe.DEFAULTS,
+    ),
+    Family(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        qwen3_next.qwen3_next,
+        (*_GATED, *qwen3_next.NEXT, *tables.EXPERTS, *tables.QWEN_SHARED_EXPERT),
+        qwen_moe.written_qwen2_moe,
+        layers=("layer_types",),
+        more=qwen3_next.written_next,
+        behind=qwen3_next.BEHIND,
+        defaults=qwen3_next.NEXT_DEFAULTS,
+    ),
+    Family(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        qwen3_next.dense,
+        (*_GATED, *qwen3_next.APART),
+        layers=("layer_types",),
+        more=qwen3_next.written,
+        behind=qwen3_next.BEHIND,
+        defaults=qwen3_next.DEFAULTS,
+    ),
+    Family(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        qwen3_next.qwen3_5_moe,
+        (*_GATED, *qwen3_next.APART, *tables.EXPERTS, *tables.QWEN_SHARED_EXPERT),
+        written_as="qwen3_next",
+        behind=qwen3_next.BEHIND,
+        defaults=qwen3_next.MOE_DEFAULTS,
     ),
     Family(
         "seed_oss",

@@ -11,6 +11,7 @@ from typing import Any
 from app.errors import ConfigError
 from app.hf.behind import COUNTS
 from app.hf.file_names import CONFIG_JSON
+from app.hf.wrapped import unwrapped
 
 NOWHERE = Path(CONFIG_JSON)  # path of a config.json that exists in memory only
 MOST_TOLD = 60  # most characters of a value in a message
@@ -24,6 +25,8 @@ WHOLE = frozenset((
     "v_head_dim", *COUNTS, "sliding_window", "max_window_layers", "no_rope_layer_interval",
     "shared_expert_intermediate_size", "rotary_dim", "moe_k", "moe_num_experts",
     "moe_num_shared_experts", "moe_layer_start_index", "moe_layer_interval",
+    "full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim",
+    "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
 ))  # fmt: skip
 NUMBER = frozenset((
     "rms_norm_eps", "rope_theta", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
@@ -115,7 +118,7 @@ class TheirConfig:
             raise ConfigError(key, folder, f"{CONFIG_JSON} cannot be read: {error}") from None
         if not isinstance(values, dict):
             raise ConfigError(key, folder, f"{CONFIG_JSON} is no JSON object")
-        return cls(values, path, key)
+        return cls(unwrapped(values), path, key)
 
     def completed(self, defaults: Mapping[str, Any]) -> TheirConfig:
         """Fill in missing keys by defaults; null stays, except as the base of rotary positions."""

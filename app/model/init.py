@@ -14,6 +14,8 @@ from app.plan.model.stage import NamedWeight
 from app.plan.model.weight import Initial
 from app.plan.sharding.blocks import ShardCoords
 
+DECAY_RATES = 0.01, 16.0  # bounds of initial rates of decay
+
 
 def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
@@ -47,6 +49,8 @@ def init_weights(
         draw, size = _normal, _std(weight.initial, model)
         if weight.initial is Initial.kaiming:
             draw, size = _uniform, 1 / math.sqrt(weight.shape[1])
+        if weight.initial is Initial.log_uniform:
+            draw = _log_uniform
         if weight.initial is Initial.ones:
             tensor.fill_(1.0)
         elif weight.initial is Initial.zeros:
@@ -80,3 +84,14 @@ def _uniform(
 ) -> None:
     values = torch.empty(shape, dtype=torch.float32, device=own.device)
     own.copy_(values.uniform_(-size, size, generator=generator)[held])
+
+
+def _log_uniform(
+    own: Tensor,
+    shape: Sequence[int],
+    held: tuple[slice, ...],
+    size: float,
+    generator: torch.Generator,
+) -> None:
+    values = torch.empty(shape, dtype=torch.float32, device=own.device)
+    own.copy_(values.uniform_(*DECAY_RATES, generator=generator).log_()[held])

@@ -54,10 +54,7 @@ def decoding_memory(plan: Plan, pp_rank: int, sequences: int, *, tokens: int) ->
     )
     places = padded(tokens, layout.tp)
     specs = [model.layer_specs[layer].attention for stage in stages for layer in stage.layers]
-    caches = (
-        sequences * spec.cached_tokens(places) * spec.cached_numel(layout.tp) * size
-        for spec in specs
-    )
+    caches = (sequences * spec.cached_bytes(places, layout.tp, size) for spec in specs)
     return DecodingMemory(numel * size, tuple(caches))
 
 

@@ -32,7 +32,8 @@ def check_block(run: Run) -> None:
         )
     _check_sinks(model)
     local = model.local_rope_theta
-    if local is not None and len(set(model.layer_types)) < len(LayerType):
+    both = {LayerType.full_attention, LayerType.sliding_attention}
+    if local is not None and not both <= set(model.layer_types):
         rule = "is of layers with a sliding window among layers without: model.layer_types"
         raise ConfigError("model.local_rope_theta", local, rule, nearest=("null",))
 

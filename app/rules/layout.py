@@ -202,6 +202,11 @@ def check_tensor_parallel(run: Run) -> None:
     widths = {
         "num_heads": model.num_heads,
         "num_kv_heads": model.num_kv_heads,
+        **(
+            {"linear_attention.key_heads": model.linear_attention.key_heads}
+            if model.linear_attention is not None
+            else {}
+        ),
         "vocab_size": model.vocab_size,
     }
     if any(not model.is_moe_layer(layer) for layer in range(model.num_layers)):
@@ -244,6 +249,13 @@ def check_context_parallel(run: Run) -> None:
     """
     cp = run.parallel.cp
     tp = run.parallel.tp
+    if cp > 1 and run.model.linear_attention is not None:
+        rule = (
+            "linear attention passes its state from token to token, and a rank holds two chunks of "
+            "a sequence that are not neighbours"
+        )
+        near = (1, *(Instead("parallel.cp=1", f"parallel.{axis}={cp}") for axis in ("tp", "dp")))
+        raise ConfigError("parallel.cp", cp, rule, nearest=near)
     kind = run.parallel.cp_comm_type
     here = run.model.num_kv_heads // tp  # divides the query heads
     if cp > 1 and kind is CpComm.all_to_all and here % cp:

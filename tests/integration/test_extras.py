@@ -13,6 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from app.model.attention import delta_library
 from app.model.layers.transformer_engine import INSTALL, LIBRARY, OLDEST
 from tests.integration.installed import normal
 from tests.training import ROOT
@@ -63,11 +64,27 @@ def test_extra_gpu_asks_for_the_oldest_usable_release():
     assert INSTALL.startswith(f"pip install '{PROJECT['name']}[gpu]'")
 
 
+def test_extra_linear_asks_for_the_oldest_usable_release():
+    (asked,) = EXTRAS["linear"]
+    assert normal(asked.name) == normal(delta_library.LIBRARY)
+    oldest = ".".join(map(str, delta_library.OLDEST))
+    assert [(each.operator, each.version) for each in asked.specifier] == [(">=", oldest)]
+    assert f"pip install '{PROJECT['name']}[linear]'" == delta_library.INSTALL
+
+
 def pip(*arguments: str) -> str:
     line = [sys.executable, "-m", "pip", *arguments, "--disable-pip-version-check"]
     done = subprocess.run(line, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.mark.index
+def test_index_has_what_extra_linear_asks_for():
+    (asked,) = EXTRAS["linear"]
+    options = ("--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-")
+    (found,) = json.loads(pip("install", *options, str(asked)))["install"]
+    assert Version(found["metadata"]["version"]) in asked.specifier
 
 
 @pytest.mark.index

@@ -107,11 +107,11 @@ def block_by_name(
         return whole.cut(0, ep, share).cut(1, etp, part)
     if leaf in ("b_up", "w_up"):
         return up_block(shape, parts, index, gate=gate)
-    if leaf in ("bqkv", "sinks"):
+    if leaf in ("bqkv", "sinks", "a_log", "dt_bias"):
         return Block.whole(shape[0] * parts).cut(0, parts, index)
-    if leaf in ("wqkv", "q_b", "kv_b", "embedding", "head"):
+    if leaf in ("wqkv", "q_b", "kv_b", "embedding", "head", "conv", "w_in", "w_beta"):
         return Block.whole(shape[0] * parts, shape[1]).cut(0, parts, index)
-    if leaf in ("wo", "w_down"):
+    if leaf in ("wo", "w_down", "w_out"):
         return Block.whole(shape[0], shape[1] * parts).cut(1, parts, index)
     return Block.whole(*shape)
 
@@ -119,21 +119,31 @@ def block_by_name(
 def whole_by_name(name: str) -> bool:
     """Return whether all tensor-parallel ranks hold the weight whole, by its name's last part."""
     cut = ("wqkv", "q_b", "kv_b", "embedding", "head", "wo", "w_down", "w_up")
-    biases = ("bqkv", "sinks", "b_up")
+    cut += ("conv", "w_in", "w_beta", "w_out")
+    biases = ("bqkv", "sinks", "b_up", "a_log", "dt_bias")
     return ".experts." not in name and name.rsplit(".", 1)[-1] not in cut + biases
 
 
 PLUS_ONE = (NormKind.rms_plus_one, NormKind.layer_plus_one)
 BIASES = ("bqkv", "bo", "bias", "b_up", "b_down")
+OF_DELTA_RULE = {
+    "a_log": Initial.log_uniform,
+    "dt_bias": Initial.ones,
+    "conv": Initial.kaiming,
+}
 
 
 def initial_by_name(name: str, dims: int, model: ModelConfig) -> Initial:
     leaf = name.rsplit(".", 1)[-1]
     if leaf in BIASES:
         return Initial.zeros
+    if leaf in OF_DELTA_RULE:
+        return OF_DELTA_RULE[leaf]
     if dims == 1 and leaf != "sinks":
-        return Initial.zeros if model.norm in PLUS_ONE else Initial.ones
-    return Initial.residual if leaf in ("wo", "w_down") else Initial.normal
+        of_heads = name.endswith(".attn.norm.weight")  # of linear attention
+        plus_one = model.norm in PLUS_ONE and not of_heads
+        return Initial.zeros if plus_one else Initial.ones
+    return Initial.residual if leaf in ("wo", "w_down", "w_out") else Initial.normal
 
 
 @pytest.mark.every(12)
@@ -265,7 +275,7 @@ OTHER_WORDS = {
 @cache
 def weight_names() -> tuple[set[str], set[str]]:
     """Last parts of weights' names, and all parts of them but numbers."""
-    names = ("moe_tiny", "dense_tiny", "qwen3_30b_a3b", "deepseek_v3_like")
+    names = ("moe_tiny", "dense_tiny", "qwen3_next_80b_a3b", "deepseek_v3_like")
     models = [preset_model(name) for name in names]
     moe = models[0].moe
     assert moe is not None
@@ -291,6 +301,9 @@ def names_in(source: str) -> Iterator[str]:
             yield from {text} if parts & set(text.split(".")) else ()
 
 
+FILES_OF_THEIR_NAMES = "tables", "adapter_names", "behind", "qwen3_next"
+
+
 def test_names_of_weights_are_written_nowhere_else():
     def elsewhere(path: Path) -> list[str]:
         found, place = names_in(path.read_text()), path.relative_to(ROOT).as_posix()
@@ -298,7 +311,7 @@ def test_names_of_weights_are_written_nowhere_else():
 
     inside = ROOT / "app" / "plan" / "model"
     # what others call them
-    theirs = {ROOT / f"app/hf/{name}.py" for name in ("tables", "adapter_names", "behind")}
+    theirs = {ROOT / f"app/hf/{name}.py" for name in FILES_OF_THEIR_NAMES}
     outside = [path for path in SOURCES if inside not in path.parents and path not in theirs]
     assert len(outside) > 150
     found = {str(path.relative_to(ROOT)): elsewhere(path) for path in outside}
@@ -312,5 +325,6 @@ def test_the_rule_on_names_can_fail():
     assert leaves == {
         *("embedding", "wqkv", "wo", "weight", "w_up", "w_down", "shared_gate", "head"),
         *("q_a", "q_b", "kv_a", "kv_b", "bqkv"),
+        *("a_log", "dt_bias", "conv", "w_in", "w_beta", "w_out"),
     }
     assert parts >= {"experts", "router", "q_norm", "attn"}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from app.choices import ActivationKind, BlockKind, CpComm, DispatcherKind, LayerType, NormKind
-from app.config import ModelConfig, ParallelConfig, Run
+from app.config import LinearAttentionConfig, ModelConfig, ParallelConfig, Run
 from app.engine.capture.recorder import Recorder
 from app.engine.decoding.decoder import Decoder, Model
 from app.engine.step.engine import Engine
@@ -18,7 +18,7 @@ from tests.parity import exact_engine, here
 from tests.rounding import Values, numbered
 from tests.runs import LATENT, TINY, TINY_MOE, make_run
 
-FULL, SLIDING = LayerType
+FULL, SLIDING, LINEAR = LayerType
 PROMPTS = ([5, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5])
 
 
@@ -58,6 +58,15 @@ MODELS = {
         norm=NormKind.layer_bias,
         mlp_gate=False,
         activation=ActivationKind.gelu,
+    ),
+    "linear": sharp(
+        TINY,
+        moe=None,
+        attention_gate=True,
+        qk_norm=True,
+        norm=NormKind.rms_plus_one,
+        layer_types=(LINEAR, FULL),
+        linear_attention=LinearAttentionConfig(2, 4, key_head_dim=8, value_head_dim=12),
     ),
     "latent windows": sharp(LATENT, moe=None, sliding_window=4, layer_types=(SLIDING, FULL)),
     "static": sharp(TINY, moe=dataclasses.replace(TINY_MOE, dispatcher=DispatcherKind.static)),
@@ -131,5 +140,6 @@ PAIRS = [
     (name, layout)
     for name in MODELS
     for layout, degrees in LAYOUTS.items()
-    if "ep" not in degrees or MODELS[name].moe
+    if ("ep" not in degrees or MODELS[name].moe)
+    and ("cp" not in degrees or MODELS[name].linear_attention is None)
 ]

@@ -110,6 +110,9 @@ def test_every_layout_gives_out_what_came_in(name: str, layout: str, tmp_path: P
         "nemotron",
         "gpt_neox",
         "deepseek_v2-lite",
+        "qwen3_next",
+        "qwen3_5_text-tied",
+        "qwen3_5_moe_text",
     ],
 )
 def test_every_family_gives_out_what_came_in(name: str, tmp_path: Path):

@@ -14,10 +14,12 @@ from time import time
 
 import pytest
 
+from app.choices import LayerType
 from app.cli.options.compose import load_overrides
 from app.cli.options.keys import all_keys
 from app.config import (
     DynamicRopeConfig,
+    LinearAttentionConfig,
     Llama3RopeConfig,
     LongRopeConfig,
     MLAConfig,
@@ -47,6 +49,7 @@ WIDER = replace(RUN, model=replace(TINY, hidden_size=64))
 
 NULLABLE = (
     "model.mla",
+    "model.linear_attention",
     "model.moe",
     "model.yarn",
     "model.llama3_rope",
@@ -95,6 +98,11 @@ def test_fixed_keys_are_refused_and_free_ones_reported(tmp_path: Path):
         "model.llama3_rope": replace(unscaled, llama3_rope=Llama3RopeConfig()),
         "model.longrope": replace(unscaled, longrope=LongRopeConfig()),
         "model.dynamic_rope": replace(unscaled, dynamic_rope=DynamicRopeConfig()),
+        "model.linear_attention": replace(
+            unscaled,
+            linear_attention=LinearAttentionConfig(),
+            layer_types=(LayerType.linear_attention,),
+        ),
     }
     measured = replace(RUN, hardware=load_overrides(["hardware=h200"]).hardware)
     for number, key in enumerate(leaves()):

@@ -21,11 +21,13 @@ from app.choices import (
     AttentionBackendKind,
     BlockKind,
     Dtype,
+    LayerType,
     NormKind,
     Score,
 )
 from app.config import (
     DataConfig,
+    LinearAttentionConfig,
     MLAConfig,
     ModelConfig,
     MoEConfig,
@@ -53,6 +55,7 @@ from app.kernels.fp8 import swiglu as swiglu_fp8
 from app.kernels.fp8 import weights
 from app.kernels.routing import parts
 from app.model.attention import modules as attention
+from app.model.attention.linear import LinearAttention
 from app.model.attention.softcap import SoftcapAttention
 from app.model.attention.transformer_engine import TransformerEngineAttention
 from app.model.block import Phase
@@ -70,6 +73,7 @@ from app.plan.parts.attention import attends_by_matrices
 from app.plan.recompute import recompute_policy
 from app.plan.stages import Stage
 from tests.forks import Patches
+from tests.tensors.library_memory import as_library
 
 SEQUENCES, LENGTH = 2, 128
 
@@ -104,6 +108,15 @@ BEFORE = dataclasses.replace(
 
 LATENT = dataclasses.replace(
     DENSE, mla=MLAConfig(96, 64, 8, qk_rope_head_dim=8, v_head_dim=12), yarn=YarnConfig()
+)
+
+
+LINEAR = dataclasses.replace(
+    GROUPED,
+    norm=NormKind.rms_plus_one,
+    attention_gate=True,
+    layer_types=(*[LayerType.linear_attention] * 2, LayerType.full_attention),
+    linear_attention=LinearAttentionConfig(2, 4, key_head_dim=64, value_head_dim=64),
 )
 
 
@@ -156,6 +169,18 @@ MODELS = {
     "latent": LATENT,
     "latent_queries_as_they_are": dataclasses.replace(
         LATENT, mla=MLAConfig(None, 48, 10, qk_rope_head_dim=6, v_head_dim=16)
+    ),
+    "linear": LINEAR,
+    "linear_of_equal_heads": dataclasses.replace(
+        LINEAR, linear_attention=LinearAttentionConfig(4, 4, key_head_dim=64, value_head_dim=32)
+    ),
+    "gated": dataclasses.replace(GROUPED, attention_gate=True),
+    "linear_alone": dataclasses.replace(
+        LINEAR,
+        num_layers=1,
+        ffn_hidden_size=32,
+        vocab_size=64,
+        layer_types=(LayerType.linear_attention,),
     ),
     "softmax_bias": dataclasses.replace(
         DENSE,
@@ -275,6 +300,9 @@ def chunk_of(run: Run, embedding: bool = True, head: bool = True) -> Chunk:
         attend = TransformerEngineAttention(run.train.deterministic)
     chunk = Chunk(model, layers, embedding, head=head, attend=attend)
     chunk.to(TORCH[run.precision.params])
+    for module in chunk.modules():
+        if isinstance(module, LinearAttention):
+            module.delta_rule = as_library
     for param in chunk.parameters():
         torch.nn.init.normal_(param, 0.0, 0.02)
         param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))

@@ -16,6 +16,7 @@ from app.config import (
     MoEConfig,
     YarnConfig,
 )
+from tests.tensors import hf_linear
 from tests.tensors.hf_weights import NEIGHBOURS
 
 transformers = pytest.importorskip("transformers")
@@ -130,7 +131,7 @@ def dense(
     return getattr(transformers, f"{kind}ForCausalLM"), theirs, ours
 
 
-FULL, SLIDING = LayerType
+FULL, SLIDING, _ = LayerType
 TYPES = (SLIDING, FULL, SLIDING)
 BY_TYPES = {"layer_types": [each.value for each in TYPES], "sliding_window": 5}
 MISTRAL = {"sliding_window": 5}, {"sliding_window": 5}
@@ -969,6 +970,10 @@ CASES = {
     "gpt-oss": gpt_oss,
     "gpt-oss-no-attention-bias": lambda: gpt_oss(biased=False, window=9, limit=0.5),
     "qwen2-moe-shared-gate": qwen2_moe,
+    "qwen3-next": hf_linear.qwen3_next,
+    "qwen3-5": hf_linear.qwen3_5,
+    "qwen3-5-tied": lambda: hf_linear.qwen3_5(tied=True),
+    "qwen3-5-moe": hf_linear.qwen3_5_moe,
     "glm4-moe": glm4_moe,
     "glm4-moe-whole-heads": lambda: glm4_moe(1.0, biased=False),
     "glm4-moe-quarter-yarn": lambda: glm4_moe(0.25, normed=False, factor=2.0, **TURNS),

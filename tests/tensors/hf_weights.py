@@ -14,6 +14,7 @@ from app.model.chunk import Chunk
 from app.model.layers.linear import named_parameters
 from app.moe.phases import Router
 from app.plan.sharding.reshard import Block
+from tests.tensors.hf_linear import linear_attention
 
 NEIGHBOURS = 1234.0  # base of rotary positions of test models whose neighbouring values rotate
 
@@ -31,6 +32,9 @@ def spread_weights(model: nn.Module) -> None:
         param.data.copy_(
             noise / math.sqrt(param.shape[-1]) * 1.5 if param.dim() > 1 else 1 + 0.3 * noise
         )
+    for name, param in model.named_parameters():
+        if name.endswith("A_log"):  # states that last, so that no output is near zero
+            param.data.sub_(4)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.randn(buffer.shape, generator=random) * 0.2)
@@ -191,6 +195,28 @@ def norms(hf: dict[str, Tensor], ours: str, theirs: str, block: BlockKind) -> di
     return {own: hf[name] for own, name in names.items() if name in hf}
 
 
+def softmax_attention(
+    hf: dict[str, Tensor], ours: str, theirs: str, model: ModelConfig
+) -> dict[str, Tensor]:
+    """The weights of a layer's attention."""
+    weights = {f"{ours}.attn.wo": hf[f"{theirs}.self_attn.o_proj.weight"]}
+    for norm in ("q_norm", "k_norm") if model.qk_norm else ():
+        weights[f"{ours}.attn.{norm}.weight"] = hf[f"{theirs}.self_attn.{norm}.weight"]
+    if model.mla is not None:
+        return weights | latents(hf, f"{ours}.attn", f"{theirs}.self_attn")
+    of_heads = f"{theirs}.self_attn", model.num_kv_heads
+    if model.block is BlockKind.parallel or model.rope_theta == NEIGHBOURS:
+        hf = hf | halves(hf, f"{theirs}.self_attn", model.head_width)
+    weights[f"{ours}.attn.wqkv"] = fused_qkv(hf, *of_heads)
+    if model.qkv_bias:
+        weights[f"{ours}.attn.bqkv"] = fused_qkv(hf, *of_heads, kind="bias")
+    if model.attn_out_bias:
+        weights[f"{ours}.attn.bo"] = hf[f"{theirs}.self_attn.o_proj.bias"]
+    if model.sinks:
+        weights[f"{ours}.attn.sinks"] = hf[f"{theirs}.self_attn.sinks"]
+    return weights
+
+
 def converted(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """Our parameter names -> Hugging Face weights."""
     hf = dict(halved({as_llama(name): each for name, each in hf.items()}, model))
@@ -205,26 +231,15 @@ def converted(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     for index in range(model.num_layers):
         ours, theirs = f"layers.{index}", f"model.layers.{index}"
         weights |= norms(hf, ours, theirs, model.block)
-        if model.mla is None:
-            of_heads = f"{theirs}.self_attn", model.num_kv_heads
-            if model.block is BlockKind.parallel or model.rope_theta == NEIGHBOURS:
-                hf = hf | halves(hf, f"{theirs}.self_attn", model.head_width)
-            weights[f"{ours}.attn.wqkv"] = fused_qkv(hf, *of_heads)
-            if model.qkv_bias:
-                weights[f"{ours}.attn.bqkv"] = fused_qkv(hf, *of_heads, kind="bias")
-            if model.attn_out_bias:
-                weights[f"{ours}.attn.bo"] = hf[f"{theirs}.self_attn.o_proj.bias"]
-            if model.sinks:
-                weights[f"{ours}.attn.sinks"] = hf[f"{theirs}.self_attn.sinks"]
-        else:
-            weights |= latents(hf, f"{ours}.attn", f"{theirs}.self_attn")
-        weights[f"{ours}.attn.wo"] = hf[f"{theirs}.self_attn.o_proj.weight"]
-        for norm in ("q_norm", "k_norm") if model.qk_norm else ():
-            weights[f"{ours}.attn.{norm}.weight"] = hf[f"{theirs}.self_attn.{norm}.weight"]
         weights |= {
             f"{ours}.body.{name}": value
             for name, value in feed_forward(hf, f"{theirs}.mlp").items()
         }
+        linear = model.layer_specs[index].attention.linear
+        if linear is not None:
+            weights |= linear_attention(hf, f"{ours}.attn", f"{theirs}.linear_attn", linear)
+            continue
+        weights |= softmax_attention(hf, ours, theirs, model)
     return weights
 
 

@@ -82,7 +82,7 @@ WORKING = {
             "sigmoid_shared_gate",
             "softmax_before",
         ),
-        *("latent", "latent_queries_as_they_are"),
+        *("latent", "latent_queries_as_they_are", "linear", "linear_alone"),
     )
 }
 
@@ -117,6 +117,16 @@ def test_full_recomputation_keeps_inputs_of_layers(model: ModelConfig, dtype: Dt
     assert kept == pytest.approx(memory.total, rel=0.05)
     peak = memory.total + max(memory.forward, memory.backward)
     assert max(forward, backward) == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", TORCH, ids=lambda dtype: dtype.value)
+def test_recomputed_linear_attention_is_within_five_percent(dtype: Dtype):
+    run = run_of(MODELS["linear_alone"], dtype, phases=(Recompute.attn_core,))
+    memory = planned(run, False, False)
+    forward, kept, backward = forward_and_backward(run, chunk_of(run, False, False), False)
+    assert memory.total == pytest.approx(kept, rel=0.05)
+    assert memory.total + memory.forward == pytest.approx(forward, rel=0.05)
+    assert memory.total + memory.backward == pytest.approx(backward, rel=0.05)
 
 
 PARTS = {

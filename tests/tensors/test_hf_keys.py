@@ -37,15 +37,24 @@ from tests.tensors.models import draw_tokens, forward
 SOURCES = ("cache_utils", "masking_utils", "modeling_rope_utils", "integrations.moe")
 ATTRIBUTE = re.compile(r"\bconfig\.([a-z_]\w+)|getattr\((?:\w+\.)*config, \"(\w+)\"")
 COMMENT = re.compile(r"^ *#.*$", re.MULTILINE)
-# What sources take from a configuration that no file sets: methods, and the module `json`'s file.
-# Keys of Gemma 3 with images, whose source has the model of texts too.
-OF_IMAGES = {"image_token_id", "mm_tokens_per_image", "vision_config"}
+# Keys of images, in sources that have the model of texts too.
+OF_QWEN_IMAGES = {
+    "depth", "image_token_id", "in_channels", "num_heads", "num_position_embeddings",
+    "out_hidden_size", "patch_size", "spatial_merge_size", "temporal_patch_size", "video_token_id",
+    "vision_config",
+}  # fmt: skip
+OF_IMAGES = {
+    "gemma3_text": {"image_token_id", "mm_tokens_per_image", "vision_config"},
+    "qwen3_5_text": OF_QWEN_IMAGES,
+    "qwen3_5_moe_text": {*OF_QWEN_IMAGES, "intermediate_size"},
+}
 EPSILONS = {
     "cohere2": "layer_norm_eps",
     "starcoder2": "norm_epsilon",
     "nemotron": "norm_eps",
     "gpt_neox": "layer_norm_eps",
 }
+# What sources take from a configuration that no file sets: methods, and the module `json`'s file.
 NO_KEYS = frozenset(("get_text_config", "json", "standardize_rope_params", "validate_rope"))
 
 
@@ -71,7 +80,7 @@ def test_every_key_in_the_sources_has_a_rule(model_type: str):
         found |= {one or other for one, other in ATTRIBUTE.findall(text)}
     epsilon = EPSILONS.get(model_type, "rms_norm_eps")
     assert {"is_causal", epsilon, "attention_chunk_size"} <= found
-    others = OF_IMAGES if model_type.endswith("_text") else set()
+    others = OF_IMAGES.get(model_type, set())
     assert sorted(key for key in found - NO_KEYS - others if rule(model_type, key) is None) == []
 
 

@@ -108,11 +108,8 @@ def test_what_makes_two_models_the_same_is_what_runs_hold_on_to():
     left = {"model.moe.capacity_factor", "model.moe.drop_policy", "model.moe.force_balance"}
     keys = {key for key in all_keys() if key.startswith("model.")}
     fixed = {key for key in keys - {"model.moe.static", "model.moe.echo"} if is_fixed(key)}
-    inside = {
-        key
-        for key in fixed
-        if key.startswith(("model.mla.", *(f"model.{name}." for name in SCALINGS)))
-    }
+    sections = ("mla", "linear_attention", *SCALINGS)
+    inside = {key for key in fixed if key.startswith(tuple(f"model.{name}." for name in sections))}
     inside |= {"model.mtp.layers"}
     assert fixed - inside - {"model.moe"} - left == counted
 

@@ -16,7 +16,7 @@ from app.hf.their_model import TheirModel
 KEY = "model.init_from"
 PRESET = "model=pretrained"
 OF_CONFIG_JSON = "${config_json:"  # how presets leave a key to config.json
-OF_KINDS = ("mla", *SCALINGS)  # sections that few models have
+OF_KINDS = ("mla", "linear_attention", *SCALINGS)  # sections that few models have
 
 
 def of_config_json(field: str, _root_: DictConfig) -> object:

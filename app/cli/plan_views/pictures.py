@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import matplotlib
@@ -21,8 +22,23 @@ def save_picture(figure: Figure, folder: Path, name: str) -> list[Path]:
     # Text stays text, and equal plans give equal files: a fixed salt for ids, no date.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(paths[0], dpi=DPI, metadata={"Date": None})
+    paths[0].write_text(shortened(paths[0].read_text("utf-8")), "utf-8")
     figure.savefig(paths[1], dpi=DPI)
     return paths
+
+
+def shortened(svg: str) -> str:
+    """Return matplotlib's SVG with coordinates of one decimal, a tenth of a point, and without
+    prologue, metadata and line breaks.
+    """
+    svg = re.sub(r"<\?xml.*?\?>|<!DOCTYPE.*?>|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"\s*\n\s*(?=[LzMCQ\"<])", "", svg)
+
+    def rounded(tag: re.Match[str]) -> str:
+        # shares and scales, which are below 1, keep their digits
+        return re.sub(r"\b[1-9]\d*\.\d{2,}", lambda found: f"{float(found[0]):.1f}", tag[0])
+
+    return re.sub(r"<[^>]*>", rounded, svg) + "\n"
 
 
 def whitened(colour: str | Colour, white: float) -> Colour:

@@ -34,8 +34,8 @@ from app.engine.watchdog.activity import ThreadActivity
 from app.errors import ConfigError, warn
 from app.hf.adapter import adapter_files
 from app.hf.adapter_names import AdapterNames
-from app.hf.families import family_of
 from app.hf.family import Family
+from app.hf.started import family_as_started
 from app.hf.write import Export, complete_or_gone, write_all
 from app.plan.model.stage import model_weights
 
@@ -72,8 +72,11 @@ class Exported:
         return Dtype(imported or self.config["precision"]["params"])
 
     def family(self) -> Family:
-        """Return its model family. Raises ConfigError if Hugging Face has no such model."""
-        return family_of(self.model, self.key, self.checkpoint)
+        """Return its model family, that of the files that the run started from if those have other
+        names. Raises ConfigError if Hugging Face has no such model.
+        """
+        run_dir = self.checkpoint.parent.parent
+        return family_as_started(self.model, self.key, self.checkpoint, run_dir)
 
     def export(self) -> Export:
         """Return the files to write. Raises ConfigError as `family`."""
@@ -154,7 +157,7 @@ def export_adapter(path: Path, folder: Path, key: str) -> Exported:
     if (lora := exported.lora) is None:
         rule = "holds a model without adapters"
         raise ConfigError(key, path, rule, advice="to-hf exports the model")
-    names = AdapterNames.of(exported.model, lora, key, path)
+    names = AdapterNames(exported.model, lora, exported.family())
     export = exported.export()
     with complete_or_gone(folder, export.temporary):
         export.begin()

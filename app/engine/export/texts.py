@@ -25,12 +25,13 @@ from app.data.tokenizer import (
 from app.data.tokenizer_files import TEMPLATE, TOKENIZER
 from app.engine.start.kept_tokenizer import changed_end, find_tokenizer, kept_end
 from app.errors import ConfigError, typed, writing
-from app.hf.families import differences
+from app.hf.families import differences, same_files
 from app.hf.family import Family
 from app.hf.file_names import CONFIG_JSON
 from app.hf.hub import CHAT_TEMPLATES, PRETRAINED, TEXTS, model_folder, texts_folder
 from app.hf.their_model import TheirModel
 from app.hf.tokenizer_files import TrainedTokenizer, with_tokenizer
+from app.hf.wrapped import exported
 from app.hf.write import as_json, write_all
 
 END_IDS = "eos_token_id"
@@ -67,7 +68,8 @@ class ExportTexts:
             texts = {**with_tokenizer({}, tokenizer), **self._template()}
             return {**texts, CONFIG_JSON: as_json(self._new_config(tokenizer))}
         texts = read_texts(source, self.key)
-        theirs = json.loads(texts.pop(CONFIG_JSON))  # `_source` has parsed it without error
+        # `_source` has parsed it without error
+        theirs = exported(json.loads(texts.pop(CONFIG_JSON)), self.family.architecture)
         if not self._untrained:
             texts, theirs = self._trained_texts(source, texts, theirs)
             texts = {**texts, **self._template()}
@@ -143,10 +145,14 @@ class ExportTexts:
 
     def _check_model(self, folder: Path) -> None:
         """Raise ConfigError if a folder's config.json describes another model."""
-        found = TheirModel.read(folder, self.key).model.with_behind(self.model)
+        theirs = TheirModel.read(folder, self.key)
+        found = theirs.model.with_behind(self.model)
         for field, ours, theirs in differences(self.model, found):
             rule = f"has model.{field}={typed(theirs)}, and the checkpoint {typed(ours)}"
             raise ConfigError(self.key, folder, f"{CONFIG_JSON} {rule}")
+        if not same_files(theirs.family, self.family, self.model):
+            rule = f"is of type {theirs.family.model_type}, and weights are of type"
+            raise ConfigError(self.key, folder, f"{CONFIG_JSON} {rule} {self.family.model_type}")
 
     def _their_config(self, found: dict[str, Any]) -> dict[str, Any]:
         """Return config.json of the initial model, changed only in how weights are stored."""

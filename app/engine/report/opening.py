@@ -21,6 +21,7 @@ from app.engine.report.pace import pace_line, planned_step
 from app.engine.start.start import Data, Start
 from app.engine.step.engine import Engine
 from app.model.attention.chosen import attention_line
+from app.model.attention.delta_library import linear_attention_line
 from app.plan.formatting import GIB, amount, count_of
 from app.planner.plan import Plan
 from app.planner.summary import degrees, memory_line, no_fit, summary_lines
@@ -94,6 +95,12 @@ def _details(engine: Engine, folder: str, data: Data) -> Iterator[Row]:
         yield "positions", positions
     if attention := attention_line(run, DTYPES[run.precision.params], device):
         yield "attention", attention
+    if run.model.linear_attention is not None:
+        dtype, deterministic = DTYPES[run.precision.params], run.train.deterministic
+        yield (
+            "linear attention",
+            linear_attention_line(dtype, device, deterministic=deterministic),
+        )
     if pace := pace_line(plan, device):
         yield "planned", pace
     yield from slow_paths(run, device, engine.static)

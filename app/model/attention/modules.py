@@ -19,6 +19,7 @@ from app.choices import Recompute
 from app.config import AttentionSpec, MLAConfig
 from app.kernels.attention.heads import HeadNorms, split_and_rotate
 from app.kernels.common import usable
+from app.model.attention.linear import LinearAttention
 from app.model.attention.over_ranks import attend_all, attended_heads
 from app.model.attention.sinks import with_sinks
 from app.model.layers.layer_groups import ALONE, LayerGroups, gather_tokens, size
@@ -42,8 +43,13 @@ def attention(spec: AttentionSpec, layer_groups: LayerGroups = ALONE) -> nn.Modu
     """Build the attention of one layer: maps B × s × D and a context to B × s × D, without the
     residual.
     """
+    if spec.linear is not None:
+        return LinearAttention(spec, spec.linear, layer_groups)
     if spec.mla is not None:
         return LatentAttention(spec, spec.mla, layer_groups)
+    if spec.gate:
+        plus = spec.norm_plus_one and spec.qk_norm
+        return (PlusOneGatedAttention if plus else GatedAttention)(spec, layer_groups)
     if spec.norm_plus_one and spec.qk_norm:
         plus_one = PlusOneAttentionWithOutBias if spec.out_bias else PlusOneAttention
         return plus_one(spec, layer_groups)
@@ -191,6 +197,39 @@ class AttentionWithOutBias(Attention):
 
 class PlusOneAttentionWithOutBias(PlusOneAttention, AttentionWithOutBias):
     """Attention of Gemma 3 with biases."""
+
+
+class GatedAttention(Attention):
+    """Attention whose heads' outputs are multiplied by the sigmoid of a gate (Qwen3-Next).
+
+    In `wqkv` a query head is followed by its gate.
+    """
+
+    def forward(self, x_BsD: Tensor, context: Context) -> Tensor:
+        """See `Attention`."""
+        made = self._gemm(x_BsD, context)
+        heads = context.recompute.checkpoint(Recompute.attn_core, self._gated_core, made, context)
+        return self.out(heads, context.sink)
+
+    def gated_heads(self, x_BsD: Tensor, context: Context) -> tuple[Tensor, ...]:
+        """Return `heads`, and the factors on their outputs: B × S × N·H."""
+        qkv, gate = self._parts(self._gemm(x_BsD, context))
+        return *self._heads(qkv, context), gate.sigmoid()
+
+    def _gated_core(self, made: Tensor, context: Context) -> Tensor:
+        qkv, gate = self._parts(made)
+        return self._core(qkv, context) * gate.sigmoid()
+
+    def _parts(self, made: Tensor) -> tuple[Tensor, Tensor]:
+        """Split what the projection has made: queries, keys and values; gates."""
+        heads = made.unflatten(-1, (self.num_kv_heads, -1, self.spec.width))
+        queries, kv = heads.split((2 * self.queries_per_kv, 2), dim=-2)
+        q, gate = queries.unflatten(-2, (-1, 2)).unbind(-2)
+        return torch.cat((q, kv), dim=-2).flatten(-3), gate.flatten(-3)
+
+
+class PlusOneGatedAttention(PlusOneAttention, GatedAttention):
+    """Gated attention whose norms of heads are scaled by 1 + their weights (Qwen3-Next)."""
 
 
 class AttentionWithSinks(Attention):

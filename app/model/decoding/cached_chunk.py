@@ -11,9 +11,11 @@ from functools import partial
 
 from torch import Tensor
 
+from app.model.attention.linear import LinearAttention
 from app.model.block import AttendHidden, Layer, Phase, RunPhases, run_phases, value_of
 from app.model.chunk import Chunk
 from app.model.decoding.layer_caches import CacheSizes, LayerCache, NextToken, layer_cache
+from app.model.decoding.recurrent import RecurrentCache
 from app.model.layers.layers import Context
 from app.plan.phases import PhaseName
 
@@ -24,7 +26,12 @@ class CachedChunk:
     def __init__(self, chunk: Chunk, sizes: CacheSizes) -> None:
         self.chunk = chunk
         self.sizes = sizes
-        self.caches: list[LayerCache] = [layer_cache(layer.attn, sizes) for layer in chunk.in_order]
+        self.caches: list[LayerCache] = [
+            RecurrentCache(layer.attn, sizes)
+            if isinstance(layer.attn, LinearAttention)
+            else layer_cache(layer.attn, sizes)
+            for layer in chunk.in_order
+        ]
 
     @property
     def nbytes(self) -> int:

@@ -18,6 +18,7 @@ head without rotary positions, V of a value head, F = C + V in `makes_NFL`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,7 +26,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from app.model.attention.modules import Attention, AttentionWithSinks, LatentAttention
+from app.model.attention.modules import (
+    Attention,
+    AttentionWithSinks,
+    GatedAttention,
+    LatentAttention,
+)
 from app.model.attention.sinks import look_with_sinks
 from app.model.attention.softcap import capped
 from app.model.layers.layer_groups import gather_tokens
@@ -153,28 +159,52 @@ class HeadsCache:
 
     def prompt(self, x_BsD: Tensor, context: Context, length_B: Tensor) -> Tensor:
         """See `LayerCache`."""
+        return self.attn.out(self._prompt(self.attn.heads(x_BsD, context), context, length_B))
+
+    def step(self, x_1tD: Tensor, context: Context, following: NextToken) -> Tensor:
+        """See `LayerCache`."""
+        return self.attn.out(self._step(self.attn.heads(x_1tD, context), following))
+
+    def _prompt(self, heads: Sequence[Tensor], context: Context, length_B: Tensor) -> Tensor:
+        """Cache keys and values; return the heads' outputs: B × P × N·H."""
         spec = self.attn.spec
-        q_BPNH, k_BPGH, v_BPGH = self.attn.heads(x_BsD, context)
+        q_BPNH, k_BPGH, v_BPGH = heads
         if self.slots:
             put_prompts(self.k_BGMH, k_BPGH, length_B)
             put_prompts(self.v_BGMH, v_BPGH, length_B)
         out_BPNH = context.attend(
             q_BPNH, k_BPGH, v_BPGH, window=spec.window, documents=None, scale=spec.scale
         )
-        return self.attn.out(out_BPNH.flatten(2))
+        return out_BPNH.flatten(2)
 
-    def step(self, x_1tD: Tensor, context: Context, following: NextToken) -> Tensor:
-        """See `LayerCache`."""
-        q_1TNH, k_1TGH, v_1TGH = self.attn.heads(x_1tD, context)
+    def _step(self, heads: Sequence[Tensor], following: NextToken) -> Tensor:
+        """Cache a token; return the heads' outputs: 1 × T × N·H."""
+        q_1TNH, k_1TGH, v_1TGH = heads
         following.put(self.k_BGMH, following.own(k_1TGH))
         following.put(self.v_BGMH, following.own(v_1TGH))
         q_BGQH = following.own(q_1TNH).unflatten(1, (self.attn.num_kv_heads, -1))
         out_BGQH = self.look(q_BGQH, following)
-        return self.attn.out(following.as_rows(out_BGQH.flatten(1), q_1TNH))
+        return following.as_rows(out_BGQH.flatten(1), q_1TNH)
 
     def look(self, q_BGQH: Tensor, following: NextToken) -> Tensor:
         """Attend with the queries of one token: B × G × Q × H."""
         return following.look(q_BGQH, self.k_BGMH, self.v_BGMH, self.attn.spec.scale)
+
+
+class GatedCache(HeadsCache):
+    """`HeadsCache` of attention with a gate."""
+
+    attn: GatedAttention
+
+    def prompt(self, x_BsD: Tensor, context: Context, length_B: Tensor) -> Tensor:
+        """See `LayerCache`."""
+        *heads, gate = self.attn.gated_heads(x_BsD, context)
+        return self.attn.out(self._prompt(heads, context, length_B) * gate)
+
+    def step(self, x_1tD: Tensor, context: Context, following: NextToken) -> Tensor:
+        """See `LayerCache`."""
+        *heads, gate = self.attn.gated_heads(x_1tD, context)
+        return self.attn.out(self._step(heads, following) * gate)
 
 
 class CappedCache(HeadsCache):
@@ -280,10 +310,12 @@ class LatentCache:
 
 
 def layer_cache(attn: nn.Module, sizes: CacheSizes) -> LayerCache:
-    """Build the cache for an attention of either kind."""
+    """Build the cache for an attention with keys and values."""
     match attn:
         case AttentionWithSinks():
             return SinksCache(attn, sizes)
+        case GatedAttention():
+            return GatedCache(attn, sizes)
         case Attention() if attn.spec.softcap is not None:
             return CappedCache(attn, sizes, attn.spec.softcap)
         case Attention():

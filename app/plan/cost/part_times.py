@@ -24,6 +24,7 @@ ATTENTION = (
     Work.gathered_attention,
     Work.cudnn_ordered_attention,
     Work.capped_attention,
+    Work.linear_attention,
 )
 # compute-bound kinds, which slow down with the clock
 ARITHMETIC = (*(work.value for work in (*MATMULS, *ATTENTION)), RECOMPUTED_MATMULS)

@@ -30,6 +30,8 @@ FLASH_ANY_ORDER = 1.66  # speed of torch's Flash backward over its deterministic
 # passes over logits in units of reading them once: plain, scaled, capped (bench/LOG.md)
 CAPPED_BYTES = 88, 205
 PLAIN_LOGITS, SCALED_LOGITS, CAPPED_LOGITS = (1, 2), (3, 4), (7, 23)
+# speed of the delta rule's small matmuls over that of large GEMMs: assumed, not measured
+LINEAR_SHARE = 0.15
 FLASH = (Work.ordered_attention, Work.gathered_attention)
 
 Pair = tuple[float, ...]  # forward, backward
@@ -124,6 +126,9 @@ class Kernels:
         """
         if op.work is Work.capped_attention:
             return self._capped(op, width, length)
+        if op.work is Work.linear_attention:
+            rate = LINEAR_SHARE * self.profile.gemm_tflops * TERA
+            return op.flops / rate, 2 * op.flops / rate
         ordered = 2 if op.work in FLASH else 0
         forward, backward = (
             self._attention_rate(width, length, column + ordered) for column in (2, 3)

@@ -6,11 +6,7 @@ from dataclasses import dataclass
 
 from app.choices import BlockKind
 from app.config import LayerSpec, ModelConfig
-from app.plan.model.attention import (
-    AttentionWeights,
-    LatentAttentionWeights,
-    attention_weights,
-)
+from app.plan.model.attention import AnyAttentionWeights, attention_weights
 from app.plan.model.experts import MoEBodyWeights
 from app.plan.model.mlp import MlpWeights
 from app.plan.model.norm import NormWeights
@@ -67,7 +63,7 @@ class LayerWeights(Part):
     """All weights of a layer."""
 
     attn_norm: NormWeights | None  # before attention
-    attn: AttentionWeights | LatentAttentionWeights
+    attn: AnyAttentionWeights
     attn_out_norm: NormWeights | None  # behind attention
     body: DenseBodyWeights | MoEBodyWeights
     ahead: AheadWeights | None  # of a layer that predicts a further token

@@ -25,6 +25,8 @@ FEED_FORWARDS = {
 LINEARS: dict[str, tuple[str, ...]] = {
     "attn.wqkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attn.wo": ("self_attn.o_proj",),
+    "attn.w_in": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+    "attn.w_out": ("linear_attn.out_proj",),
     "attn.q_a": ("self_attn.q_a_proj",),
     "attn.q_b": ("self_attn.q_b_proj",),
     "attn.kv_a": ("self_attn.kv_a_proj_with_mqa",),

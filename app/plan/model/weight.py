@@ -24,6 +24,8 @@ class Initial(Enum):
     residual = "residual"
     # uniform within ±1/√inputs: the first matrix of an adapter, as `peft` draws it
     kaiming = "kaiming"
+    # logarithm of a uniform number from 0.01 to 16: rates of decay of linear attention
+    log_uniform = "log_uniform"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,14 @@ from __future__ import annotations
 from app.choices import AttentionBackendKind, CpComm, Dtype, Recompute
 from app.config import AttentionSpec, Run
 from app.plan.groups import CP, Way
-from app.plan.model.attention import AttentionWeights, LatentAttentionWeights
+from app.plan.model.attention import (
+    AnyAttentionWeights,
+    AttentionWeights,
+    LatentAttentionWeights,
+    LinearAttentionWeights,
+)
 from app.plan.parts.linear import bias, column_parallel, norm, row_parallel
+from app.plan.parts.linear_attention import linear_attention
 from app.plan.parts.trace import Sends, Sizes, Trace, Work
 
 BLOCK_SCORES = 2**27  # scores of a block of queries, of all heads, where scores are capped
@@ -38,7 +44,7 @@ def attention(
     t: Trace,
     h: int,
     spec: AttentionSpec,
-    weights: AttentionWeights | LatentAttentionWeights,
+    weights: AnyAttentionWeights,
     *,
     saved: bool,
 ) -> int:
@@ -46,6 +52,8 @@ def attention(
 
     saved: the input stays for weight gradients; a norm does not recompute it.
     """
+    if isinstance(weights, LinearAttentionWeights):
+        return linear_attention(t, h, spec, weights, saved=saved)
     if isinstance(weights, LatentAttentionWeights):
         return latent_attention(t, h, spec, weights, saved=saved)
     return grouped_attention(t, h, spec, weights, saved=saved)
@@ -56,10 +64,14 @@ def grouped_attention(
 ) -> int:
     """Queries, keys and values in one projection, optional norms, rotary positions, attention."""
     s = t.sizes
-    qkv = column_parallel(t, h, weights.wqkv, saved=saved)
+    made = column_parallel(t, h, weights.wqkv, saved=saved)
+    gate = made * s.heads // (2 * s.heads + 2 * s.kv_heads) if spec.gate else 0
+    qkv = made - gate
     q = qkv * s.heads // (s.heads + 2 * s.kv_heads)
     k = (qkv - q) // 2
-    with t.rerun(t.reruns(Recompute.attn_core), keeps=qkv):
+    with t.rerun(t.reruns(Recompute.attn_core), keeps=made):
+        if gate:
+            t.op(Work.other, made, made, kernels=2)  # each side by side
         if spec.qk_norm_whole:
             # in plain torch: two fp32 copies, sums of squares all-reduced over tp
             wide = q // s.size * 4
@@ -67,7 +79,12 @@ def grouped_attention(
             t.op(Work.other, qkv, qkv, qkv, scratch=(wide, 2 * wide), kernels=14, sends=sends)
         normed = weights.q_norm is not None and not spec.qk_norm_whole
         t.op(Work.heads, qkv, qkv, qkv if normed else 0)
-        out = attend_all(t, spec, q, k, k, saved=not weights.wo.keeps_input)
+        # a gate's backward reads the heads' outputs, which no projection does then
+        out = attend_all(t, spec, q, k, k, saved=bool(gate) or not weights.wo.keeps_input)
+        if gate:
+            # the kernel keeps its output too, unless it stores scores or tokens come from others
+            kept = s.layout.cp == 1 and not _stores_scores(s, spec)
+            t.op(Work.other, out + gate, out, gate + (0 if kept else out), kernels=2)
     return bias(t, row_parallel(t, out, weights.wo), weights.bo)
 
 

@@ -25,15 +25,23 @@ def norm(t: Trace, x: int, *, rerun: bool = False, saved: bool = True) -> int:
 
 
 def column_parallel(
-    t: Trace, x: int, weight: Weight, *, saved: bool = True, stored: bool = False
+    t: Trace,
+    x: int,
+    weight: Weight,
+    *,
+    saved: bool = True,
+    stored: bool = False,
+    shared: bool = False,
 ) -> int:
     """Linear layer of all tokens, gathered over tp; of a rank's own ones if the weight is whole.
 
     saved: its input stays for the weight gradient of a trained weight, and no other operation has
-    saved it. stored: the weight gradient is stored even if GEMMs could accumulate it.
+    saved it. stored: the weight gradient is stored even if GEMMs could accumulate it. shared: a
+    GEMM before has kept the same input until its own weight gradient.
     """
     gathers = weight.tp is not None and t.sizes.layout.tp > 1
-    return _linear(t, x, weight, saved=saved, gathers=gathers, stored=stored)
+    saved = saved and not shared
+    return _linear(t, x, weight, saved=saved, gathers=gathers, stored=stored, shared=shared)
 
 
 def row_parallel(t: Trace, x: int, weight: Weight, *, saved: bool = True) -> int:
@@ -42,7 +50,14 @@ def row_parallel(t: Trace, x: int, weight: Weight, *, saved: bool = True) -> int
 
 
 def _linear(
-    t: Trace, x: int, weight: Weight, *, saved: bool, gathers: bool, stored: bool = False
+    t: Trace,
+    x: int,
+    weight: Weight,
+    *,
+    saved: bool,
+    gathers: bool,
+    stored: bool = False,
+    shared: bool = False,
 ) -> int:
     s = t.sizes
     made, taken = s.shape(weight)
@@ -51,7 +66,8 @@ def _linear(
     copies = min(s.run.train.micro_batch, 2)
     rows = (whole or x) // (taken * s.size)
     out = rows * made * s.size
-    fp8, launches, keeps, waits = None, 0, x if saved and weight.trained else 0, x + out
+    fp8, launches, keeps, waits = None, 0, x if saved and weight.trained else 0, out
+    waits += 0 if shared else x
     again = copies if weight.trained else 0  # gathers the tokens for the weight gradient
     scratch = whole, (1 + again) * whole
     if s.in_fp8 is not None:

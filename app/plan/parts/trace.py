@@ -39,6 +39,7 @@ class Work(Enum):
     gathered_attention = "attention to gathered keys"
     cudnn_ordered_attention = "ordered attention of cuDNN"  # deterministic gradients
     capped_attention = "attention with capped scores"  # by GEMMs and passes over scores
+    linear_attention = "linear attention"
     activation = "activation"
     heads = "heads"
     norm = "norms"
@@ -299,6 +300,14 @@ class Trace:
     def open(self) -> bool:
         """True inside operations that backward reruns."""
         return self._part is not None
+
+    @contextmanager
+    def in_16_bits(self) -> Iterator[None]:
+        """List operations of matrices that never run in FP8."""
+        sizes = self.sizes
+        self.sizes = replace(sizes, in_fp8=None)
+        yield
+        self.sizes = sizes
 
     @contextmanager
     def rerun(self, chosen: bool, keeps: int) -> Iterator[None]:

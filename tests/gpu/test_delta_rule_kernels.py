@@ -1,0 +1,69 @@
+"""The gated delta rule by flash-linear-attention on a GPU, beside torch in fp64; runs with it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.model.attention.delta_library import by_library
+from app.model.attention.delta_rule import DeltaRule, by_torch, forgetting
+from tests.gpu.programs import GPUS, losses
+from tests.rounding import in_fp64
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not GPUS, reason="needs a CUDA device"),
+    pytest.mark.skipif(find_spec("fla") is None, reason="needs flash-linear-attention"),
+]
+TOKENS = 200  # three blocks, and a part of one
+LINEAR = (
+    "train.steps=12",
+    "model=dense_tiny",
+    "model.layer_types=[linear_attention,full_attention]",
+    "model.attention_gate=true",
+    "model.linear_attention.key_heads=2",
+    "model.linear_attention.value_heads=4",
+    "model.linear_attention.key_head_dim=32",
+    "model.linear_attention.value_head_dim=32",
+    "data.document_mask=true",
+    "parallel.dp=1",
+    "precision=bf16",
+)
+
+
+def results(rule: DeltaRule, given: list[Tensor], grad: Tensor, number: Tensor) -> list[Tensor]:
+    """Output, and gradients of queries, keys, values, decays and shares."""
+    leaves = [each.detach().clone().requires_grad_() for each in given]
+    q, k, v, g, beta = leaves
+    out = rule(q, k, v, g_BSH=forgetting(g, number), beta_BSH=beta)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+@pytest.mark.parametrize("value_heads", [2, 4], ids=["equal heads", "two values per key"])
+@pytest.mark.parametrize("begins", [TOKENS, 70], ids=["one document", "documents"])
+def test_the_library_equals_fp64(value_heads: int, begins: int):
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(2, TOKENS, *shape, device="cuda", generator=generator)
+
+    q, k, v, grad = (drawn(heads, 64).bfloat16() for heads in (2, 2, value_heads, value_heads))
+    g, beta = -0.1 * drawn(value_heads).abs(), drawn(value_heads).sigmoid().bfloat16()
+    number = (torch.arange(TOKENS, device="cuda") >= begins).long().expand(2, -1)
+    given = [q, k, v, g, beta]
+    found = results(by_library, given, grad, number)
+    with in_fp64():
+        exact = results(by_torch, [each.double() for each in given], grad.double(), number)
+    for each, wanted in zip(found, exact, strict=True):
+        assert (each.double() - wanted).norm() < 2e-2 * wanted.norm()
+
+
+@pytest.mark.parametrize("graph", ["attn", "partial", "full_iteration"])
+def test_a_run_with_graphs_repeats_one_without(tmp_path: Path, graph: str):
+    eager = losses(tmp_path / "eager", *LINEAR)
+    assert losses(tmp_path / "again", *LINEAR) == eager
+    assert losses(tmp_path / "graphs", *LINEAR, f"cuda_graph={graph}") == eager
