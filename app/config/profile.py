@@ -76,7 +76,7 @@ class HardwareProfile:
 
     @property
     def origin(self) -> str:
-        """What it was scaled from, without the numbers."""
+        """Name the profile that it was scaled from, without the numbers."""
         return re.split(r"[.,]", self.source)[0]
 
     def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ Span = tuple[float, float]  # begin and end, µs
 
 
 class KernelEvent(Protocol):
-    """What is read of torch.autograd.profiler_util.FunctionEvent."""
+    """Fields that are read of torch.autograd.profiler_util.FunctionEvent."""
 
     name: str
     device_type: DeviceType
