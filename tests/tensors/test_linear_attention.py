@@ -153,9 +153,26 @@ def test_opening_says_what_computes_linear_attention(
         return version
 
     monkeypatch.setattr(delta_library.metadata, "version", installed)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     line = delta_library.linear_attention_line
     assert line(BF16, GPU, deterministic=False) == told
     ordered = line(BF16, GPU, deterministic=True)
     assert ("other hosts may round otherwise" in ordered) == (told == "by flash-linear-attention")
     assert line(BF16, torch.device("cpu"), deterministic=True) == "by torch: on a CPU"
     assert line(torch.float32, GPU, deterministic=True) == "by torch: in float32"
+
+
+@pytest.mark.parametrize(
+    ("triton", "major", "by"),
+    [("3.6.0", 9, "Triton 3.6.0"), ("3.7.1", 9, None), ("3.7.0", 9, "Triton 3.7.0"),
+     ("3.6.0", 8, None), ("3.3.1", 9, None)],
+)  # fmt: skip
+def test_kernels_with_a_wrong_backward_are_not_taken(
+    triton: str, major: int, by: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    versions = {"fla-core": "0.6.0", "triton": triton}
+    monkeypatch.setattr(delta_library.metadata, "version", versions.__getitem__)
+    monkeypatch.setattr(delta_library, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    why = delta_library.why_by_torch(torch.bfloat16, torch.device("cuda"))
+    assert why is None if by is None else by in why

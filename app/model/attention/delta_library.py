@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from importlib import import_module, metadata
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,10 @@ from app.model.attention.linear import LinearAttention
 
 LIBRARY = "fla-core"  # the package of flash-linear-attention that has the kernels
 OLDEST = (0, 5)  # first release that takes several value heads to a key head
+HOPPER = 9  # major compute capability
+# Releases of Triton between which the library refuses its backward on Hopper, unless tilelang does
+# it (github.com/fla-org/flash-linear-attention/issues/640).
+WRONG_SINCE, RIGHT_AGAIN = (3, 4), (3, 7, 1)
 INSTALL = "pip install 'graphfold[linear]'"
 
 
@@ -36,10 +41,19 @@ def why_by_torch(dtype: torch.dtype, device: torch.device) -> str | None:
         version = metadata.version(LIBRARY)
     except metadata.PackageNotFoundError:
         return f"slow; {INSTALL} brings kernels"
-    release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if release < OLDEST:
+    if _release(version) < OLDEST:
         return f"slow; {LIBRARY} {version} is older than {'.'.join(map(str, OLDEST))}"
+    if torch.cuda.get_device_capability(device)[0] != HOPPER or find_spec("tilelang"):
+        return None
+    triton = metadata.version("triton")
+    if WRONG_SINCE <= _release(triton) < RIGHT_AGAIN:
+        wrong = f"the library's backward is wrong with Triton {triton} on this GPU"
+        return f"slow; {wrong}: pip install tilelang, or Triton 3.7.1"
     return None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 def linear_attention_line(dtype: torch.dtype, device: torch.device, *, deterministic: bool) -> str:
