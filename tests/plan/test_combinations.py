@@ -109,7 +109,8 @@ def test_layers_move_until_stages_take_equally_long():
 @pytest.mark.parametrize(
     ("typed", "tflops"),
     [
-        (("+experiment=gpt_oss_20b", "parallel.layout=null"), 399),
+        # of the 400 of the layout that the experiment has by hand
+        (("+experiment=gpt_oss_20b", "parallel.layout=null"), 0.99 * 400),
         (("+experiment=qwen3_30b_a3b_16", "parallel.layout=null"), 337),
     ],
     ids=["gpt_oss_20b", "qwen3_30b_a3b"],

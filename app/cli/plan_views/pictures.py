@@ -22,7 +22,8 @@ def save_picture(figure: Figure, folder: Path, name: str) -> list[Path]:
     # Text stays text, and equal plans give equal files: a fixed salt for ids, no date.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(paths[0], dpi=DPI, metadata={"Date": None})
-    paths[0].write_text(shortened(paths[0].read_text("utf-8")), "utf-8")
+    text = paths[0].read_text(encoding="utf-8")
+    paths[0].write_text(shortened(text), encoding="utf-8")
     figure.savefig(paths[1], dpi=DPI)
     return paths
 
