@@ -220,7 +220,7 @@ def test_the_page_shows_what_is_planned():
     own = [word for word in command.split() if not word.startswith(("tokens=", "slower="))]
     typed = shown.partition("Overrides of the fastest:\n")[2].partition("\n\n")[0].split()
     words = [word for each in typed for word in shlex.split(each)]
-    for name, overrides in ((r" +1", (*own, *words)), (r"→ *\d+", own)):
+    for name, overrides in ((r" +1", (*own, *words)), (r"→ *(?:\d+|–)", own)):
         plan = Plan(load(*overrides))
         cells = re.search(rf"^{name} .*$", shown, re.M)[0].replace("!", " ").split()
         assert gib(plan.busiest.total) in cells
