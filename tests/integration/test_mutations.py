@@ -281,7 +281,7 @@ BUGS = {
     ),
     "scales of experts' adapters that peft reads as larger": Bug(
         "hf/adapter.py",
-        "lora.scale * lora.rank * most if plain",
+        "lora.scale * lora.rank * usual if plain",
         "lora.alpha if plain",
         "processes/test_adapter_files.py",
     ),
