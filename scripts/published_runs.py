@@ -188,7 +188,8 @@ def _row(run: PublishedRun, gap: PublishedGap) -> str:
 def _section(run: PublishedRun, plan: Plan, gap: PublishedGap) -> Iterator[str]:
     yield f"## {run.name}\n"
     yield f"[Source]({run.source}).\n"
-    words = " \\\n    ".join(map(_spelled, run.overrides))
+    spelled = map(_spelled, run.overrides)
+    words = " \\\n    ".join(f'"{word}"' if "'" in word else word for word in spelled)
     yield f"```bash\npython -m app.cli.plan compare_to={run.tflops:g} \\\n    {words}\n```\n"
     yield from (f"- {line}" for line in gap_lines(gap)[:3])
     memory = f"{gib(plan.busiest.total)} GiB planned, of {gib(plan.gpu_memory)}"

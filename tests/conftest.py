@@ -56,7 +56,8 @@ def the_same_environ() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("sample")
     group.addoption("--share", type=float, default=1.0, help="share of the tests to run, by chance")
-    now = int(time.time())  # the controlling process hands it to the others
+    # in the environment, from which the processes that run tests have it: their own may be later
+    now = int(os.environ.setdefault("SHARE_SEED", str(int(time.time()))))
     group.addoption("--share-seed", type=int, default=now, help="which ones; default: the time")
 
 
