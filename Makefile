@@ -54,7 +54,7 @@ docs: $(VENV)/installed-docs ## build the site of docs/ into site/ and test what
 	@$(PYTEST) -m 'docs and not full' tests/integration
 
 test-versions: ## run the tests with other Pythons and torch releases; VERSIONS="3.12:2.13.0 3.13:2.15.0" ARGS="tests/plan"
-	@scripts/versions.sh $(VERSIONS) -- $(ARGS)
+	@.ci/versions $(VERSIONS) -- $(ARGS)
 
 # In an environment of its own, so that the list has nothing of the tool.
 sbom: $(VENV)/installed ## write sbom.json, a CycloneDX list of all that is installed into .venv
