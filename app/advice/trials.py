@@ -9,7 +9,7 @@ from math import inf
 
 from app.config import Run
 from app.plan.actions import Action
-from app.plan.memory.rank_memory import RankMemory, memory_by_rank
+from app.plan.memory.rank_memory import RankMemory, plan_memory
 from app.plan.select import graphs_by_rank
 from app.planner.known import Known
 from app.planner.plan import Plan
@@ -62,7 +62,7 @@ class Trials:
         made = len(schedules.computes)
         actions = schedules.compute(key)  # memory does not depend on what lowering adds
         self.work += _length(actions) * (1 + MAKING * (len(schedules.computes) - made))
-        return memory_by_rank(
+        return plan_memory(
             run,
             plan.layout,
             plan.stages,

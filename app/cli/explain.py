@@ -15,7 +15,7 @@ from app.cli.options.continued import words_for_plain
 from app.cli.options.messages import readable_errors
 from app.cli.plan_views.explained import print_explained
 from app.config import Run
-from app.engine.files.run_folder import CONFIG, METRICS, PLAN, read_metrics
+from app.engine.files.run_folder import CONFIG, METRICS, PLAN, TAKEN, read_metrics
 from app.engine.files.trace_sums import read_trace
 from app.errors import ConfigError
 from app.plan.formatting import figures
@@ -79,7 +79,7 @@ def read_plan(folder: Path) -> tuple[Facts, float | None]:
     try:
         planned = json.loads((folder / PLAN).read_text(encoding="utf-8"))
         seconds = float(planned["schedule"]["estimate"]["seconds"])
-        taken = planned.get("taken") or {}
+        taken = planned.get(TAKEN) or {}
         return Facts(taken.get("device", ""), taken.get("slow_paths", {})), seconds
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return Facts(), None  # no plan.json, or one of another version

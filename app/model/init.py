@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from app.config import ModelConfig
 from app.plan.model.stage import NamedWeight
-from app.plan.model.weight import Initial
+from app.plan.model.weight import Initial, Weight
 from app.plan.sharding.blocks import ShardCoords
 
 DECAY_RATES = 0.01, 16.0  # bounds of initial rates of decay
+Fill = Callable[[Tensor, torch.Generator], Tensor]  # fills a tensor with random values, returns it
 
 
 def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
@@ -22,10 +23,19 @@ def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "big"))
 
 
-def _std(initial: Initial, model: ModelConfig) -> float:
-    if initial is Initial.residual:
-        return model.init_std / math.sqrt(2 * model.num_layers)
-    return model.init_std
+def _fill(weight: Weight, model: ModelConfig) -> Fill:
+    """Return what draws the values of a weight."""
+    std = model.init_std
+    match weight.initial:
+        case Initial.kaiming:
+            bound = 1 / math.sqrt(weight.shape[1])
+            return lambda values, generator: values.uniform_(-bound, bound, generator=generator)
+        case Initial.log_uniform:
+            low, high = DECAY_RATES
+            return lambda values, generator: values.uniform_(low, high, generator=generator).log_()
+        case Initial.residual:
+            std /= math.sqrt(2 * model.num_layers)
+    return lambda values, generator: values.normal_(0.0, std, generator=generator)
 
 
 @torch.no_grad()
@@ -46,52 +56,28 @@ def init_weights(
         block = coords.block(weight)
         own = tensor.view(block.sizes)
         held = tuple(map(slice, block.start, block.stop))
-        draw, size = _normal, _std(weight.initial, model)
-        if weight.initial is Initial.kaiming:
-            draw, size = _uniform, 1 / math.sqrt(weight.shape[1])
-        if weight.initial is Initial.log_uniform:
-            draw = _log_uniform
+        fill = _fill(weight, model)
         if weight.initial is Initial.ones:
             tensor.fill_(1.0)
         elif weight.initial is Initial.zeros:
             tensor.zero_()
         elif not weight.expert:
             generator = _generator(seed, named.name, tensor.device)
-            draw(own, block.shape, held, size=size, generator=generator)
+            _draw(own, block.shape, held, fill=fill, generator=generator)
         else:
             for number, expert in enumerate(own, start=block.start[0]):
                 generator = _generator(seed, f"{named.name}.{number}", tensor.device)
-                draw(expert, block.shape[1:], held[1:], size=size, generator=generator)
+                _draw(expert, block.shape[1:], held[1:], fill=fill, generator=generator)
 
 
-def _normal(
+def _draw(
     own: Tensor,
     shape: Sequence[int],
     held: tuple[slice, ...],
-    size: float,
+    *,
+    fill: Fill,
     generator: torch.Generator,
 ) -> None:
+    """Draw a whole weight of `shape` and keep the part that this rank holds."""
     values = torch.empty(shape, dtype=torch.float32, device=own.device)
-    own.copy_(values.normal_(0.0, size, generator=generator)[held])
-
-
-def _uniform(
-    own: Tensor,
-    shape: Sequence[int],
-    held: tuple[slice, ...],
-    size: float,
-    generator: torch.Generator,
-) -> None:
-    values = torch.empty(shape, dtype=torch.float32, device=own.device)
-    own.copy_(values.uniform_(-size, size, generator=generator)[held])
-
-
-def _log_uniform(
-    own: Tensor,
-    shape: Sequence[int],
-    held: tuple[slice, ...],
-    size: float,
-    generator: torch.Generator,
-) -> None:
-    values = torch.empty(shape, dtype=torch.float32, device=own.device)
-    own.copy_(values.uniform_(*DECAY_RATES, generator=generator).log_()[held])
+    own.copy_(fill(values, generator)[held])

@@ -85,19 +85,7 @@ class LoadedPlan(Plan):
     @cached_property
     def stage_times(self) -> tuple[PartTimes, ...]:
         """Time of one microbatch in each stage at this load and clock."""
-        assert self.profile is not None, "only measured profiles know clocks and loads"
-        return tuple(
-            stage_times(
-                self.run,
-                self.stages.in_order,
-                self.layout,
-                self.profile,
-                pipeline=self.stages.pipeline,
-                load=self.load,
-                clock=self.clock,
-                known=self.known.parts,
-            )
-        )
+        return self.times_at(self.load, self.clock)
 
 
 def profile_fits(profile: HardwareProfile, device_name: str) -> bool:

@@ -153,7 +153,7 @@ class Plan:
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:
         """Bytes of each pipeline rank at its peak, by part."""
-        return plan_memory(
+        ranks = plan_memory(
             self.run,
             self.layout,
             self.stages,
@@ -162,6 +162,7 @@ class Plan:
             graphs=self.graphs,
             parts=self.known.parts,
         )
+        return tuple(ranks)
 
     @cached_property
     def profile(self) -> HardwareProfile | None:
@@ -174,6 +175,14 @@ class Plan:
 
         Empty without a profile.
         """
+        return self.times_at()
+
+    def times_at(
+        self, load: float | None = None, clock: float | None = None
+    ) -> tuple[PartTimes, ...]:
+        """Return `stage_times` at a load of the experts and a clock of the GPUs, as `stage_times`
+        of app.plan.cost.times takes them; None: as planned.
+        """
         if self.profile is None:
             return ()
         return tuple(
@@ -183,6 +192,8 @@ class Plan:
                 self.layout,
                 self.profile,
                 pipeline=self.stages.pipeline,
+                load=load,
+                clock=clock,
                 known=self.known.parts,
             )
         )

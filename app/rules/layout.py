@@ -202,13 +202,10 @@ def check_tensor_parallel(run: Run) -> None:
     widths = {
         "num_heads": model.num_heads,
         "num_kv_heads": model.num_kv_heads,
-        **(
-            {"linear_attention.key_heads": model.linear_attention.key_heads}
-            if model.linear_attention is not None
-            else {}
-        ),
         "vocab_size": model.vocab_size,
     }
+    if model.linear_attention is not None:
+        widths["linear_attention.key_heads"] = model.linear_attention.key_heads
     if any(not model.is_moe_layer(layer) for layer in range(model.num_layers)):
         widths["ffn_hidden_size"] = model.ffn_hidden_size
     if model.moe and model.moe.shared_ffn_hidden_size:

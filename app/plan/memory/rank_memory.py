@@ -97,29 +97,12 @@ def plan_memory(
     actions: Sequence[Sequence[Action]],
     graphs: Iterable[GraphPlan | None],
     parts: KnownParts | None = None,
-) -> tuple[RankMemory, ...]:
-    """Return the peak memory of each pipeline rank.
+) -> Iterator[RankMemory]:
+    """Yield the peak memory of one pipeline rank after the other.
 
     Rank r has parameters in buffers[r] and runs actions[r] in a training step, with the partial
     graphs graphs[r]. parts: operations shared with plans of other runs.
     """
-    ranks = memory_by_rank(
-        run, layout, stages, buffers=buffers, actions=actions, graphs=graphs, parts=parts
-    )
-    return tuple(ranks)
-
-
-def memory_by_rank(
-    run: Run,
-    layout: ParallelLayout,
-    stages: StagePlan,
-    *,
-    buffers: Sequence[Sequence[ChunkBuffers]],
-    actions: Sequence[Sequence[Action]],
-    graphs: Iterable[GraphPlan | None],
-    parts: KnownParts | None = None,
-) -> Iterator[RankMemory]:
-    """Yield the peak memory of one pipeline rank after the other (`plan_memory`)."""
     known = SharedMemory(layout, KnownParts() if parts is None else parts)
     for rank, (held, graph) in enumerate(zip(stages.stages, graphs, strict=True)):
         planned = _Rank(run, layout, held, buffers[rank], actions[rank], graph, rank, known)
