@@ -53,7 +53,7 @@ docs: $(VENV)/installed-docs ## build the site of docs/ into site/ and test what
 	@$(BIN)/python scripts/docs_site.py
 	@$(PYTEST) -m 'docs and not full' tests/integration
 
-test-versions: ## run the tests with other Pythons and torch releases; VERSIONS="3.12:2.13.0 3.13:2.15.0" ARGS="tests/plan"
+test-versions: ## run the tests with other Pythons and torch releases; VERSIONS="3.12:2.13.0 3.13:2.14.1" ARGS="tests/plan"
 	@.ci/versions $(VERSIONS) -- $(ARGS)
 
 # In an environment of its own, so that the list has nothing of the tool.

@@ -276,8 +276,11 @@ class ModelConfig:
         key = "model.linear_attention"
         near: tuple[object, ...]
         if linear in types and self.linear_attention is None:
-            rule = "layer_types has linear_attention, which needs numbers of heads"
-            near = ("{}", Instead("model.layer_types=[]"))
+            rule = (
+                "layer_types has linear_attention, whose sizes only some options of model have, as "
+                "model=qwen3_next_80b_a3b"
+            )
+            near = (Instead("model.layer_types=[]"),)
             raise ConfigError(key, None, rule, nearest=near)
         if self.linear_attention is not None and linear not in types[: self.num_layers]:
             rule = "no layer has linear_attention: model.layer_types"
