@@ -27,7 +27,7 @@ NEEDED = {
     "precision.fp8.first_layers": ["precision=bf16", "precision.fp8.recipe=current"],
     "attention_backend=transformer_engine": ["precision=bf16"],
     "precision.grads=bfloat16": ["precision=bf16"],
-    "lora.base=nf4": ["lora.rank=8", "precision=bf16"],
+    "lora.base=nf4": ["lora.rank=8", "precision=bf16", "checkpoint.frozen=false"],
     "precision.grads=float16": ["precision=fp16"],
     "interleaved": ["parallel.pp=2"],
     "zero_bubble_v": ["parallel.pp=2"],

@@ -119,11 +119,17 @@ def test_steps_equal_transformers(name: str, tmp_path: Path):
     with in_fp64():
         exact_losses, exact = trained_by_transformers(copy.deepcopy(hf).double(), run)
     plain_losses, plain = trained_by_transformers(hf, run)
-    expect_alike(*map(numbered, (losses, plain_losses, exact_losses)))
     trained = params.keys() & plain.keys()  # routers' biases stay as they are
     assert len(trained) == len(params)
     found = {weight: params[weight].view_as(plain[weight]) for weight in trained}
-    expect_alike(found, *({weight: held[weight] for weight in trained} for held in (plain, exact)))
+    # a loss has the errors of all weights, which by chance may cancel in the one or the other
+    expect_alike(
+        numbered(losses) | found,
+        *(
+            numbered(totals) | {weight: held[weight] for weight in trained}
+            for totals, held in ((plain_losses, plain), (exact_losses, exact))
+        ),
+    )
 
 
 def family_run(

@@ -31,7 +31,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp 2 pp 2": {"tp": 2, "pp": 2},
 }
 CASES = [(name, first, then) for name in MODELS for first in LAYOUTS for then in LAYOUTS
-         if MODELS[name].moe or "ep 2" not in (first, then)]  # fmt: skip
+         if (MODELS[name].moe or "ep 2" not in (first, then))
+         and (MODELS[name].linear_attention is None or "cp 2" not in (first, then))]  # fmt: skip
 QUICK = [("moe", "tp 2", "one"), ("moe", "one", "ep 2"), ("dense", "pp 2", "tp 2"),
          ("latent", "tp 2 pp 2", "one")]  # fmt: skip
 

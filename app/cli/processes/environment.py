@@ -45,7 +45,7 @@ def joined_launch(parent: int) -> Launch:
     take_name(os.environ)
     launch = Launch.from_environment(os.environ)
     launch.end_with_launcher(parent)
-    for name, value in {**launch.network(), **waiting_threads(os.environ)}.items():
+    for name, value in {**launch.network(), **torch_settings(os.environ)}.items():
         os.environ.setdefault(name, value)
     return launch
 
@@ -60,16 +60,18 @@ def threads_of(ranks: int, env: Mapping[str, str]) -> int:
 def share_of_threads(env: Mapping[str, str]) -> dict[str, str]:
     """Return OMP_NUM_THREADS for the one process of a job beside others; nothing for other runs.
 
-    As `waiting_threads` for torch, which also heeds the user's own value.
+    Torch reads it as it does `torch_settings`, and heeds the user's own value.
     """
     return {"OMP_NUM_THREADS": str(threads_of(1, env))} if JOBS_AT_ONCE in env else {}
 
 
-def waiting_threads(env: Mapping[str, str]) -> dict[str, str]:
-    """Return GOMP_SPINCOUNT, or nothing if the user has set it or OMP_WAIT_POLICY.
+def torch_settings(env: Mapping[str, str]) -> dict[str, str]:
+    """Return variables that libraries of torch read when they are loaded. None changes results.
 
-    torch reads it when it is loaded. It changes speed, not results: the number of threads stays.
+    GOMP_SPINCOUNT, unless the user has set it or OMP_WAIT_POLICY; the number of threads stays.
+    KINETO_LOG_LEVEL: torch's profiler prints nothing when it starts and stops (train.profile).
     """
+    quiet = {"KINETO_LOG_LEVEL": "99"}
     if env.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
-        return {}
-    return {"GOMP_SPINCOUNT": str(SPINS)}
+        return quiet
+    return {"GOMP_SPINCOUNT": str(SPINS), **quiet}

@@ -21,7 +21,7 @@ from app.cli.options.compose import load_typed, settings_line
 from app.cli.options.continued import words_for_plain
 from app.cli.options.given import given, typed_given
 from app.cli.options.messages import mistakes_raised
-from app.cli.processes.environment import environment_kept, waiting_threads
+from app.cli.processes.environment import environment_kept, torch_settings
 from app.cli.processes.launcher import NOTED_IN, STARTED_AS, Launch, started_as
 from app.cli.start.kept import streams_kept, torch_kept
 from app.cli.start.launch import asked_run, check_packages, plan_here
@@ -76,7 +76,7 @@ def own_launch(env: MutableMapping[str, str]) -> Launch:
         advice = f"start {started_as(str(SCRIPT))} with that launcher"
         raise ConfigError("WORLD_SIZE", ranks, rule, advice=advice)
     alone = Launch(0, 0, None, requeues=launch.requeues, one_host=True)
-    for name, value in {**alone.network(), **waiting_threads(env)}.items():
+    for name, value in {**alone.network(), **torch_settings(env)}.items():
         env.setdefault(name, value)
     return dataclasses.replace(alone, command=started_as(str(SCRIPT)))
 

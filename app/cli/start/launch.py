@@ -48,7 +48,7 @@ from app.cli.options.messages import readable_errors
 from app.cli.options.pretrained import KEY as INIT_FROM
 from app.cli.options.unknown import no_such_flag
 from app.cli.processes.ctrl_c import interrupt_then_end
-from app.cli.processes.environment import share_of_threads, waiting_threads
+from app.cli.processes.environment import share_of_threads, torch_settings
 from app.cli.processes.launcher import STARTED_AS, Launch
 from app.cli.run_report.facts import run_facts
 from app.cli.run_report.sweep_record import left_to_sweep
@@ -216,7 +216,7 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
     Raises ConfigError.
     """
     alone = launch.world_size is None and run.world_size == 1
-    threads = {**waiting_threads(env), **(share_of_threads(env) if alone else {})}
+    threads = {**torch_settings(env), **(share_of_threads(env) if alone else {})}
     for name, value in {**launch.network(), **threads}.items():
         env.setdefault(name, value)
     # The parent of ranks has printed the lines before it started them.

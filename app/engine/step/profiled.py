@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from app.engine.step.step import TrainingStep
 from app.errors import writing
 from app.planner.measured import TraceSums
 
-LOG_LEVEL, SILENT = "KINETO_LOG_LEVEL", "99"  # of libkineto: messages from this level on
 MOST_ALLOCATIONS = 1_000_000  # of the memory snapshot; older ones are dropped
 
 
@@ -71,8 +69,6 @@ class ProfiledStep(TrainingStep):
             activities.append(ProfilerActivity.CUDA)
             torch.cuda.synchronize(self.engine.device)
             memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
-        # its library reads this when it first starts, and else prints a line per start and stop
-        os.environ.setdefault(LOG_LEVEL, SILENT)
         self.profiler = profile(activities=activities)
         self.profiler.start()
 
