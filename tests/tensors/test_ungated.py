@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from app.choices import ActivationKind
 from app.cli.options.compose import load_overrides
 from app.config import ModelConfig
 from app.model.layers.layers import Mlp
+from tests.rounding import expect_alike, numbered, plain_and_exact
 from tests.tensors.models import make_chunk
 
 MODEL = ModelConfig(hidden_size=32, num_heads=4, num_kv_heads=4, init_std=0.3, mlp_gate=False)
@@ -35,15 +37,21 @@ def test_it_is_its_formula(kind: ActivationKind, biased: bool):
         for each in parameters.values():
             each.copy_(torch.randn(each.shape, generator=random) / 4)
     x = torch.randn(2, 5, 32, generator=random)
-    up, down = (parameters[f"w_{name}.weight"] for name in ("up", "down"))
-    b_up, b_down = (parameters.get(f"b_{name}") for name in ("up", "down"))
-    assert up.shape == (model.ffn_hidden_size, 32) and (b_up is not None) == biased
+    assert parameters["w_up.weight"].shape == (model.ffn_hidden_size, 32)
+    assert ("b_up" in parameters) == biased
 
-    def gradients(out: Tensor) -> list[Tensor]:
-        return [out, *torch.autograd.grad(out.square().sum(), [*parameters.values()])]
+    def gradients(out: Tensor, of: Sequence[Tensor]) -> list[Tensor]:
+        return [out, *torch.autograd.grad(out.square().sum(), of)]
 
-    expected = F.linear(FORMULAS[kind](F.linear(x, up, b_up)), down, b_down)
-    torch.testing.assert_close(gradients(mlp(x)), gradients(expected))
+    def formula(x: Tensor, *of: Tensor) -> list[Tensor]:
+        named = dict(zip(parameters, (each.requires_grad_() for each in of), strict=True))
+        up, down = (named[f"w_{name}.weight"] for name in ("up", "down"))
+        b_up, b_down = (named.get(f"b_{name}") for name in ("up", "down"))
+        return gradients(F.linear(FORMULAS[kind](F.linear(x, up, b_up)), down, b_down), of)
+
+    held = [each.detach() for each in parameters.values()]
+    found = numbered(gradients(mlp(x), [*parameters.values()]))
+    expect_alike(found, *plain_and_exact(formula, x, *held))
 
 
 def test_silu_without_a_gate_is_a_run():
