@@ -30,10 +30,12 @@ def save_picture(figure: Figure, folder: Path, name: str) -> list[Path]:
 
 def shortened(svg: str) -> str:
     """Return matplotlib's SVG with coordinates of one decimal, a tenth of a point, and without
-    prologue, metadata and line breaks.
+    prologue, metadata, line breaks, turns by nothing, and the fonts between the first and the last.
     """
     svg = re.sub(r"<\?xml.*?\?>|<!DOCTYPE.*?>|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"\s*\n\s*(?=[LzMCQ\"<])", "", svg)
+    svg = re.sub(r' transform="rotate\(-0 [^)]*\)"', "", svg)
+    svg = re.sub(r"(font-family: '[^']*'), [^;\"]*(?=, sans-serif)", r"\1", svg)
 
     def rounded(tag: re.Match[str]) -> str:
         # shares and scales, which are below 1, keep their digits
