@@ -11,20 +11,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from app.choices import StaticTransport
 from app.config import Run
 from app.data.feed import Batch, make_batch
 from app.engine.build import build_engine
 from app.engine.ranks.groups import create_groups
-from app.engine.rehearsal.clock import MADE_UP, OTHER, Alive, Clock, Meter, Noting
+from app.engine.rehearsal.clock import MADE_UP, Alive, Clock, Meter, Noting
 from app.engine.rehearsal.faked import FakedGroup, Message, faked_world
 from app.engine.rehearsal.rows import receive_planned_rows
 from app.engine.step.engine import Engine
 from app.engine.step.step import TrainingStep
-from app.errors import ConfigError, Instead
+from app.errors import ConfigError
 from app.plan.parts.dispatcher import run_dispatcher
 from app.plan.parts.static import PlannedStatic
 from app.planner.plan import Plan
 
+CAPTURED = "step with graphs"
 DOCUMENTS = 4  # of a made-up sequence where documents are kept apart
 
 
@@ -42,7 +44,7 @@ class Rehearsed:
     saved: int  # most bytes between the actions of a step, beyond those between steps
     working: int  # most bytes within forwards and backwards beyond these
     peak: int  # bytes of tensors, at most within forwards and backwards
-    peak_of_update: int  # bytes of tensors, at most in the update
+    peak_of_step: int  # bytes of tensors, at most within a step, its update included
     reserved: int | None  # bytes that torch's allocator held of the GPU; None on a CPU
     rows: int | None  # dispatched tokens of a microbatch, the most; None without any from others
     seconds: Mapping[str, float]  # of a step by kind of work, the mean; without messages
@@ -61,7 +63,8 @@ def refuse_what_needs_others(run: Run, device: torch.device) -> None:
         assert planned is not None
         rule = "ranks write into each other's GPU memory, and a rehearsal has one rank"
         key = "model.moe.static.transport"
-        raise ConfigError(key, planned.moe.static.transport, rule, nearest=Instead(f"{key}=collective"))
+        near = StaticTransport.collective
+        raise ConfigError(key, planned.moe.static.transport, rule, nearest=near)
 
 
 def rehearse(plan: Plan, rank: int, device: torch.device, steps: int) -> Rehearsed:
@@ -98,12 +101,13 @@ def rehearse(plan: Plan, rank: int, device: torch.device, steps: int) -> Rehears
                 between = meter.live()
                 meter.reset()
                 _take(step, engine)
-            update = meter.peak()
+            whole = meter.peak()
         watchdog.meter = None
         clock.seconds()
         for _ in range(steps):
             _take(step, engine)
-        seconds = _per_step(clock.seconds(), steps, made_up)
+        captured = made_up if engine.recorder is not None else None
+        seconds = _per_step(clock.seconds(), steps, captured)
         state = _state(engine)
     return Rehearsed(
         rank,
@@ -114,7 +118,7 @@ def rehearse(plan: Plan, rank: int, device: torch.device, steps: int) -> Rehears
         saved=meter.saved - between,
         working=meter.passes - meter.saved,
         peak=meter.passes,
-        peak_of_update=update,
+        peak_of_step=max(whole, meter.passes),
         reserved=torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None,
         rows=max(rows.arrived) if rows is not None and rows.arrived else None,
         seconds=seconds,
@@ -122,15 +126,15 @@ def rehearse(plan: Plan, rank: int, device: torch.device, steps: int) -> Rehears
     )
 
 
-def _per_step(found: Counter[str], steps: int, made_up: float) -> dict[str, float]:
-    """Return seconds of a step. Copies that stand for messages inside of graphs cannot be told
-    apart there: those of an eager step are taken off what is left over.
+def _per_step(found: Counter[str], steps: int, made_up: float | None) -> dict[str, float]:
+    """Return seconds of a step by kind of work. A graph hides its kinds and the copies that stand
+    for messages: of those an eager step's seconds, `made_up`, are taken off; None without graphs.
     """
     seconds = {kind: whole / steps for kind, whole in found.items()}
-    hidden = max(0.0, made_up - seconds.pop(MADE_UP, 0.0)) if MADE_UP not in found else 0.0
-    if hidden:
-        seconds[OTHER] = max(0.0, seconds.get(OTHER, 0.0) - hidden)
-    return seconds
+    shown = seconds.pop(MADE_UP, 0.0)
+    if made_up is None:
+        return seconds
+    return {CAPTURED: max(0.0, sum(seconds.values()) - max(0.0, made_up - shown))}
 
 
 def _take(step: TrainingStep, engine: Engine) -> None:
