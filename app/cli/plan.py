@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import inf
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TextIO
 
 from app.cli.processes.ctrl_c import stop_quietly
@@ -234,14 +235,8 @@ def main(arguments: Sequence[str]) -> int:
             _make(asked.out)
         if asked.compare_to is not None:
             return _compared(plan, asked, asked.compare_to)
-        if asked.what == LAYOUTS:
-            return _layouts(plan, asked)
-        if asked.what == REHEARSE:
-            from app.cli.rehearse import rehearse_ranks  # loads torch
-
-            return rehearse_ranks(
-                plan, asked.typed, asked.rank, steps=asked.steps, as_json=asked.as_json
-            )
+        if asked.what in OTHERS:
+            return OTHERS[asked.what](plan, asked)
         if asked.as_json:
             print(json.dumps(view.values(asked.what)))
         else:
@@ -270,6 +265,19 @@ def _layouts(plan: Plan, asked: PlanRequest) -> int:
     if asked.out:
         _write(asked.out, described)
     return int(found.fastest is None)
+
+
+def _rehearsed(plan: Plan, asked: PlanRequest) -> int:
+    """Rehearse ranks and print them; return the exit code."""
+    from app.cli.rehearse import rehearse_ranks  # loads torch
+
+    return rehearse_ranks(plan, asked.typed, asked.rank, steps=asked.steps, as_json=asked.as_json)
+
+
+# what= -> what prints it by itself, without a section of the plan
+OTHERS: Mapping[str, Callable[[Plan, PlanRequest], int]] = MappingProxyType(
+    {LAYOUTS: _layouts, REHEARSE: _rehearsed}
+)
 
 
 def _compared(plan: Plan, asked: PlanRequest, published: float) -> int:

@@ -129,7 +129,7 @@ class Alive(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self.sizes: dict[int, int] = {}
         self.storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}

@@ -56,7 +56,7 @@ class FakedGroup(dist.ProcessGroup):
     """
 
     def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's types lack it
         self.messages: list[Message] | None = None  # where calls are noted; None: nowhere
         self.standing_in: Callable[[], AbstractContextManager[None]] = nullcontext
         self._fill: Fill = repeat
@@ -85,9 +85,9 @@ class FakedGroup(dist.ProcessGroup):
                 self._fill(output.view(self.size(), *shard.shape), shard)
         return Done()
 
-    all_gather_single = _allgather_base
+    all_gather_single = _allgather_base  # type: ignore[assignment]
 
-    def allgather(
+    def allgather(  # type: ignore[override]
         self, outputs: Sequence[Sequence[Tensor]], shards: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
         """Gather a list of tensors: objects of other ranks equal this rank's."""
@@ -105,9 +105,11 @@ class FakedGroup(dist.ProcessGroup):
                 torch.mul(own, self.size(), out=shard)
         return Done()
 
-    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
 
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+    def allreduce(  # type: ignore[override]
+        self, tensors: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
         """Reduce over ranks that all have this rank's numbers."""
         sums = opts is None or opts.reduceOp == dist.ReduceOp.SUM
         for tensor in tensors:
@@ -134,9 +136,11 @@ class FakedGroup(dist.ProcessGroup):
                 part.copy_(rows[: len(part)])
         return Done()
 
-    all_to_all_single = alltoall_base
+    all_to_all_single = alltoall_base  # type: ignore[assignment]
 
-    def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+    def broadcast(  # type: ignore[override]
+        self, tensors: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
         """Keep this rank's values."""
         with self._note("broadcast", tensors[0]):
             return Done()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from app.choices import DispatcherKind
-from app.engine.rehearsal.faked import Fill, FakedGroup
+from app.engine.rehearsal.faked import FakedGroup, Fill
 from app.engine.step.engine import Engine
 from app.moe.experts import Dispatched
 from app.moe.phases import MoEBody
