@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from app import collectives
-from app.choices import DispatcherKind, ScheduleName, StaticTransport
+from app.choices import CpComm, DispatcherKind, ScheduleName, StaticTransport
+from app.cli import rehearse as program
 from app.cli.plan import main
 from app.config import ParallelConfig, RecomputeConfig, Run, ScheduleConfig, TrainConfig
 from app.config.experts import EchoConfig, StaticConfig
@@ -48,7 +49,7 @@ CASES: dict[str, Run] = {
     "tokens gathered": run_of({"dp": 2, "ep": 2}, "all_gather"),
     "static": run_of({"dp": 2, "ep": 2}, "static"),
     "tp": run_of({"tp": 2}),
-    "cp": run_of({"cp": 2}),
+    "cp": run_of({"cp": 2, "cp_comm_type": CpComm.all_to_all}),
     "shards of the optimizer": run_of({"dp": 4}),
     "interleaved": run_of({"pp": 2, "vpp": 2}, **INTERLEAVED),
     "recomputed": run_of({"tp": 2, "pp": 2}, recompute=RecomputeConfig(full=True)),
@@ -128,7 +129,10 @@ def test_rank_alone_equals_rank_among_others(name: str):
     ):
         alone = rehearse(Plan(run), rank, CPU, steps=1)
         assert list(alone.messages) == messages and messages
-        assert (alone.saved, alone.saved + alone.working) == (saved, peak)
+        assert alone.saved == pytest.approx(saved, rel=0.001)
+        # gloo's threads hold some of what they send a moment longer: most often nothing at the peak
+        assert alone.saved + alone.working <= 1.001 * peak
+        assert peak < 1.25 * (alone.saved + alone.working)
 
 
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather", "static"])
@@ -144,7 +148,12 @@ def test_experts_get_the_planned_tokens(dispatcher: str):
     assert planned is not None
     tokens = tokens_per_rank(run)
     assert found.rows == planned.rows(tokens).computed
-    assert planned_rows(planned, tokens) == tokens * 2 * (1 if dispatcher == "static" else 1.5)
+    assert planned_rows(planned, tokens) == tokens * 2 * 2 * (1 if dispatcher == "static" else 1.5)
+
+
+def test_masks_of_a_cpu_are_refused():
+    with pytest.raises(ConfigError, match="nearest that works|did you mean all_to_all"):
+        refuse_what_needs_others(run_of({"cp": 2}), CPU)
 
 
 def test_clones_and_peer_memory_are_refused():
@@ -162,7 +171,7 @@ def test_clones_and_peer_memory_are_refused():
 
 LARGE = (
     "model=moe_tiny", "model.num_layers=8", "model.moe.num_experts=64", "parallel.tp=2",
-    "parallel.pp=8", "parallel.ep=32", "parallel.dp=128", "train.micro_batch=1", "train.seq_len=64",
+    "parallel.pp=8", "parallel.ep=32", "parallel.dp=128", "train.micro_batch=1",
     "train.global_batch=1024", "train.device=cpu",
 )  # fmt: skip
 
@@ -174,9 +183,14 @@ def test_a_rank_of_2048_is_shown(capsys: pytest.CaptureFixture[str]):
     assert "tensors at the peak, GiB" in out and "dispatched tokens per microbatch" in out
 
 
-def test_a_rank_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]):
-    large = ("+experiment=deepseek_v3_2048", "train.device=cpu", "train.micro_batch=64")
-    assert main(["what=rehearse", *large]) == 2
-    assert "is planned to need" in capsys.readouterr().err
-    assert main(["what=memory", "rank=0"]) == 2
+def test_a_rank_that_does_not_fit_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(program, "memory_of", lambda run, device: 2**30)
+    with pytest.raises(SystemExit):
+        main(["what=rehearse", *LARGE, "train.seq_len=4096"])
+    said = capsys.readouterr().err
+    assert "is planned to need" in said and "with recompute.full=true every rank fits" in said
+    with pytest.raises(SystemExit):
+        main(["what=memory", "rank=0"])
     assert "rank=0: only works with what=rehearse" in capsys.readouterr().err

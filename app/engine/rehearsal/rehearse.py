@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from app.choices import StaticTransport
+from app.choices import CpComm, StaticTransport
 from app.config import Run
 from app.data.feed import Batch, make_batch
 from app.engine.build import build_engine
@@ -52,7 +52,12 @@ class Rehearsed:
 
 
 def refuse_what_needs_others(run: Run, device: torch.device) -> None:
-    """Raise ConfigError for a run in which one rank alone cannot stand for itself."""
+    """Raise ConfigError for a run of which one rank alone cannot be run or measured."""
+    if run.parallel.cp > 1 and run.parallel.cp_comm_type is CpComm.all_gather:
+        if device.type == "cpu":
+            rule = "on a CPU torch makes masks for it whose memory cannot be measured"
+            near = CpComm.all_to_all
+            raise ConfigError("parallel.cp_comm_type", CpComm.all_gather, rule, nearest=near)
     planned = run_dispatcher(run)
     if planned is not None and planned.moe.echo.spares:
         spares = planned.moe.echo.spares
@@ -97,6 +102,7 @@ def rehearse(plan: Plan, rank: int, device: torch.device, steps: int) -> Rehears
                 assert isinstance(group, FakedGroup)
                 group.messages = None
             made_up = clock.seconds()[MADE_UP]
+            meter.saved = meter.passes = 0  # the first step also sets up what stays
             for _ in range(1 + run.cuda_graph.warmup_steps * (engine.recorder is not None)):
                 between = meter.live()
                 meter.reset()
