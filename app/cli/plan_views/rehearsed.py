@@ -24,7 +24,7 @@ ONLY_PLANNED = ("update", "rerun steps")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PlannedNumber:
     """A number of the plan beside the measured one."""
 
     name: str
@@ -33,23 +33,23 @@ class Row:
     measured: float | None  # None: not measured
 
 
-def comparison(plan: Plan, found: Rehearsed) -> list[Row]:
+def comparison(plan: Plan, found: Rehearsed) -> list[PlannedNumber]:
     """Return all rows: memory, then times of a step."""
     return [*_memory(plan, found), *_times(plan, found)]
 
 
-def _memory(plan: Plan, found: Rehearsed) -> Iterator[Row]:
+def _memory(plan: Plan, found: Rehearsed) -> Iterator[PlannedNumber]:
     gpu = found.reserved is not None
     parts = {part.name: part.bytes for part in plan.memory[found.pp_rank].parts}
     if not gpu:
         parts.pop("library workspaces", None)
     for name, size in zip(NAMED, (found.parameters, found.gradients, found.optimizer), strict=True):
-        yield Row(name, BYTES, parts[name], size)
-    yield Row(
+        yield PlannedNumber(name, BYTES, parts[name], size)
+    yield PlannedNumber(
         "other tensors between steps", BYTES, sum(parts.get(name, 0) for name in HELD), found.held
     )
     if "graph pool" in parts:
-        yield Row(
+        yield PlannedNumber(
             "graph pool and inputs",
             BYTES,
             parts["graph pool"] + parts["static inputs"],
@@ -57,24 +57,24 @@ def _memory(plan: Plan, found: Rehearsed) -> Iterator[Row]:
         )
     else:
         saved = sum(parts.get(name, 0) for name in SAVED)
-        yield Row("inputs and activations", BYTES, saved, found.saved)
-        yield Row("working memory", BYTES, parts["working memory"], found.working)
+        yield PlannedNumber("inputs and activations", BYTES, saved, found.saved)
+        yield PlannedNumber("working memory", BYTES, parts["working memory"], found.working)
     planned = sum(
         size for name, size in parts.items() if name not in OUTSIDE and name not in ONLY_PLANNED
     )
-    yield Row("tensors at the peak", BYTES, planned, found.peak)
+    yield PlannedNumber("tensors at the peak", BYTES, planned, found.peak)
     if "update" in parts or found.peak_of_step > found.peak:
         most = planned + parts.get("update", 0)
-        yield Row("at the peak of the update", BYTES, most, found.peak_of_step)
+        yield PlannedNumber("at the peak of the update", BYTES, most, found.peak_of_step)
     if found.reserved is not None:
         beyond = found.reserved - found.peak_of_step
-        yield Row("fragmentation", BYTES, parts["fragmentation"], beyond)
+        yield PlannedNumber("fragmentation", BYTES, parts["fragmentation"], beyond)
     for name in ("CUDA context", "NCCL", "rerun steps"):
         if name in parts:
-            yield Row(name, BYTES, parts[name], None)
+            yield PlannedNumber(name, BYTES, parts[name], None)
 
 
-def _times(plan: Plan, found: Rehearsed) -> Iterator[Row]:
+def _times(plan: Plan, found: Rehearsed) -> Iterator[PlannedNumber]:
     run, pipeline = plan.run, plan.stages.pipeline
     stages = [pipeline.stage(found.pp_rank, chunk) for chunk in range(plan.stages.vpp)]
     count, load = run.num_microbatches, busiest_load(run)
@@ -92,18 +92,20 @@ def _times(plan: Plan, found: Rehearsed) -> Iterator[Row]:
     seconds, update = found.seconds, plan.tail.optimizer or None
     if CAPTURED in seconds:
         whole = count * (forward + backward) + plan.tail.optimizer + plan.tail.between
-        yield Row("compute of a step", SECONDS, whole, seconds[CAPTURED])
+        yield PlannedNumber("compute of a step", SECONDS, whole, seconds[CAPTURED])
     else:
-        yield Row("forwards", SECONDS, count * forward, seconds.get(FORWARD, 0.0))
-        yield Row("backwards", SECONDS, count * backward, seconds.get(BACKWARD, 0.0))
-        yield Row("update and clearing", SECONDS, update, seconds.get(UPDATE, 0.0))
+        yield PlannedNumber("forwards", SECONDS, count * forward, seconds.get(FORWARD, 0.0))
+        yield PlannedNumber("backwards", SECONDS, count * backward, seconds.get(BACKWARD, 0.0))
+        yield PlannedNumber("update and clearing", SECONDS, update, seconds.get(UPDATE, 0.0))
     if sends is not None:
-        yield Row("messages within layers", SECONDS, sends, None)
+        yield PlannedNumber("messages within layers", SECONDS, sends, None)
         tail = plan.tail.reduction + plan.tail.gathering
-        yield Row("reduction and gathering", SECONDS, tail, None)
+        yield PlannedNumber("reduction and gathering", SECONDS, tail, None)
 
 
-def print_rehearsed(plan: Plan, found: Rehearsed, rows: list[Row], console: Console) -> None:
+def print_rehearsed(
+    plan: Plan, found: Rehearsed, rows: list[PlannedNumber], console: Console
+) -> None:
     """Print one rank."""
     run = plan.run
     rank = f"rank {found.rank:,} of {run.world_size:,}, pipeline rank {found.pp_rank}"
@@ -142,7 +144,7 @@ def _number(value: float | None, unit: str) -> str:
     return gib(int(value)) if value >= 2**30 / 10 else f"{value / 2**30:.5f}"
 
 
-def _difference(row: Row) -> str:
+def _difference(row: PlannedNumber) -> str:
     if not row.planned or row.measured is None:
         return "—"
     return signed_percent(row.measured / row.planned - 1)

@@ -23,7 +23,7 @@ KINDS = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD, "W": BACKWARD}
 BEFORE, AFTER = "forwards and backwards of a step", "the end of the step"
 
 
-class Clock:
+class WorkClock:
     """Marks of when a kind of work begins; on a GPU events of its stream."""
 
     def __init__(self, device: torch.device) -> None:
@@ -66,8 +66,8 @@ class Clock:
 class Noting(Watchdog):
     """Watchdog without other ranks, which passes on what this one does."""
 
-    clock: Clock | None = None
-    meter: Meter | None = None
+    clock: WorkClock | None = None
+    meter: TensorMeter | None = None
 
     def note(self, doing: str) -> None:
         """See `Watchdog`."""
@@ -89,7 +89,7 @@ class Noting(Watchdog):
             self.clock.mark(OTHER)
 
 
-class Meter:
+class TensorMeter:
     """Bytes of tensors between the actions of a step, and at its peaks."""
 
     def __init__(self, device: torch.device, alive: Alive | None) -> None:

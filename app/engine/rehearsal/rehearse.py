@@ -16,7 +16,7 @@ from app.config import Run
 from app.data.feed import Batch, make_batch
 from app.engine.build import build_engine
 from app.engine.ranks.groups import create_groups
-from app.engine.rehearsal.clock import MADE_UP, Alive, Clock, Meter, Noting
+from app.engine.rehearsal.clock import MADE_UP, Alive, Noting, TensorMeter, WorkClock
 from app.engine.rehearsal.faked import FakedGroup, Message, faked_world
 from app.engine.rehearsal.rows import receive_planned_rows
 from app.engine.step.engine import Engine
@@ -53,11 +53,11 @@ class Rehearsed:
 
 def refuse_what_needs_others(run: Run, device: torch.device) -> None:
     """Raise ConfigError for a run of which one rank alone cannot be run or measured."""
-    if run.parallel.cp > 1 and run.parallel.cp_comm_type is CpComm.all_gather:
-        if device.type == "cpu":
-            rule = "on a CPU torch makes masks for it whose memory cannot be measured"
-            near = CpComm.all_to_all
-            raise ConfigError("parallel.cp_comm_type", CpComm.all_gather, rule, nearest=near)
+    parts = run.parallel.cp > 1 and run.parallel.cp_comm_type is CpComm.all_gather
+    if parts and device.type == "cpu":
+        rule = "on a CPU torch makes masks for it whose memory cannot be measured"
+        near = CpComm.all_to_all
+        raise ConfigError("parallel.cp_comm_type", CpComm.all_gather, rule, nearest=near)
     planned = run_dispatcher(run)
     if planned is not None and planned.moe.echo.spares:
         spares = planned.moe.echo.spares
@@ -68,8 +68,8 @@ def refuse_what_needs_others(run: Run, device: torch.device) -> None:
         assert planned is not None
         rule = "ranks write into each other's GPU memory, and a rehearsal has one rank"
         key = "model.moe.static.transport"
-        near = StaticTransport.collective
-        raise ConfigError(key, planned.moe.static.transport, rule, nearest=near)
+        value = planned.moe.static.transport
+        raise ConfigError(key, value, rule, nearest=StaticTransport.collective)
 
 
 def rehearse(plan: Plan, rank: int, device: torch.device, steps: int) -> Rehearsed:
@@ -79,7 +79,7 @@ def rehearse(plan: Plan, rank: int, device: torch.device, steps: int) -> Rehears
     run = plan.run
     refuse_what_needs_others(run, device)
     alive = None if device.type == "cuda" else Alive()
-    clock, meter = Clock(device), Meter(device, alive)
+    clock, meter = WorkClock(device), TensorMeter(device, alive)
     watchdog = Noting(rank, run.schedule.timeout_s, clock=clock, meter=meter)
     messages: list[Message] = []
     with ExitStack() as world:
