@@ -11,10 +11,17 @@ import torch
 import torch.distributed as dist
 
 from app import collectives
-from app.choices import CpComm, DispatcherKind, ScheduleName, StaticTransport
+from app.choices import CpComm, DispatcherKind, GraphImpl, ScheduleName, StaticTransport
 from app.cli import rehearse as program
 from app.cli.plan import main
-from app.config import ParallelConfig, RecomputeConfig, Run, ScheduleConfig, TrainConfig
+from app.config import (
+    CudaGraphConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    Run,
+    ScheduleConfig,
+    TrainConfig,
+)
 from app.config.experts import EchoConfig, StaticConfig
 from app.engine.build import build_engine
 from app.engine.ranks.groups import create_groups
@@ -151,7 +158,10 @@ def test_experts_get_the_planned_tokens(dispatcher: str):
     assert planned_rows(planned, tokens) == tokens * 2 * 2 * (1 if dispatcher == "static" else 1.5)
 
 
-def test_masks_of_a_cpu_are_refused():
+def test_masks_and_graphs_of_a_cpu_are_refused():
+    graphs = make_run(cuda_graph=CudaGraphConfig(GraphImpl.full_iteration))
+    with pytest.raises(ConfigError, match="a CPU has no graphs"):
+        refuse_what_needs_others(graphs, CPU)
     with pytest.raises(ConfigError, match="did you mean all_to_all"):
         refuse_what_needs_others(run_of({"cp": 2}), CPU)
 

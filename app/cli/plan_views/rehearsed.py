@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
+from app.choices import GraphImpl
 from app.cli.plan_views.rows import heading, new_table
 from app.engine.rehearsal.clock import BACKWARD, FORWARD, UPDATE
 from app.engine.rehearsal.rehearse import CAPTURED, Rehearsed
@@ -45,18 +46,9 @@ def _memory(plan: Plan, found: Rehearsed) -> Iterator[PlannedNumber]:
         parts.pop("library workspaces", None)
     for name, size in zip(NAMED, (found.parameters, found.gradients, found.optimizer), strict=True):
         yield PlannedNumber(name, BYTES, parts[name], size)
-    yield PlannedNumber(
-        "other tensors between steps", BYTES, sum(parts.get(name, 0) for name in HELD), found.held
-    )
-    if "graph pool" in parts:
-        yield PlannedNumber(
-            "graph pool and inputs",
-            BYTES,
-            parts["graph pool"] + parts["static inputs"],
-            found.saved + found.working,
-        )
-    else:
-        saved = sum(parts.get(name, 0) for name in SAVED)
+    if plan.run.cuda_graph.impl is GraphImpl.none:  # memory of a graph's pool is of one piece
+        held, saved = (sum(parts.get(name, 0) for name in names) for names in (HELD, SAVED))
+        yield PlannedNumber("other tensors between steps", BYTES, held, found.held)
         yield PlannedNumber("inputs and activations", BYTES, saved, found.saved)
         yield PlannedNumber("working memory", BYTES, parts["working memory"], found.working)
     planned = sum(

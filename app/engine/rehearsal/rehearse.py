@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from app.choices import CpComm, StaticTransport
+from app.choices import CpComm, GraphImpl, StaticTransport
 from app.config import Run
 from app.data.feed import Batch, make_batch
 from app.engine.build import build_engine
@@ -53,6 +53,9 @@ class Rehearsed:
 
 def refuse_what_needs_others(run: Run, device: torch.device) -> None:
     """Raise ConfigError for a run of which one rank alone cannot be run or measured."""
+    if run.cuda_graph.impl is not GraphImpl.none and device.type == "cpu":
+        rule = "a CPU has no graphs, and what stands in for them keeps other memory"
+        raise ConfigError("cuda_graph.impl", run.cuda_graph.impl, rule, nearest=GraphImpl.none)
     parts = run.parallel.cp > 1 and run.parallel.cp_comm_type is CpComm.all_gather
     if parts and device.type == "cpu":
         rule = "on a CPU torch makes masks for it whose memory cannot be measured"
