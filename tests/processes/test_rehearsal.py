@@ -136,8 +136,8 @@ def test_rank_alone_equals_rank_among_others(name: str):
     ):
         alone = rehearse(Plan(run), rank, CPU, steps=1)
         assert list(alone.messages) == messages and messages
-        assert alone.saved == pytest.approx(saved, rel=0.001)
-        # gloo's threads hold some of what they send a moment longer: most often nothing at the peak
+        # gloo's threads hold some of what they send a moment longer: most often nothing
+        assert alone.saved <= 1.001 * saved and saved < 1.05 * alone.saved
         assert alone.saved + alone.working <= 1.001 * peak
         assert peak < 1.25 * (alone.saved + alone.working)
 
