@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import inf
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TextIO
 
 from app.cli.processes.ctrl_c import stop_quietly
@@ -51,15 +52,17 @@ from app.version import VERSION, Version
 # folder for files
 FOLDER = "plan"
 NOWHERE = ("", "null")
+REHEARSE = "rehearse"  # runs a rank: not a part of what=all
 LAYOUTS = "layouts"  # searches other layouts, which takes long: not a part of what=all
 WITH_MEMORY = ("all", "memory")  # values of what= that show memory
-ASKED = (*WHAT[:-1], LAYOUTS, WHAT[-1])
+ASKED = (*WHAT[:-1], LAYOUTS, REHEARSE, WHAT[-1])
 FLAGS = ("--json", "--help", "-h")
 KNOWN = (*FLAGS, *PLACES)
 MOST_PLANNED = 2**10  # microbatches × stages up to which advice is checked by a full plan
 NUMBERS = ("tokens=", "slower=")  # options of what=layouts
 COMPARE = "compare_to"  # takes the place of what=
-OWN = ("what=", "out=", f"{COMPARE}=", *NUMBERS)
+REHEARSED = ("rank=", "steps=")  # options of what=rehearse
+OWN = ("what=", "out=", f"{COMPARE}=", *NUMBERS, *REHEARSED)
 HELP = """\
 == Graphfold: plan a run before any GPU is used ==
 Usage:  python -m app.cli.plan [what=…] [--json] [out=FOLDER] [gpu_memory_gib=N] [override …]
@@ -73,13 +76,18 @@ Usage:  python -m app.cli.plan [what=…] [--json] [out=FOLDER] [gpu_memory_gib=
   what=decoding        KV cache of text generation, and how many texts fit at a time
   what=layouts         the fastest layouts on the same number of GPUs, with GPU hours, also on a
                        slower network; takes up to half a minute
-  what=all             everything but decoding and layouts (the default); also writes plan/:
-                       plan.json and a picture of the timeline
+  what=rehearse        runs one rank on this GPU, or a small one on this CPU, with the messages of
+                       all others made up: its memory and compute time beside the plan
+  what=all             everything but decoding, layouts and rehearse (the default); also writes
+                       plan/: plan.json and a picture of the timeline
   --json               JSON on stdout instead of tables; writes no files
   out=FOLDER           folder for files, written for every what= if given; null: no files
   tokens=N             with what=layouts: tokens to train on, for GPU hours; default: train.steps
   slower=N             with what=layouts: GB/s of the slower network; default: half of
                        hardware.network_gb_s
+  rank=N,…             with what=rehearse: ranks, one after the other; default: one of the
+                       pipeline rank that needs most memory
+  steps=N              with what=rehearse: steps to time, after two to warm up; default: 3
   compare_to=N         instead of what=: the planned TFLOP/s per GPU beside a published number of
                        the run that the overrides describe, part by part
   gpu_memory_gib=N     short for hardware.gpu_memory_gib=N; hardware=h200 sets the speeds as well
@@ -92,6 +100,7 @@ Examples:
   python -m app.cli.plan +experiment=deepseek_v3_2048 parallel.world_size=4096
   python -m app.cli.plan what=groups +experiment=mixtral_8x7b hardware=h200
   python -m app.cli.plan what=layouts +experiment=deepseek_v3_2048 tokens=14.8e12 slower=25
+  python -m app.cli.plan what=rehearse model=moe_tiny parallel.pp=2 parallel.ep=4 parallel.dp=4
   python -m app.cli.plan compare_to=430 +experiment=mixtral_8x7b_64
   python -m app.cli.plan what=memory --json model=dense_tiny gpu_memory_gib=1
 
@@ -111,6 +120,8 @@ class PlanRequest:
     tokens: float | None = None  # tokens that GPU hours are for; None means those of train.steps
     slower: float | None = None  # GB/s of a slower network; None means half the network's
     compare_to: float | None = None  # published TFLOP/s per GPU; None compares with none
+    rank: str | None = None  # ranks to rehearse, separated by commas; None means the fullest
+    steps: int = 3  # to time in a rehearsal
 
     @property
     def with_memory(self) -> bool:
@@ -171,13 +182,20 @@ def parse(arguments: Sequence[str]) -> PlanRequest:
         raise ConfigError("what", what, rule)
     if (key := next(iter(numbers), None)) not in (None, COMPARE) and what != LAYOUTS:
         raise ConfigError(key, own[key], "only works with what=layouts")
+    if (key := next((key for key in ("rank", "steps") if key in own), "")) and what != REHEARSE:
+        raise ConfigError(key, own[key], "only works with what=rehearse")
+    steps = own.get("steps", "3")
+    if not steps.isdigit() or not int(steps):
+        raise ConfigError("steps", steps, "must be a whole number of steps, at least 1", nearest=3)
     overrides = [
         _spelled_out(word) for word in words if word not in flags and not word.startswith(OWN)
     ]
     as_json = "--json" in flags
     out = own.get("out", FOLDER if what == "all" and COMPARE not in own else "")
     folder = None if as_json or out in NOWHERE else Path(out)
-    return PlanRequest(what, as_json, folder, typed=Typed.parse([*places, *overrides]), **numbers)
+    typed = Typed.parse([*places, *overrides])
+    rank = own.get("rank")
+    return PlanRequest(what, as_json, folder, typed=typed, **numbers, rank=rank, steps=int(steps))
 
 
 def _positive(key: str, text: str) -> float:
@@ -217,8 +235,8 @@ def main(arguments: Sequence[str]) -> int:
             _make(asked.out)
         if asked.compare_to is not None:
             return _compared(plan, asked, asked.compare_to)
-        if asked.what == LAYOUTS:
-            return _layouts(plan, asked)
+        if asked.what in OTHERS:
+            return OTHERS[asked.what](plan, asked)
         if asked.as_json:
             print(json.dumps(view.values(asked.what)))
         else:
@@ -247,6 +265,19 @@ def _layouts(plan: Plan, asked: PlanRequest) -> int:
     if asked.out:
         _write(asked.out, described)
     return int(found.fastest is None)
+
+
+def _rehearsed(plan: Plan, asked: PlanRequest) -> int:
+    """Rehearse ranks and print them; return the exit code."""
+    from app.cli.rehearse import rehearse_ranks  # loads torch
+
+    return rehearse_ranks(plan, asked.typed, asked.rank, steps=asked.steps, as_json=asked.as_json)
+
+
+# what= -> what prints it by itself, without a section of the plan
+OTHERS: Mapping[str, Callable[[Plan, PlanRequest], int]] = MappingProxyType(
+    {LAYOUTS: _layouts, REHEARSE: _rehearsed}
+)
 
 
 def _compared(plan: Plan, asked: PlanRequest, published: float) -> int:

@@ -249,7 +249,7 @@ def test_suggestions_are_shown_with_their_price():
         (
             ("what=stage",),
             "plan: what=stage: must be one of groups, stages, schedule, graphs, memory, "
-            "decoding, layouts, all; did you mean stages?",
+            "decoding, layouts, rehearse, all; did you mean stages?",
         ),
         (
             ("--jsno",),
@@ -464,7 +464,7 @@ BLOCKS = [block for block in CONSOLE.finditer(DOCS) if "what=layouts" not in blo
 def test_the_docs_have_commands():
     assert len(COMMANDS) >= 8 and len(CONSOLE.findall(DOCS)) >= 4
     told = set(re.findall(r"^\| `what=(\w+)` \|", DOCS, re.MULTILINE))
-    assert told == {*WHAT, "layouts"}
+    assert told == {*WHAT, "layouts", "rehearse"}
 
 
 @pytest.mark.full  # tests/integration/test_commands.py has a few of every page
