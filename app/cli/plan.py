@@ -268,10 +268,17 @@ def _layouts(plan: Plan, asked: PlanRequest) -> int:
 
 
 def _rehearsed(plan: Plan, asked: PlanRequest) -> int:
-    """Rehearse ranks and print them; return the exit code."""
+    """Rehearse ranks, print them, write files; return the exit code."""
     from app.cli.rehearse import rehearse_ranks  # loads torch
 
-    return rehearse_ranks(plan, asked.typed, asked.rank, steps=asked.steps, as_json=asked.as_json)
+    json_only = asked.as_json
+    rows = rehearse_ranks(plan, asked.typed, asked.rank, steps=asked.steps, as_json=json_only)
+    described = {"layout": layout_json(plan), "rehearsed": rows}
+    if json_only:
+        print(json.dumps(described))
+    if asked.out:
+        _write(asked.out, described)
+    return 0
 
 
 # what= -> what prints it by itself, without a section of the plan

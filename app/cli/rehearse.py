@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,8 +25,10 @@ from app.telling import telling
 WIDTH = 100  # columns unless the terminal or COLUMNS says otherwise
 
 
-def rehearse_ranks(plan: Plan, typed: Typed, rank: str | None, *, steps: int, as_json: bool) -> int:
-    """Rehearse ranks, print them, and return the exit code. Raises ConfigError."""
+def rehearse_ranks(
+    plan: Plan, typed: Typed, rank: str | None, *, steps: int, as_json: bool
+) -> list[dict[str, Any]]:
+    """Rehearse ranks, print tables unless `as_json`, and return their rows. Raises ConfigError."""
     ranks = _ranks(plan, rank)
     device = choose_device(plan.run, 0)
     if device.type == "cuda":
@@ -50,9 +52,7 @@ def rehearse_ranks(plan: Plan, typed: Typed, rank: str | None, *, steps: int, as
             {"rank": each, "pp_rank": found.pp_rank, "device": found.device}
             | {"rows": found.rows, "parts": [asdict(row) for row in shown]}
         )
-    if as_json:
-        print(json.dumps({"rehearsed": rows}))
-    return 0
+    return rows
 
 
 def _ranks(plan: Plan, text: str | None) -> list[int]:

@@ -28,6 +28,7 @@ from app.config import (
 from app.engine.build import adapter_dropout, build_chunks
 from app.engine.dispatchers import build_dispatcher
 from app.engine.ranks.groups import create_groups
+from app.engine.rehearsal.clock import Alive
 from app.model.ahead import AHEAD, AheadLosses
 from app.model.chunk import Chunk
 from app.model.layers.frozen import freeze
@@ -43,7 +44,7 @@ from app.plan.recompute import recompute_policy
 from app.plan.select import select_stages
 from app.plan.sharding.frozen import frozen_in
 from app.rules import check
-from tests.tensors.activation_memory import Alive, attention_of, sums_of
+from tests.tensors.activation_memory import attention_of, sums_of
 
 SEQUENCES, LENGTH = 2, 128
 

@@ -136,10 +136,11 @@ def test_rank_alone_equals_rank_among_others(name: str):
     ):
         alone = rehearse(Plan(run), rank, CPU, steps=1)
         assert list(alone.messages) == messages and messages
-        # gloo's threads hold some of what they send a moment longer: most often nothing
-        assert alone.saved <= 1.001 * saved and saved < 1.05 * alone.saved
-        assert alone.saved + alone.working <= 1.001 * peak
-        assert peak < 1.25 * (alone.saved + alone.working)
+        # gloo's threads hold what they send a moment longer: nothing, or at most all of a step
+        sent = sum(message.bytes for message in messages)
+        assert alone.saved <= 1.001 * saved and saved <= alone.saved + sent
+        most = alone.saved + alone.working
+        assert most <= 1.001 * peak and peak <= most + sent
 
 
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather", "static"])

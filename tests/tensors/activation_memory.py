@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -13,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from app.choices import (
     ActivationKind,
@@ -38,6 +35,7 @@ from app.config import (
     YarnConfig,
 )
 from app.engine.build import build_layer
+from app.engine.rehearsal.clock import Alive
 from app.fp8 import dispatch, ready, row_scaled
 from app.kernels import (
     cross_entropy,
@@ -375,43 +373,6 @@ def measured(run: Run) -> dict[str, int]:
     with saving("head"), attention_of(run):
         chunk.loss(chunk(batch.tokens, context).x, batch.labels, context)
     return dict(found)
-
-
-class Alive(TorchDispatchMode):
-    """Bytes of all storages made since it was entered that are still there, and their peak.
-
-    What an operation is given that none has made is not counted: gloo's own copies of what it
-    sends, which NCCL has not.
-    """
-
-    def __init__(self, known: list[Tensor]) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self.known = {tensor.untyped_storage()._cdata for tensor in known}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._count((args, kwargs), made=False)
-        out = func(*args, **(kwargs or {}))
-        self._count(out, made=True)
-        return out
-
-    def _count(self, tensors: Any, made: bool) -> None:
-        for tensor in tree_leaves(tensors):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self._note(storage, storage.nbytes() if made else 0)
-
-    def _note(self, storage: torch.UntypedStorage, size: int) -> None:
-        key = storage._cdata
-        if key not in self.known:
-            self.known.add(key)
-            self.live += size
-            self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._forget, key, size)
-
-    def _forget(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.live -= size
 
 
 def forward_and_backward(run: Run, chunk: Chunk, whole: bool) -> tuple[int, int, int]:

@@ -19,6 +19,7 @@ from app.config import (
     ModelConfig,
     ScheduleConfig,
 )
+from app.engine.rehearsal.clock import Alive
 from app.model.layers.weight_grads import WeightGradQueue
 from app.plan.parts.attention import attends_by_matrices
 from tests.tensors import activation_memory
@@ -29,7 +30,6 @@ from tests.tensors.activation_memory import (
     SEQUENCES,
     SIGMOID,
     TORCH,
-    Alive,
     attention_of,
     batch_of,
     chunk_of,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -125,14 +125,17 @@ class TensorMeter:
 
 class Alive(TorchDispatchMode):
     """Bytes of all storages in host memory made within the block that are still there, and their
-    peak. What an operation is given that none has made is not counted.
+    peak. Not counted: `known` tensors, and what an operation is given that none has made, as
+    gloo's own copies of what it sends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self.sizes: dict[int, int] = {}
         self.storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for tensor in known:
+            self._note(tensor.untyped_storage(), 0)
 
     def count(self) -> int:
         """Return the bytes now, less those of storages that were freed in place."""
