@@ -25,13 +25,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from throughput import web_lengths
 from torch.profiler import ProfilerActivity, profile
 
 from app.cli.options.compose import load_overrides
 from app.cli.processes.launcher import Launch
 from app.config import Run
-from app.data.feed import Batch
+from app.data.feed import Batch, make_batch
 from app.engine.build import build_engine
 from app.engine.ranks.groups import create_groups, process_world
 from app.engine.step.engine import Engine
@@ -193,15 +195,28 @@ def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
 def batches_of(run: Run, kind: int, dp_rank: int) -> list[Batch]:
     """This replica's microbatches of one step; over all replicas the same for every layout."""
     size, length = run.train.micro_batch, run.train.seq_len
+    most = run.data.most_documents(length)
     positions = torch.arange(length).expand(size, length)
     found = []
     for mb in range(run.num_microbatches):
         generator = torch.Generator().manual_seed(1000 * kind + mb * run.dp + dp_rank)
         rows = torch.randint(0, run.model.vocab_size, (size, length + 1), generator=generator)
+        if most is not None:
+            found.append(of_documents(rows.numpy(), most, mb))
+            continue
         found.append(
             Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), positions, ends_BD=None)
         )
     return found
+
+
+def of_documents(rows: np.ndarray, most: int, seed: int) -> Batch:
+    """Sequences of documents as long as web pages; token 0 ends one."""
+    rows = np.maximum(rows, 1)
+    for row in rows:
+        ends = np.cumsum(web_lengths(np.random.default_rng(seed), len(row)))
+        row[ends[ends < len(row)][: most - 1]] = 0
+    return make_batch([*rows], 0, most)
 
 
 if __name__ == "__main__":
