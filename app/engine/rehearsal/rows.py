@@ -13,21 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.choices import DispatcherKind
 from app.engine.rehearsal.faked import FakedGroup, Fill
 from app.engine.step.engine import Engine
 from app.moe.experts import Dispatched
 from app.moe.phases import MoEBody
 from app.moe.protocol import Dispatcher
+from app.plan.parts.all_to_all import PlannedAllToAll
 from app.plan.parts.dispatch_record import PlannedDispatcher
 from app.plan.parts.dispatcher import run_dispatcher, tokens_per_rank
 
 
 def planned_rows(planned: PlannedDispatcher, tokens: int) -> int:
-    """Return R as planned: of `static`, whose memory is fixed, the mean that times assume."""
-    if planned.kind is DispatcherKind.static:
-        return planned.mean_rows(tokens)
-    return planned.rows(tokens).computed
+    """Return R as planned: where memory is fixed, the mean that times assume."""
+    return planned.rows(tokens).computed if planned.uneven else planned.mean_rows(tokens)
 
 
 @dataclass(slots=True)
@@ -67,10 +65,9 @@ def receive_planned_rows(engine: Engine) -> PlannedRows | None:
         return None
     assert isinstance(group, FakedGroup)
     rows, first = planned_rows(planned, tokens_per_rank(run)), engine.groups.coords.ep[0]
-    counts = planned.kind is DispatcherKind.all_to_all
     fill = (
         partial(_counts, rows, group.rank())
-        if counts
+        if isinstance(planned, PlannedAllToAll)  # which gathers counts, the others all choices
         else partial(_choices, rows, group.rank(), planned, first * planned.experts)
     )
     bodies = [
