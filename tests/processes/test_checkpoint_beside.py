@@ -23,7 +23,7 @@ from app.engine.files.checkpoints import CHECKPOINTS, complete_checkpoints, newe
 from app.engine.files.run_folder import read_metrics
 from app.engine.step.engine import Engine
 from app.errors import ConfigError
-from tests.checkpoints import verify_checkpoint
+from tests.checkpoints import cursor_of, verify_checkpoint
 from tests.distributed import run_distributed
 from tests.runs import TINY, TINY_MOE, engine_of, make_run, train_steps
 from tests.training import composed, corpus_in, train_rank
@@ -73,7 +73,7 @@ def train_while_writing(rank: int, run: Run, folder: Path) -> dict[str, bool]:
     train_steps(run, engine, 2)
     torch.rand(rank + 1)
     wanted = state_of(engine)
-    path = saver.save(folder, Progress(2, 2, 99), {"sequences": 16, "stream": {"rank": rank}})
+    path = saver.save(folder, Progress(2, 2, 99), cursor_of(16, rank))
     train_steps(run, engine, 2, first=2)
     torch.rand(7)
     unwritten = not names and newest_checkpoint(folder.parent) is None
@@ -87,8 +87,7 @@ def train_while_writing(rank: int, run: Run, folder: Path) -> dict[str, bool]:
         "training went on": unwritten,
         "and changed all": changed,
         "saved as it was": same,
-        "progress and cursor": loaded
-        == (Progress(2, 2, 99), {"sequences": 16, "stream": {"rank": rank}}),
+        "progress and cursor": loaded == (Progress(2, 2, 99), cursor_of(16, rank)),
     }
 
 

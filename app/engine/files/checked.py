@@ -199,6 +199,7 @@ class Fields:
     optional: Mapping[str, Kind]
 
     def __call__(self, field: str, value: Any) -> None:
+        """Check an object."""
         map_of(anything)(field, value)
         known = {**self.required, **self.optional}
         for name, each in value.items():

@@ -7,11 +7,13 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from itertools import combinations
+from functools import partial
+from itertools import combinations, pairwise
 from math import prod
 from typing import Any
 
-from app.config import LoraConfig, ModelConfig, Run
+from app.config import Run
+from app.config.sources import SourceConfig
 from app.engine.files.checked import (
     FieldError,
     Kind,
@@ -31,13 +33,16 @@ from app.engine.files.checked import (
     whole,
 )
 from app.engine.files.names import IMPORTED, LEFT_OUT, SCALES, rank_file
-from app.errors import ConfigError
 from app.plan.formatting import count_of
 from app.version import VERSION
 
 Json = dict[str, Any]
 FORMAT = 3  # of the files; others are refused
 END = "end_of_document"  # key of the data record
+# fields of the configuration that are read, by section; of an imported model
+NEEDS = {"model": (), "data": ("tokenizer",), "precision": ("params",), "train": ("seq_len",)}
+IMPORTED_NEEDS = {"model": NEEDS["model"]}
+SOURCE_NEEDS = ("label", "weight", "after_end", "path", "name")
 MOST_ELEMENTS = 2**53  # of a parameter
 count, positive, integer = whole(), whole(1), whole(-(2**53))
 
@@ -124,8 +129,7 @@ def check_manifest(manifest: Json) -> None:
 
 def _check_files(files: Mapping[str, Json], world: int, replicas: int) -> None:
     """Check that every rank's file is listed, and no other one."""
-    if len(files) < world:
-        missing = next(name for name in map(rank_file, range(world)) if name not in files)
+    if missing := next((name for name in map(rank_file, range(world)) if name not in files), None):
         raise FieldError("files", None, f"complete, and {missing} of {world} ranks has no sum")
     wanted = set(map(rank_file, range(world)))
     for name, entry in files.items():
@@ -133,14 +137,19 @@ def _check_files(files: Mapping[str, Json], world: int, replicas: int) -> None:
             must = f"left out: the files of {count_of(world, 'rank')} are rank-00000.safetensors …"
             raise FieldError(inside("files", name), entry, must)
         whole(0, replicas - 1)(f"files.{name}.dp_rank", entry["dp_rank"])
+    if [*files] != [rank_file(rank) for rank in range(world)]:
+        raise FieldError("files", [*files], "in the order of ranks")
 
 
 def _check_part(field: str, entry: Json, world: int) -> None:
     """Check that ranks hold every element of a parameter once."""
     shape = entry["shape"]
     if prod(shape) > MOST_ELEMENTS:
-        raise FieldError(f"{field}.shape", shape, f"of at most 2^53 elements")
+        raise FieldError(f"{field}.shape", shape, "of at most 2^53 elements")
     held: dict[tuple[tuple[int, int], ...], list[tuple[int, int]]] = {}
+    ranks = [rank for rank, *_ in entry["held"]]
+    if len(set(ranks)) < len(ranks):
+        raise FieldError(f"{field}.held", entry["held"], "one part of each rank")
     for place, (rank, start, stop, (first, last)) in enumerate(entry["held"]):
         where = f"{field}.held[{place}]"
         whole(0, world - 1)(f"{where}[0]", rank)
@@ -186,68 +195,53 @@ def _apart(blocks: list[tuple[tuple[int, int], ...]]) -> bool:
 
 
 def _disjoint(spans: list[tuple[int, int]]) -> bool:
-    return all(one[1] <= other[0] for one, other in zip(spans, spans[1:], strict=False))
+    return all(one[1] <= other[0] for one, other in pairwise(spans))
 
 
 def check_config(config: Json, imported: bool) -> None:
     """Check the configuration, by present names, against the types of app.config. Keys that are not
     known were of other versions. Raises FieldError.
     """
-    needed = {"model": (), "data": ("tokenizer",), "precision": ("params",), "train": ("seq_len",)}
-    for section, names in {"model": needed["model"]}.items() if imported else needed.items():
+    for section, names in (IMPORTED_NEEDS if imported else NEEDS).items():
         map_of(anything)(inside("config", section), config.get(section))
         for name in names:
             if name not in config[section]:
-                raise FieldError("config", None, f"complete, and has no {section}.{name}")
-    _built(Run, "config", config, exact=False)
-    for section, kind in {"model": ModelConfig, "lora": LoraConfig}.items():
-        if section in config:
-            _built(kind, inside("config", section), config[section], exact=True)
+                raise FieldError("", None, f"complete, and has no config.{section}.{name}")
+    for name, kind in typing.get_type_hints(Run).items():
+        if name in config:
+            _check_plain(kind, inside("config", name), config[name])
+    data = config.get("data", {})
+    for name in {"sources", "validation"} & data.keys():
+        field = f"config.data.{name}"
+        _check_plain(tuple[SourceConfig, ...], field, data[name])
+        for place, each in enumerate(data[name]):
+            if missing := [needed for needed in SOURCE_NEEDS if needed not in each]:
+                raise FieldError(f"{field}[{place}]", each, f"complete, and has no {missing[0]}")
 
 
-def _built(kind: Any, field: str, value: Any, exact: bool) -> Any:
-    """Return a value of this type. `exact`: sections check themselves, and texts are of their sets;
-    otherwise they may be of another version. Raises FieldError.
-    """
+def _check_plain(kind: Any, field: str, value: Any) -> None:
+    """Check that a value is of a type of app.config. Raises FieldError."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         (kind,) = (each for each in inner if each is not types.NoneType)
-        return None if value is None else _built(kind, field, value, exact)
-    if origin is tuple:
-        list_of(anything)(field, value)
-        return tuple(_built(inner[0], f"{field}[{n}]", each, exact) for n, each in enumerate(value))
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        if value is not None:
+            _check_plain(kind, field, value)
+    elif origin is tuple:
+        list_of(partial(_check_plain, inner[0]))(field, value)
+    elif isinstance(kind, type) and dataclasses.is_dataclass(kind):
         map_of(anything)(field, value)
-        hints = typing.get_type_hints(kind)
-        found = {
-            name: _built(hints[name], inside(field, name), value[name], exact)
-            for name in hints.keys() & value.keys()
-        }
-        return _section(kind, field, found) if exact else None
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        text(field, value)
-        if not exact:
-            return value
+        for name, each in typing.get_type_hints(kind).items():
+            if name in value:
+                _check_plain(each, inside(field, name), value[name])
+    elif isinstance(kind, type) and issubclass(kind, Enum):
         one_of(*(each.value for each in kind))(field, value)
-        return kind(value)
-    if kind in _LEAVES:
-        _LEAVES[kind](field, value)
-    return value
+    else:
+        _LEAVES.get(kind, anything)(field, value)
 
 
 _LEAVES: dict[Any, Kind] = {
     int: integer, str: text, bool: boolean, float: number(-(2.0**53)),
 }  # fmt: skip
-
-
-def _section(kind: Any, field: str, values: Json) -> Any:
-    try:
-        return kind(**values)
-    except ConfigError as error:
-        name = error.key.rpartition(".")[2]
-        raise FieldError(inside(field, name), str(error.value), f"valid: it {error.rule}") from None
-    except TypeError as error:  # a field without a default is missing
-        raise FieldError("", None, f"complete, and {field} is not: {error}") from None
 
 
 def check_cursor(cursor: Any) -> None:

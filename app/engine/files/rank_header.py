@@ -62,7 +62,7 @@ def read_header(path: Path) -> Json:
         length = int.from_bytes(file.read(LENGTH), "little")
         if size < LENGTH or length > min(size - LENGTH, LONGEST):
             raise ValueError(f"has {size} bytes, and its header does not fit in these")
-        header = parse_strictly(file.read(length))
+        header: Json = parse_strictly(file.read(length))
     map_of(lambda field, value: None)("header", header)
     for name, entry in header.items():
         (_METADATA if name == METADATA else _TENSOR)(name, entry)
@@ -86,20 +86,22 @@ def _check_offsets(tensors: Mapping[str, Json], size: int) -> None:
         raise ValueError(f"has {size} bytes of tensors, and its header describes {reached}")
 
 
-def check_header(header: Json, manifest: Json, rank: int) -> None:
-    """Check that a rank's file has what the manifest says, and nothing else. Raises FieldError."""
+def check_header(header: Json, manifest: Json, rank: int, held: Mapping[str, int]) -> None:
+    """Check that a rank's file has what the manifest says, and nothing else. Raises ValueError.
+
+    `held` is the rank's entry of `held_parts`.
+    """
     if METADATA not in header or CURSOR not in header[METADATA]:
         raise FieldError("", None, f"complete, and has no {METADATA}.{CURSOR}")
     try:
         check_cursor(parse_strictly(header[METADATA][CURSOR].encode()))
     except ValueError as error:
         raise ValueError(f"{CURSOR} of {METADATA}: {error}") from None
-    wanted = _wanted(manifest, rank)
+    wanted = _wanted(manifest, rank, held)
     for name, (shape, dtypes) in wanted.items():
         if name not in header:
             raise FieldError("", None, f"complete, and has no {name}")
         _check_tensor(name, header[name], shape, dtypes=dtypes)
-    held = {name: list(wanted[part_name(name, MAIN)][0]) for name in _held(manifest, rank)}
     routers = set(map(bias_name, manifest["routers"]))
     scales = set(map(scales_name, manifest.get(SCALES, {})))
     for name in header.keys() - wanted.keys() - {METADATA}:
@@ -108,26 +110,27 @@ def check_header(header: Json, manifest: Json, rank: int) -> None:
         elif name == RANDOM_CUDA:
             _check_tensor(name, header[name], [CUDA_BYTES], dtypes=("U8",))
         elif (parameter := name.rpartition(".")[0]) in held and IMPORTED not in manifest:
-            _check_tensor(name, header[name], held[parameter], dtypes=("F32",))
+            _check_tensor(name, header[name], [held[parameter]], dtypes=("F32",))
         else:
             raise FieldError(name, header[name], "left out: the manifest has no such tensor")
 
 
-def _held(manifest: Json, rank: int) -> dict[str, int]:
-    """Return the parameters of which a rank has a part, and its elements."""
-    return {
-        name: part[1] - part[0]
-        for name, entry in manifest["parts"].items()
-        for holder, _, _, part in entry["held"]
-        if holder == rank
-    }
+def held_parts(manifest: Json) -> dict[int, dict[str, int]]:
+    """Return, by rank, the parameters of which it has a part, and its elements."""
+    found: dict[int, dict[str, int]] = {}
+    for name, entry in manifest["parts"].items():
+        for rank, _, _, part in entry["held"]:
+            found.setdefault(rank, {})[name] = part[1] - part[0]
+    return found
 
 
-def _wanted(manifest: Json, rank: int) -> dict[str, tuple[list[int] | None, tuple[str, ...]]]:
-    """Return shape (None: any) and types of the tensors that a rank's file must have."""
-    wanted: dict[str, tuple[list[int] | None, tuple[str, ...]]] = {
-        part_name(name, MAIN): ([elements], FLOATS)
-        for name, elements in _held(manifest, rank).items()
+Wanted = tuple[list[int] | None, tuple[str, ...]]  # shape (None: any), and types of a tensor
+
+
+def _wanted(manifest: Json, rank: int, held: Mapping[str, int]) -> dict[str, Wanted]:
+    """Return the tensors that a rank's file must have."""
+    wanted: dict[str, Wanted] = {
+        part_name(name, MAIN): ([elements], FLOATS) for name, elements in held.items()
     }
     for name, holder in manifest["routers"].items():
         if holder == rank:
