@@ -6,11 +6,14 @@ import copy
 import io
 import os
 import shutil
+import typing
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import asdict, replace
+from dataclasses import asdict, is_dataclass, replace
+from enum import Enum
 from pathlib import Path
 from time import time
+from typing import Any
 
 import pytest
 
@@ -78,13 +81,33 @@ def test_every_key_is_fixed_or_free():
     assert decided >= resume.FIXED and decided >= resume.FREE, "no key that has gone"
 
 
+def kind_of(key: str) -> Any:
+    """The type of a key."""
+    kind: Any = Run
+    for name in key.split("."):
+        kind = typing.get_type_hints(kind)[name]
+        kind = next((each for each in typing.get_args(kind) if is_dataclass(each)), kind)
+    return kind
+
+
+def another(kind: Any, value: Any) -> Any:
+    """Another value of a type."""
+    inner = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple:
+        return [*value, another(inner[0], None)]
+    kind = inner[0] if inner else kind
+    if issubclass(kind, Enum):
+        return next(each.value for each in kind if each.value != value)
+    return "other" if kind is str else not value if kind is bool else kind((value or 0) + 1)
+
+
 def with_other(config: Json, key: str) -> Json:
     """The configuration with another value of one key."""
     *sections, name = key.split(".")
     other = section = copy.deepcopy(config)
     for each in sections:
         section = section[each]
-    section[name] = None if key in NULLABLE else "other"
+    section[name] = None if key in NULLABLE else another(kind_of(key), section[name])
     if key in ("data.sources", "data.validation"):
         section[name] = plain([asdict(SourceConfig(label="other"))])
     return other
