@@ -46,7 +46,7 @@ def saved(folder: Path, run: Run | Json = RUN, time: float | None = None, step: 
     manifest: Json = {
         "format": FORMAT,
         **asdict(Progress(step, step)),
-        "layout": {"world_size": 1},
+        "layout": dict.fromkeys(("world_size", *["tp", "cp", "dp", "pp", "etp", "ep", "edp"]), 1),
         "loss_scale": None,
         "config": {**needed, "train": {"seq_len": 16}, **config},
         "files": {FILE: {"bytes": 4, "sha256": hashlib.sha256(b"full").hexdigest(), "dp_rank": 0}},

@@ -103,8 +103,10 @@ def save_in_a_row(rank: int, run: Run, folder: Path) -> list[tuple[bool, list[st
     """
     goes, names = held_up()
     saver = Saver(engine_of(run, rank), lambda: None)
-    saver.save(folder, Progress(1, 1, 1), {})
-    second = threading.Thread(target=lambda: saver.save(folder, Progress(2, 2, 2), {}))
+    saver.save(folder, Progress(1, 1, 1), {"sequences": 0})
+    second = threading.Thread(
+        target=lambda: saver.save(folder, Progress(2, 2, 2), {"sequences": 0})
+    )
     second.start()
     second.join(0.3)
     seen = [(second.is_alive(), list(names))]
@@ -124,7 +126,7 @@ def blocked_times(rank: int, run: Run, folder: Path) -> list[float | None]:
     saver = Saver(engine_of(run, rank), lambda: None)
     seen = [saver.blocked()]
     for step in (1, 2):
-        saver.save(folder, Progress(step, step, step), {})
+        saver.save(folder, Progress(step, step, step), {"sequences": 0})
         seen.append(saver.blocked())
     saver.wait()
     return [*seen, saver.blocked()]
@@ -147,11 +149,11 @@ def save_until_full(rank: int, run: Run, folder: Path, full: str) -> tuple[str, 
         return write(Path("/dev/full") if path.name == full else path, content)
 
     saver = Saver(engine_of(run, rank), lambda: asked.append(True))
-    saver.save(folder, Progress(1, 1, 1), {})
+    saver.save(folder, Progress(1, 1, 1), {"sequences": 0})
     saver.wait()
     checkpoint_save.write_synced = write_to_a_full_disk
     try:
-        saver.save(folder, Progress(2, 2, 2), {})
+        saver.save(folder, Progress(2, 2, 2), {"sequences": 0})
         saver.wait()
     except ConfigError as error:
         return str(error), bool(asked)
@@ -261,7 +263,7 @@ def test_the_last_one_is_waited_for(
 def keep_some(rank: int, run: Run, folder: Path) -> list[str]:
     saver = Saver(engine_of(run), lambda: None)
     for step in (10, 20, 30, 40, 45, 50):
-        saver.save(folder, Progress(step, step, step), {})
+        saver.save(folder, Progress(step, step, step), {"sequences": 0})
     saver.wait()
     return sorted(path.name for path in folder.iterdir() if path.is_dir())
 

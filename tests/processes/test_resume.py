@@ -98,7 +98,7 @@ def another(kind: Any, value: Any) -> Any:
     kind = inner[0] if inner else kind
     if issubclass(kind, Enum):
         return next(each.value for each in kind if each.value != value)
-    return "other" if kind is str else not value if kind is bool else kind((value or 0) + 1)
+    return "other" if kind is str else not value if kind is bool else kind((value or 1) + 1)
 
 
 def with_other(config: Json, key: str) -> Json:
@@ -107,9 +107,10 @@ def with_other(config: Json, key: str) -> Json:
     other = section = copy.deepcopy(config)
     for each in sections:
         section = section[each]
-    section[name] = None if key in NULLABLE else another(kind_of(key), section[name])
     if key in ("data.sources", "data.validation"):
         section[name] = plain([asdict(SourceConfig(label="other"))])
+    else:
+        section[name] = None if key in NULLABLE else another(kind_of(key), section[name])
     return other
 
 
@@ -128,6 +129,7 @@ def test_fixed_keys_are_refused_and_free_ones_reported(tmp_path: Path):
         ),
     }
     measured = replace(RUN, hardware=load_overrides(["hardware=h200"]).hardware)
+    measured = replace(measured, parallel=replace(RUN.parallel, dp=1))
     for number, key in enumerate(leaves()):
         model = scaled.get(".".join(key.split(".")[:2]), latent)
         config = plain(asdict(replace(measured, model=model)))

@@ -194,8 +194,6 @@ def parse_manifest(path: Path, as_saved: bool = False) -> dict[str, Any]:
         raise broken(path, f"{MANIFEST} was changed after it was saved (sha256 differs)")
     try:
         check_manifest(manifest)
-        if _CHECKPOINT.search(path.name) and manifest["step"] != step_of(path):
-            raise FieldError("step", manifest["step"], f"{step_of(path)}, as its folder is named")
         present, _ = with_new_names(manifest["config"], saved=True)
         check_config(present, IMPORTED in manifest)
     except FieldError as error:

@@ -113,7 +113,8 @@ def check_manifest(manifest: Json) -> None:
     layout = manifest["layout"]
     world = layout["world_size"]
     replicas = layout.get("dp", world)
-    if all(name in layout for name in ("tp", "cp", "dp", "pp")):
+    if IMPORTED not in manifest:
+        fields({"world_size": positive, **_DEGREES})("layout", layout)
         degrees = prod(layout[name] for name in ("tp", "cp", "dp", "pp"))
         if degrees != world:
             raise FieldError("layout.world_size", world, f"tp·cp·dp·pp, {degrees}")
