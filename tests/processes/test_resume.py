@@ -6,6 +6,7 @@ import copy
 import io
 import os
 import shutil
+import types
 import typing
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -92,10 +93,12 @@ def kind_of(key: str) -> Any:
 
 def another(kind: Any, value: Any) -> Any:
     """Another value of a type."""
-    inner = typing.get_args(kind)
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        kind = next(each for each in typing.get_args(kind) if each is not type(None))
     if typing.get_origin(kind) is tuple:
-        return [*value, another(inner[0], None)]
-    kind = inner[0] if inner else kind
+        return [*(value or ()), another(typing.get_args(kind)[0], None)]
+    if kind is Any:
+        return "other"
     if issubclass(kind, Enum):
         return next(each.value for each in kind if each.value != value)
     return "other" if kind is str else not value if kind is bool else kind((value or 1) + 1)
