@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 Kind = Callable[[str, Any], None]
-LARGEST = 2**53  # of a number, so that sums and products of a few fit int64
+LARGEST = 2**53  # of a number, so that sums fit int64
 DEEPEST = 64  # levels of nesting; the state of a stream has about 20
 SHOWN = 60  # characters of a value in a message
 

@@ -131,7 +131,7 @@ def check_manifest(manifest: Json) -> None:
 def _check_files(files: Mapping[str, Json], world: int, replicas: int) -> None:
     """Check that every rank's file is listed, and no other one."""
     if missing := next((name for name in map(rank_file, range(world)) if name not in files), None):
-        raise FieldError("files", None, f"complete, and {missing} of {world} ranks has no sum")
+        raise FieldError("", None, f"complete, and files has no {missing}")
     wanted = set(map(rank_file, range(world)))
     for name, entry in files.items():
         if name not in wanted:
