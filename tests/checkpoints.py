@@ -13,6 +13,12 @@ from app.engine.step.engine import Engine
 from app.errors import warn
 
 
+def cursor_of(sequences: int, rank: int) -> dict[str, Any]:
+    """A position in the data that differs by rank."""
+    place = {"used": rank, "rate": 1, "credit": 0, "ended": False, "stream": None}
+    return {"sequences": sequences, "stream": {"sources": {f"of {rank}": place}}}
+
+
 def save_checkpoint(
     folder: Path, engine: Engine, run: Run, progress: Progress, cursor: dict[str, Any]
 ) -> Path:

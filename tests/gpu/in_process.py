@@ -75,7 +75,7 @@ def trained(
         if validates and (n + 1) % validates == 0:
             found[-1].append(validation(easy_batches(run, HELD_OUT, groups.dp_rank))[0])
     if save_to is not None:
-        save_checkpoint(save_to, engine, run, Progress(steps, steps, 0), {})
+        save_checkpoint(save_to, engine, run, Progress(steps, steps, 0), {"sequences": 0})
     if engine.recorder is not None:
         assert GraphFacts.of(engine.recorder).count or len(found) <= run.cuda_graph.warmup_steps
         engine.release()

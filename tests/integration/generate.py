@@ -18,7 +18,7 @@ MODEL = dataclasses.replace(TINY, num_layers=2, vocab_size=264, init_std=0.3)
 def saved(rank: int, folder: Path) -> None:
     train = TrainConfig(steps=20, seq_len=32, micro_batch=1, global_batch=4)
     run = make_run(MODEL, parallel=ParallelConfig(tp=2), train=train)
-    save_checkpoint(folder, engine_of(run, rank), run, Progress(3), cursor={})
+    save_checkpoint(folder, engine_of(run, rank), run, Progress(3), cursor={"sequences": 0})
 
 
 def generated(folder: Path, *words: str) -> tuple[int, str, str]:

@@ -9,7 +9,7 @@ from app.choices import Dtype, Score
 from app.config import CheckpointConfig, ModelConfig, ParallelConfig, PrecisionConfig, Run
 from app.engine.checkpoint.load import Progress
 from app.engine.step.engine import Engine
-from tests.checkpoints import save_checkpoint
+from tests.checkpoints import cursor_of, save_checkpoint
 from tests.runs import TINY, TINY_MOE, make_run
 
 SIGMOID = dataclasses.replace(TINY_MOE, score=Score.sigmoid, bias_update_rate=0.01)
@@ -34,6 +34,6 @@ def run_of(
 
 
 def save(folder: Path, run: Run, engine: Engine, progress: Progress, keep_last: int = 2) -> Path:
-    cursor = {"sequences": 8 * progress.step, "stream": {"rank": engine.groups.rank}}
+    cursor = cursor_of(8 * progress.step, engine.groups.rank)
     kept = dataclasses.replace(run, checkpoint=CheckpointConfig(keep_last=keep_last))
     return save_checkpoint(folder, engine, kept, progress=progress, cursor=cursor)

@@ -39,7 +39,7 @@ def saved(rank: int, run: Run, folder: Path, start: str | None = None, steps: in
     if steps:
         train_steps(run, engine, steps)
     progress = Progress(step=max(1, steps))
-    return str(save_checkpoint(folder / CHECKPOINTS, engine, run, progress, {}))
+    return str(save_checkpoint(folder / CHECKPOINTS, engine, run, progress, {"sequences": 0}))
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:

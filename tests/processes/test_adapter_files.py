@@ -30,7 +30,7 @@ from app.plan.sharding.reshard import Block
 from app.planner.plan import Plan
 from app.rules import check
 from tests.cases import chosen
-from tests.checkpoints import save_checkpoint
+from tests.checkpoints import cursor_of, save_checkpoint
 from tests.distributed import run_distributed
 from tests.hf_folders import save_random, their_logits
 from tests.runs import batches_of, train_steps, whole_gradients, whole_parameters
@@ -89,7 +89,7 @@ def tuned(rank: int, run: Run, folder: Path) -> tuple[list[tuple[float, float]],
     of adapters; returns losses with norms, and logits.
     """
     engine = engine_from(run, rank)
-    cursor = {"sequences": 0, "stream": {"rank": rank}}
+    cursor = cursor_of(0, rank)
     save_checkpoint(folder / "checkpoints", engine, run, Progress(0, 0), cursor=cursor)
     seen = train_steps(run, engine, STEPS)
     save_checkpoint(folder / "checkpoints", engine, run, Progress(STEPS, STEPS), cursor=cursor)
@@ -286,7 +286,7 @@ def trained_whole(rank: int, run: Run, folder: Path) -> dict[str, Tensor]:
     """Checkpoint a few steps of training; returns the adapters."""
     engine = engine_from(run, rank)
     train_steps(run, engine, 2)
-    cursor = {"sequences": 0, "stream": {"rank": rank}}
+    cursor = cursor_of(0, rank)
     save_checkpoint(folder / "checkpoints", engine, run, Progress(2, 2), cursor=cursor)
     return whole_parameters(engine)
 

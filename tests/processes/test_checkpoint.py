@@ -26,7 +26,7 @@ from app.errors import ConfigError
 from app.kernels.adamw import update_rates
 from app.plan.sharding.reshard import Block, Slice, overlaps
 from tests.cases import chosen
-from tests.checkpoints import verify_checkpoint
+from tests.checkpoints import cursor_of, verify_checkpoint
 from tests.distributed import run_distributed
 from tests.parity import exact_engine
 from tests.processes.checkpoint import MODELS, run_of, save
@@ -108,7 +108,7 @@ def resume_and_resume(rank: int, run: Run, folder: Path) -> dict[str, Any]:
     seen_again, state_again, random_again = follow(run, fresh)
     return {
         "progress": loaded == progress,
-        "cursor": cursor == {"sequences": 8 * progress.step, "stream": {"rank": rank}},
+        "cursor": cursor == cursor_of(8 * progress.step, rank),
         "bias": same_bias
         and all(bool(bias.any()) == bool(run.model.moe.bias_update_rate) for bias in biases),
         "loss scale": same_scale,

@@ -23,7 +23,7 @@ from app.engine.files.checkpoints import CHECKPOINTS, complete_checkpoints, newe
 from app.engine.files.run_folder import read_metrics
 from app.engine.step.engine import Engine
 from app.errors import ConfigError
-from tests.checkpoints import verify_checkpoint
+from tests.checkpoints import cursor_of, verify_checkpoint
 from tests.distributed import run_distributed
 from tests.runs import TINY, TINY_MOE, engine_of, make_run, train_steps
 from tests.training import composed, corpus_in, train_rank
@@ -73,7 +73,7 @@ def train_while_writing(rank: int, run: Run, folder: Path) -> dict[str, bool]:
     train_steps(run, engine, 2)
     torch.rand(rank + 1)
     wanted = state_of(engine)
-    path = saver.save(folder, Progress(2, 2, 99), {"sequences": 16, "stream": {"rank": rank}})
+    path = saver.save(folder, Progress(2, 2, 99), cursor_of(16, rank))
     train_steps(run, engine, 2, first=2)
     torch.rand(7)
     unwritten = not names and newest_checkpoint(folder.parent) is None
@@ -87,8 +87,7 @@ def train_while_writing(rank: int, run: Run, folder: Path) -> dict[str, bool]:
         "training went on": unwritten,
         "and changed all": changed,
         "saved as it was": same,
-        "progress and cursor": loaded
-        == (Progress(2, 2, 99), {"sequences": 16, "stream": {"rank": rank}}),
+        "progress and cursor": loaded == (Progress(2, 2, 99), cursor_of(16, rank)),
     }
 
 
@@ -104,8 +103,10 @@ def save_in_a_row(rank: int, run: Run, folder: Path) -> list[tuple[bool, list[st
     """
     goes, names = held_up()
     saver = Saver(engine_of(run, rank), lambda: None)
-    saver.save(folder, Progress(1, 1, 1), {})
-    second = threading.Thread(target=lambda: saver.save(folder, Progress(2, 2, 2), {}))
+    saver.save(folder, Progress(1, 1, 1), {"sequences": 0})
+    second = threading.Thread(
+        target=lambda: saver.save(folder, Progress(2, 2, 2), {"sequences": 0})
+    )
     second.start()
     second.join(0.3)
     seen = [(second.is_alive(), list(names))]
@@ -125,7 +126,7 @@ def blocked_times(rank: int, run: Run, folder: Path) -> list[float | None]:
     saver = Saver(engine_of(run, rank), lambda: None)
     seen = [saver.blocked()]
     for step in (1, 2):
-        saver.save(folder, Progress(step, step, step), {})
+        saver.save(folder, Progress(step, step, step), {"sequences": 0})
         seen.append(saver.blocked())
     saver.wait()
     return [*seen, saver.blocked()]
@@ -148,11 +149,11 @@ def save_until_full(rank: int, run: Run, folder: Path, full: str) -> tuple[str, 
         return write(Path("/dev/full") if path.name == full else path, content)
 
     saver = Saver(engine_of(run, rank), lambda: asked.append(True))
-    saver.save(folder, Progress(1, 1, 1), {})
+    saver.save(folder, Progress(1, 1, 1), {"sequences": 0})
     saver.wait()
     checkpoint_save.write_synced = write_to_a_full_disk
     try:
-        saver.save(folder, Progress(2, 2, 2), {})
+        saver.save(folder, Progress(2, 2, 2), {"sequences": 0})
         saver.wait()
     except ConfigError as error:
         return str(error), bool(asked)
@@ -262,7 +263,7 @@ def test_the_last_one_is_waited_for(
 def keep_some(rank: int, run: Run, folder: Path) -> list[str]:
     saver = Saver(engine_of(run), lambda: None)
     for step in (10, 20, 30, 40, 45, 50):
-        saver.save(folder, Progress(step, step, step), {})
+        saver.save(folder, Progress(step, step, step), {"sequences": 0})
     saver.wait()
     return sorted(path.name for path in folder.iterdir() if path.is_dir())
 

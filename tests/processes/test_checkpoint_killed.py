@@ -297,11 +297,11 @@ def test_rank_killed_during_save_leaves_whole_checkpoints(dying: int, tmp_path: 
 
     def save_twice(deadline: int, folder: Path, moment: Path, rank: int) -> None:
         saver = Saver(engine_of(run, rank), lambda: None)
-        saver.save(folder, Progress(1, 1, 1), {})
+        saver.save(folder, Progress(1, 1, 1), {"sequences": 0})
         saver.wait()
         if rank == dying:
             Reaper(deadline, moment).watch()
-        saver.save(folder, Progress(2, 2, 2), {})
+        saver.save(folder, Progress(2, 2, 2), {"sequences": 0})
         saver.wait()
 
     seen = []
@@ -337,7 +337,7 @@ def test_an_interrupted_rank_does_not_wait_for_its_writer(tmp_path: Path):
 
         checkpoint_save.write_synced = write_when_told
         saver = Saver(engine_of(run, rank), lambda: None)
-        saver.save(tmp_path / CHECKPOINTS, Progress(1, 1, 1), {})
+        saver.save(tmp_path / CHECKPOINTS, Progress(1, 1, 1), {"sequences": 0})
         if rank == 0:
             held.wait(0.2)  # its own file is written by then, most likely
         raise KeyboardInterrupt

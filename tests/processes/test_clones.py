@@ -411,7 +411,7 @@ def saved_and_loaded(rank: int, runs: dict[str, Run], folder: Path) -> dict[str,
     engine = engine_of(run, rank)
     TrainingStep(engine)(batches_of(run, 0, engine.groups.dp_rank), 1e-3, 0.1)
     progress = Progress(step=1, updates=1, tokens=512)
-    path = save_checkpoint(folder, engine, run, progress, cursor={})
+    path = save_checkpoint(folder, engine, run, progress, cursor={"sequences": 0})
     parameters = {"saved": whole_parameters(engine)}
     for name in ("with", "without"):
         other = engine_of(runs[name], rank)

@@ -10,7 +10,8 @@ from safetensors.numpy import load_file
 
 from app.choices import Score
 from app.config import ModelConfig
-from app.engine.checkpoint.load import Progress, bias_name, load_checkpoint, part_name
+from app.engine.checkpoint.load import Progress, load_checkpoint
+from app.engine.files.names import bias_name, part_name
 from tests.checkpoints import verify_checkpoint
 from tests.distributed import run_distributed
 from tests.rounding import expect_sums

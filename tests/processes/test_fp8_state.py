@@ -172,7 +172,7 @@ def saved_and_loaded(rank: int, runs: tuple[Run, Run], folder: Path) -> tuple[An
     for number in range(STEPS):
         losses.append(step(batches_of(runs[0], number, first.groups.dp_rank), 1e-3, 0.1)[0].loss)
         if number == 2:
-            path = save_checkpoint(folder, first, runs[0], Progress(3, 3, 0), {})
+            path = save_checkpoint(folder, first, runs[0], Progress(3, 3, 0), {"sequences": 0})
     assert path is not None
     load_checkpoint(path, read_manifest(path), second)
     step, resumed = TrainingStep(second), []
@@ -215,7 +215,7 @@ def test_scales_survive_new_layout_and_shorter_history(tmp_path: Path):
 def from_other_recipe(rank: int, runs: tuple[Run, Run], folder: Path) -> tuple[Scales, bool]:
     first, second = (engine_of(run, rank) for run in runs)
     TrainingStep(first)(batches_of(runs[0], 0, 0), 1e-3, 0.1)
-    path = save_checkpoint(folder, first, runs[0], Progress(1, 1, 0), {})
+    path = save_checkpoint(folder, first, runs[0], Progress(1, 1, 0), {"sequences": 0})
     TrainingStep(second)(batches_of(runs[0], 0, 0), 1e-3, 0.1)
     load_checkpoint(path, read_manifest(path), second)
     return scales_of(second), second.capturable

@@ -12,9 +12,10 @@ from app.choices import GraphImpl, GraphScope
 from app.config import CudaGraphConfig, RecomputeConfig, Run
 from app.data.feed import Batch
 from app.engine.build import build_chunks
-from app.engine.checkpoint.load import LEFT_OUT, Progress, load_checkpoint
+from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.dispatchers import build_dispatcher
 from app.engine.files.checkpoints import read_manifest, read_whole_manifest
+from app.engine.files.names import LEFT_OUT
 from app.engine.ranks.groups import create_groups
 from app.engine.step.engine import Engine
 from app.errors import ConfigError
@@ -24,7 +25,7 @@ from app.plan.sharding.frozen import frozen_in, frozen_numel, names_of
 from app.planner.plan import Plan
 from app.rules.frozen import check_frozen
 from tests.cases import chosen
-from tests.checkpoints import save_checkpoint
+from tests.checkpoints import cursor_of, save_checkpoint
 from tests.distributed import run_distributed
 from tests.parity import Trained, few_steps, results
 from tests.processes.layouts import Case, run_of
@@ -218,7 +219,7 @@ def saved(rank: int, run: Run, folder: Path) -> tuple[Path, dict[str, torch.Tens
     """A checkpoint of two steps, and the parameters two steps after it."""
     engine = engine_of(run, rank)
     train_steps(run, engine, 2)
-    cursor = {"sequences": 8, "stream": {"rank": rank}}
+    cursor = cursor_of(8, rank)
     path = save_checkpoint(folder, engine, run, Progress(2, 2), cursor=cursor)
     train_steps(run, engine, 2, first=2)
     return path, whole_parameters(engine)

@@ -84,7 +84,7 @@ def taken(engine: Engine, first: int, saver: Saver | None, folder: Path) -> list
     with replays_as_on_a_gpu(engine):
         for n in range(first, STEPS):
             if saver is not None and n == SAVED:
-                saver.save(folder / CHECKPOINTS, Progress(n, updates, n), {})
+                saver.save(folder / CHECKPOINTS, Progress(n, updates, n), {"sequences": 0})
             batches = batches_of(run, n, engine.groups.dp_rank)
             facts, _ = step(batches, 1e-2 / (1 + n), 0.1 * (1 + n))
             updates += 1 - int(facts.skipped)

@@ -6,11 +6,15 @@ import copy
 import io
 import os
 import shutil
+import types
+import typing
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import asdict, replace
+from dataclasses import asdict, is_dataclass, replace
+from enum import Enum
 from pathlib import Path
 from time import time
+from typing import Any
 
 import pytest
 
@@ -78,15 +82,38 @@ def test_every_key_is_fixed_or_free():
     assert decided >= resume.FIXED and decided >= resume.FREE, "no key that has gone"
 
 
+def kind_of(key: str) -> Any:
+    """The type of a key."""
+    kind: Any = Run
+    for name in key.split("."):
+        kind = typing.get_type_hints(kind)[name]
+        kind = next((each for each in typing.get_args(kind) if is_dataclass(each)), kind)
+    return kind
+
+
+def another(kind: Any, value: Any) -> Any:
+    """Another value of a type."""
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        kind = next(each for each in typing.get_args(kind) if each is not type(None))
+    if typing.get_origin(kind) is tuple:
+        return [*(value or ()), another(typing.get_args(kind)[0], None)]
+    if kind is Any:
+        return "other"
+    if issubclass(kind, Enum):
+        return next(each.value for each in kind if each.value != value)
+    return "other" if kind is str else not value if kind is bool else kind((value or 1) + 1)
+
+
 def with_other(config: Json, key: str) -> Json:
     """The configuration with another value of one key."""
     *sections, name = key.split(".")
     other = section = copy.deepcopy(config)
     for each in sections:
         section = section[each]
-    section[name] = None if key in NULLABLE else "other"
     if key in ("data.sources", "data.validation"):
         section[name] = plain([asdict(SourceConfig(label="other"))])
+    else:
+        section[name] = None if key in NULLABLE else another(kind_of(key), section[name])
     return other
 
 
@@ -105,6 +132,7 @@ def test_fixed_keys_are_refused_and_free_ones_reported(tmp_path: Path):
         ),
     }
     measured = replace(RUN, hardware=load_overrides(["hardware=h200"]).hardware)
+    measured = replace(measured, parallel=replace(RUN.parallel, dp=1))
     for number, key in enumerate(leaves()):
         model = scaled.get(".".join(key.split(".")[:2]), latent)
         config = plain(asdict(replace(measured, model=model)))

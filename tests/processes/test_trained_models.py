@@ -41,7 +41,7 @@ def save(rank: int, run: Run, folder: Path) -> None:
     engine = engine_of(run, rank)
     for _, router in engine.named_routers():  # learnt in training
         router.bias_E.copy_(torch.arange(len(router.bias_E)))
-    save_checkpoint(folder, engine, run, Progress(1), cursor={})
+    save_checkpoint(folder, engine, run, Progress(1), cursor={"sequences": 0})
 
 
 def load(rank: int, run: Run, folder: Path) -> tuple[Any, set[float]]:

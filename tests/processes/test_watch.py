@@ -138,7 +138,9 @@ def saving(beside: bool) -> Body:
         for step in (1, 2):
             folder, progress = world.folder / "checkpoints", Progress(step, step, 0)
             if saver is None:
-                save_checkpoint(folder, engine, world.run, progress=progress, cursor={})
+                save_checkpoint(
+                    folder, engine, world.run, progress=progress, cursor={"sequences": 0}
+                )
             else:
                 saver.save(folder, progress, {})
                 saver.wait()

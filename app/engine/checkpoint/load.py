@@ -8,7 +8,7 @@ finds in the manifest which files share elements with its own parts, and maps on
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,25 @@ from safetensors import safe_open
 from torch import Tensor
 
 from app.data.feed import Cursor
-from app.engine.files.checkpoints import check_contents
+from app.engine.files.checkpoints import MANIFEST, broken, check_contents
+from app.engine.files.names import (
+    CURSOR,
+    IMPORTED,
+    LEFT_OUT,
+    MAIN,
+    RANDOM_CPU,
+    RANDOM_CUDA,
+    SCALES,
+    bias_name,
+    part_name,
+    rank_file,
+    scales_name,
+)
 from app.engine.ranks.agreement import all_succeed, rank_zero_says
 from app.engine.ranks.groups import Groups
 from app.engine.step.engine import Engine
 from app.errors import ConfigError
+from app.fp8.delayed import EACH
 from app.fp8.linear import Fp8Layers
 from app.model.chunk import Chunk
 from app.moe.phases import Router
@@ -31,18 +45,6 @@ from app.optim.frozen import FrozenWeight, digests, together
 from app.optim.shard import ParamShard
 from app.plan.sharding.reshard import Block, Slice, overlaps
 from app.plan.shards import Bounds
-
-MAIN = "main"  # key of fp32 main values in a parameter's state
-CURSOR = "cursor"  # key of a rank file's metadata: the data cursor as JSON
-# key in the manifest of an imported model that no run has trained yet: the type of its weights.
-# Such a checkpoint has no moments, no RNG states and no record of data, lengths and precision.
-IMPORTED = "imported"
-# key of the manifest: weights with saved FP8 scales -> rank whose file has them
-SCALES = "fp8_scales"
-# key of the manifest: frozen weights that are not saved -> their digest
-LEFT_OUT = "left_out"
-# names of RNG states in a rank file
-RANDOM_CPU, RANDOM_CUDA = "random.cpu", "random.cuda"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +54,6 @@ class Progress:
     step: int = 0  # steps taken
     updates: int = 0  # steps whose update was not skipped
     tokens: int = 0  # tokens trained on
-
-
-def rank_file(rank: int) -> str:
-    """Return the name of the file that a rank writes."""
-    return f"rank-{rank:05d}.safetensors"
-
-
-def part_name(parameter: str, key: str) -> str:
-    """Return the name, in a rank file, of a parameter's main values or of one of its moments."""
-    return f"{parameter}.{key}"
-
-
-def bias_name(router: str) -> str:
-    """Return the name, in a rank file, of a router's selection bias."""
-    return f"{router}.bias_E"
-
-
-def scales_name(weight: str) -> str:
-    """Return the name, in a rank file, of the FP8 scales of a layer."""
-    return f"{weight}.fp8_scales"
 
 
 def load_checkpoint(
@@ -89,9 +71,12 @@ def load_checkpoint(
     # 1. Check the files, shared among the ranks, before anything is overwritten.
     share = list(files)[groups.rank :: groups.host.size()]
     all_succeed(groups, lambda: check_contents(path, manifest, share))
+    opened = _Opened(path)
+    dp_ranks = [entry["dp_rank"] for entry in files.values()]
+    own = opened[_own_file(groups, dp_ranks)]
+    all_succeed(groups, lambda: _check_fits(engine, manifest, opened, own=own))
     # 2. Parameters and moments. An all-gather still under way would overwrite loaded values.
     engine.gather_all_params()
-    opened = _Opened(path)
     param_shards = list(engine.optimizer.param_shards())
     keys = (MAIN,) if IMPORTED in manifest else None
     found = sum(
@@ -108,8 +93,6 @@ def load_checkpoint(
     _restore_scales(engine, manifest, opened)
     if engine.loss_scale is not None and manifest["loss_scale"] is not None:
         engine.loss_scale.load(manifest["loss_scale"])
-    dp_ranks = [entry["dp_rank"] for entry in files.values()]
-    own = opened[_own_file(groups, dp_ranks)]
     if IMPORTED not in manifest:
         _restore_random(own, engine.device)
     # 4. Adam's step count, and the low-precision parameters from the loaded main parameters.
@@ -122,9 +105,74 @@ def load_checkpoint(
         one_each = {dp_rank: rank for rank, dp_rank in enumerate(dp_ranks)}.values()
         metadata = (opened[rank].metadata() for rank in one_each)
         cursor = rank_zero_says(
-            groups, lambda: Cursor.merged([json.loads(each[CURSOR]) for each in metadata]).state()
+            groups, lambda: _merged(path, [json.loads(each[CURSOR]) for each in metadata]).state()
         )
     return progress, cursor
+
+
+def _merged(path: Path, states: list[dict[str, Any]]) -> Cursor:
+    """Return the position in the data from the files of all ranks. Raises ConfigError."""
+    try:
+        return Cursor.merged(states)
+    except (KeyError, TypeError, ValueError) as error:
+        raise broken(path, "the data cursors of its rank files are of different data") from error
+
+
+def _check_fits(
+    engine: Engine, manifest: dict[str, Any], opened: _Opened, *, own: safe_open
+) -> None:
+    """Raise ConfigError if files lack what this rank needs, or have it in other sizes."""
+    path = opened.path
+    parts: list[ParamShard | FrozenWeight] = [*engine.optimizer.param_shards()]
+    parts += [each for each in engine.frozen if each.spec.name not in manifest.get(LEFT_OUT, {})]
+    for owned in parts:
+        block = owned.spec.block
+        entry = _entry(path, manifest, owned.spec.name, block.shape)
+        want = Slice(block, (owned.start, owned.start + owned.main.numel()))
+        for rank, _ in _Found.of(want, entry).runs if IMPORTED not in manifest else ():
+            for key in owned.state:
+                if (name := part_name(owned.spec.name, key)) not in opened.names(rank):
+                    raise broken(path, f"{rank_file(rank)} has no {name}")
+    _check_routers(path, manifest, engine.named_routers(), opened)
+    for name, rank in manifest.get(SCALES, {}).items():
+        shape = opened[rank].get_slice(scales_name(name)).get_shape()
+        if len(shape) != 2 or shape[0] != EACH or shape[1] < 2:
+            raise broken(path, f"{scales_name(name)}.shape={shape} must be [{EACH}, 1 + steps]")
+    if IMPORTED not in manifest:
+        try:
+            torch.Generator().set_state(own.get_tensor(RANDOM_CPU))
+            if engine.device.type == "cuda" and RANDOM_CUDA in own.keys():  # noqa: SIM118
+                torch.Generator(engine.device).set_state(own.get_tensor(RANDOM_CUDA))
+        except RuntimeError as error:
+            raise broken(path, f"holds no state of random numbers: {error}") from error
+
+
+def _entry(path: Path, manifest: dict[str, Any], name: str, shape: Sequence[int]) -> dict[str, Any]:
+    """Return a weight's entry. Raises ConfigError if it is missing or has another shape."""
+    entry: dict[str, Any] | None = manifest["parts"].get(name)
+    if entry is None:
+        raise broken(path, f"{MANIFEST}: parts has no {name}, which its model has")
+    if entry["shape"] != [*shape]:
+        raise broken(path, f"{MANIFEST}: parts.{name}.shape={entry['shape']} must be {[*shape]}")
+    return entry
+
+
+def _check_routers(
+    path: Path,
+    manifest: dict[str, Any],
+    routers: Iterable[tuple[str, Router]],
+    opened: _Opened,
+) -> None:
+    """Raise ConfigError if biases of routers are missing or have other shapes."""
+    for name, router in routers:
+        if _lacks_bias(manifest, name):
+            continue
+        if name not in manifest["routers"]:
+            raise broken(path, f"{MANIFEST}: routers has no {name}, which its model has")
+        shape = opened[manifest["routers"][name]].get_slice(bias_name(name)).get_shape()
+        if shape != [*router.bias_E.shape]:
+            must = [*router.bias_E.shape]
+            raise broken(path, f"{bias_name(name)}.shape={shape} must be {must}")
 
 
 def _load_frozen(path: Path, manifest: dict[str, Any], engine: Engine, *, opened: _Opened) -> None:
@@ -167,6 +215,13 @@ class _Opened(dict[int, safe_open]):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
+        self._names: dict[int, frozenset[str]] = {}
+
+    def names(self, rank: int) -> frozenset[str]:
+        """Return the names of a file's tensors."""
+        if rank not in self._names:
+            self._names[rank] = frozenset(self[rank].keys())
+        return self._names[rank]
 
     def __missing__(self, rank: int) -> safe_open:
         self[rank] = safe_open(self.path / rank_file(rank), "pt")
@@ -189,6 +244,7 @@ def load_weights(
     share = list(manifest["files"])[groups.rank :: groups.host.size()]
     all_succeed(groups, lambda: check_contents(path, manifest, share))
     opened = _Opened(path)
+    all_succeed(groups, lambda: _check_chunks(path, manifest, chunks, opened))
     for chunk in chunks:
         for named, param in chunk.weights():
             want = Slice(groups.coords.block(named.weight))
@@ -199,6 +255,18 @@ def load_weights(
             if isinstance(module, Router) and not _lacks_bias(manifest, name):
                 saved = opened[manifest["routers"][name]]
                 module.bias_E.copy_(saved.get_tensor(bias_name(name)))
+
+
+def _check_chunks(
+    path: Path, manifest: dict[str, Any], chunks: Sequence[Chunk], opened: _Opened
+) -> None:
+    """Raise ConfigError if a checkpoint lacks weights of these chunks."""
+    for chunk in chunks:
+        for named, _ in chunk.weights():
+            _entry(path, manifest, named.name, named.weight.shape)
+        modules = chunk.named_modules()
+        routers = ((name, each) for name, each in modules if isinstance(each, Router))
+        _check_routers(path, manifest, routers, opened)
 
 
 def _fill(

@@ -25,12 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.config import CheckpointConfig, Run
-from app.engine.checkpoint import load as checkpoint
-from app.engine.checkpoint.load import Progress, rank_file
+from app.engine.checkpoint.load import Progress
 from app.engine.checkpoint.synced import sync_folder, write_synced
 from app.engine.checkpoint.tensor_file import write_tensors
+from app.engine.files import names
 from app.engine.files.checkpoints import (
-    FORMAT,
     LATEST,
     MANIFEST,
     checkpoint_name,
@@ -43,6 +42,8 @@ from app.engine.files.checkpoints import (
     temporary_folder,
     unfinished,
 )
+from app.engine.files.manifest import FORMAT
+from app.engine.files.names import rank_file
 from app.engine.files.run_folder import plain
 from app.engine.step.engine import Engine
 from app.engine.watchdog.activity import ThreadActivity
@@ -78,15 +79,15 @@ def current_state(
     """Collect this rank's state; its tensors are training's own, not copies."""
     groups = engine.groups
     parts = []
-    tensors: dict[str, Tensor] = {checkpoint.RANDOM_CPU: torch.get_rng_state()}
+    tensors: dict[str, Tensor] = {names.RANDOM_CPU: torch.get_rng_state()}
     if engine.device.type == "cuda":
-        tensors[checkpoint.RANDOM_CUDA] = torch.cuda.get_rng_state(engine.device)
+        tensors[names.RANDOM_CUDA] = torch.cuda.get_rng_state(engine.device)
     for owned in (owned for owned in engine.optimizer.param_shards() if owned.spec.counted):
         block = owned.spec.block
         part = (owned.start, owned.start + owned.main.numel())
         parts.append((owned.spec.name, [block.shape, block.start, block.stop, part]))
         tensors |= {
-            checkpoint.part_name(owned.spec.name, key): value for key, value in owned.state.items()
+            names.part_name(owned.spec.name, key): value for key, value in owned.state.items()
         }
     left_out: dict[str, int] = {}
     if not run.checkpoint.frozen:
@@ -96,13 +97,13 @@ def current_state(
         if weight.spec.counted and first < last:
             block = weight.spec.block
             parts.append((weight.spec.name, [block.shape, block.start, block.stop, weight.own]))
-            name = checkpoint.part_name(weight.spec.name, checkpoint.MAIN)
+            name = names.part_name(weight.spec.name, names.MAIN)
             tensors[name] = weight.main[first:last]
     routers = {name: router.bias_E for name, router in engine.named_routers()}
-    tensors |= {checkpoint.bias_name(name): bias_E for name, bias_E in routers.items()}
+    tensors |= {names.bias_name(name): bias_E for name, bias_E in routers.items()}
     fp8 = engine.state(Fp8Layers)
     scales = {} if fp8 is None or fp8.scales is None else dict(fp8.scales.state())
-    tensors |= {checkpoint.scales_name(name): value for name, value in scales.items()}
+    tensors |= {names.scales_name(name): value for name, value in scales.items()}
     manifest = {
         "format": FORMAT,
         **dataclasses.asdict(progress),
@@ -116,7 +117,7 @@ def current_state(
         "config": plain(dataclasses.asdict(run)),
         **(origin or {}),
     }
-    metadata = {checkpoint.CURSOR: json.dumps(cursor)}
+    metadata = {names.CURSOR: json.dumps(cursor)}
     return RankState(
         groups.rank,
         tensors,
@@ -233,8 +234,8 @@ def _set_aside(path: Path) -> None:
     """Rename a foreign entry at a name that a save needs: a link itself, not its target."""
     if not os.path.lexists(path):
         return
-    names = (path.with_name(f"{path.name}.stray{n}") for n in ("", *range(2, 1000)))
-    path.rename(next(name for name in names if not os.path.lexists(name)))
+    free = (path.with_name(f"{path.name}.stray{n}") for n in ("", *range(2, 1000)))
+    path.rename(next(name for name in free if not os.path.lexists(name)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,8 +301,8 @@ def _contents(written: list[WrittenFile]) -> dict[str, Any]:
         "files": {rank_file(rank): each.entry for rank, each in enumerate(written)},
         "parts": parts,
         "routers": routers,
-        **({checkpoint.SCALES: scales} if scales else {}),
-        **({checkpoint.LEFT_OUT: left_out} if left_out else {}),
+        **({names.SCALES: scales} if scales else {}),
+        **({names.LEFT_OUT: left_out} if left_out else {}),
     }
 
 
@@ -339,8 +340,8 @@ def _tidy(final: Path, keep: CheckpointConfig, tell: Callable[[str], None]) -> N
         with _telling(left, tell):
             shutil.rmtree(left)
     if others := strays(folder):
-        names = ", ".join(path.name for path in others)
-        tell(f"{folder}: not written by a run, and left as it is: {names}")
+        listed = ", ".join(path.name for path in others)
+        tell(f"{folder}: not written by a run, and left as it is: {listed}")
 
 
 @contextmanager

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.engine.checkpoint.load import Progress, rank_file
+from app.engine.checkpoint.load import Progress
 from app.engine.checkpoint.save import RankState, current_state, write_checkpoint
 from app.engine.files.checkpoints import checkpoint_name, temporary_folder
+from app.engine.files.names import rank_file
 from app.engine.ranks.groups import host_group
 from app.engine.step.engine import Engine
 from app.engine.watchdog.missing import SAVING

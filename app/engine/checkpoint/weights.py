@@ -7,6 +7,7 @@ that contain the box are read.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from app.engine.checkpoint.load import MAIN, bias_name, part_name, rank_file
+from app.engine.files.checkpoints import MANIFEST, broken
+from app.engine.files.names import MAIN, bias_name, part_name, rank_file
 from app.hf.weight_part import refined
 from app.hf.write import DTYPES
 from app.plan.sharding.reshard import Block
@@ -35,20 +37,23 @@ class SavedWeights:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the type in which the weight `name` is saved."""
-        rank, *_ = self.manifest["parts"][name]["held"][0]
+        rank, *_ = self._entry(name)["held"][0]
         found = self._file(rank).get_slice(part_name(name, MAIN))
         return next(kind for kind, code in DTYPES.items() if code == found.get_dtype())
 
     def read(self, name: str, box: Block) -> Tensor:
         """Read a box of the weight `name` as fp32, in the box's sizes.
 
-        The box's shape may split dimensions of the saved shape further.
+        The box's shape may split dimensions of the saved shape further. Raises ConfigError for a
+        weight that the checkpoint lacks, or has in another size.
         """
         if name in self._routers:
             bias_E: Tensor = self._file(self._routers[name]).get_tensor(name)
+            self._check_shape(name, bias_E.shape, box)
             return bias_E.view(box.shape)[tuple(map(slice, box.start, box.stop))]
-        entry = self.manifest["parts"][name]
+        entry = self._entry(name)
         shape = tuple(entry["shape"])
+        self._check_shape(name, shape, box)
         held: dict[Block, list[tuple[int, Bounds]]] = defaultdict(list)
         for rank, start, stop, part in entry["held"]:
             held[Block(shape, tuple(start), tuple(stop))].append((rank, tuple(part)))
@@ -65,6 +70,18 @@ class SavedWeights:
                 filled += shared.numel
         assert filled == box.numel, f"{box.numel - filled} elements of {name} are in no file"
         return out
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        """Return a weight's entry in the manifest. Raises ConfigError if it has none."""
+        if name not in self.manifest["parts"]:
+            raise broken(self.path, f"{MANIFEST}: parts has no {name}, which its model has")
+        entry: dict[str, Any] = self.manifest["parts"][name]
+        return entry
+
+    def _check_shape(self, name: str, shape: Sequence[int], box: Block) -> None:
+        if prod(shape) != prod(box.shape):
+            rule = f"{name} has the shape {[*shape]}, and its model's has {[*box.shape]}"
+            raise broken(self.path, rule)
 
     def _rows(
         self, name: str, held: Block, shared: Block, *, parts: list[tuple[int, Bounds]]

@@ -16,10 +16,11 @@ from app.config import Run
 from app.data.tokenizer import BYTES
 from app.data.tokenizer_files import TOKENIZER
 from app.engine.build import build_chunks
-from app.engine.checkpoint.load import IMPORTED, load_weights
+from app.engine.checkpoint.load import load_weights
 from app.engine.dispatchers import build_dispatcher
 from app.engine.export.merged import MergedWeights, adapters_of
 from app.engine.files.checkpoints import read_whole_manifest
+from app.engine.files.names import IMPORTED
 from app.engine.files.run_folder import plain
 from app.engine.ranks.agreement import all_succeed
 from app.engine.ranks.groups import Groups, create_groups, process_world

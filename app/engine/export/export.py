@@ -7,7 +7,6 @@ the whole model is needed. Several processes write in parallel, one file each at
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,6 @@ import torch
 
 from app.choices import Dtype
 from app.config import LoraConfig, ModelConfig
-from app.engine.checkpoint.load import IMPORTED
 from app.engine.checkpoint.weights import SavedWeights
 from app.engine.export.merged import MergedWeights, adapters_of
 from app.engine.export.texts import ExportTexts
@@ -26,6 +24,7 @@ from app.engine.files.checkpoints import (
     read_manifest,
     read_whole_manifest,
 )
+from app.engine.files.names import IMPORTED
 from app.engine.files.run_folder import from_plain
 from app.engine.ranks.agreement import all_succeed, rank_zero_says
 from app.engine.ranks.dtypes import DTYPES
@@ -39,6 +38,7 @@ from app.hf.started import family_as_started
 from app.hf.write import Export, complete_or_gone, write_all
 from app.plan.model.stage import model_weights
 
+THREADS = 16  # that read files of a checkpoint
 NAMES = {Dtype.float32: "float32", Dtype.bfloat16: "bfloat16", Dtype.float16: "float16"}
 
 
@@ -140,8 +140,8 @@ def export_checkpoint(
         texts = exported.texts(say)
         with _about(key):
             _check_all(path, manifest)
-        export = replace(export, apart=exported.apart())
-        _write(export, export.files(), exported)
+            export = replace(export, apart=exported.apart())
+            _write(export, export.files(), exported)
         export.finish(texts)
     return exported
 
@@ -163,19 +163,14 @@ def export_adapter(path: Path, folder: Path, key: str) -> Exported:
         export.begin()
         with _about(key):
             _check_all(path, manifest)
-        write_all(export.temporary, adapter_files(names, SavedWeights(path, manifest)))
+            write_all(export.temporary, adapter_files(names, SavedWeights(path, manifest)))
         export.temporary.rename(folder)
     return exported
 
 
 def _check_all(path: Path, manifest: dict[str, Any]) -> None:
     """Check the contents of all files of a checkpoint, several at a time in threads."""
-
-    def check(name: str) -> None:
-        check_contents(path, manifest, [name])
-
-    with ThreadPoolExecutor() as threads:
-        list(threads.map(check, manifest["files"]))  # re-raises the error of a thread
+    check_contents(path, manifest, manifest["files"], THREADS)
 
 
 @contextmanager

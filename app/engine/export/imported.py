@@ -18,18 +18,19 @@ import torch
 from torch import Tensor
 
 from app.data.feed import Cursor
-from app.engine.checkpoint.load import CURSOR, IMPORTED, MAIN, Progress, part_name, rank_file
+from app.engine.checkpoint.load import Progress
 from app.engine.checkpoint.synced import write_synced
 from app.engine.checkpoint.tensor_file import Writable
 from app.engine.export.texts import read_texts, write_texts
 from app.engine.files.checkpoints import (
     CHECKPOINTS,
-    FORMAT,
     LATEST,
     MANIFEST,
     checkpoint_name,
     manifest_digest,
 )
+from app.engine.files.manifest import FORMAT
+from app.engine.files.names import CURSOR, IMPORTED, MAIN, part_name, rank_file
 from app.engine.files.run_folder import plain
 from app.errors import ConfigError
 from app.hf.pretrained import Pretrained

@@ -17,16 +17,20 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from app.config.renamed import with_new_names
+from app.engine.files.checked import FieldError, parse_strictly, read_regular
+from app.engine.files.manifest import FORMAT, check_config, check_manifest
+from app.engine.files.names import IMPORTED
+from app.engine.files.rank_header import check_header, held_parts, read_header
 from app.errors import ConfigError, typed
 
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 MANIFEST = "manifest.json"
-FORMAT = 3  # of the files; others are refused
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"\.step-\d{8,}\.(tmp|old)")
 _LIKE_OURS = re.compile(r"\.?(step-|latest)")
@@ -152,9 +156,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     manifest = parse_manifest(path)
     for name, expected in manifest["files"].items():
         if not (path / name).is_file():
-            raise _broken(path, f"{name} is missing")
+            raise broken(path, f"{name} is missing")
         if (size := (path / name).stat().st_size) != expected["bytes"]:
-            raise _broken(path, f"{name} has {size} bytes instead of {expected['bytes']}")
+            raise broken(path, f"{name} has {size} bytes instead of {expected['bytes']}")
     return manifest
 
 
@@ -169,35 +173,61 @@ def read_whole_manifest(path: Path) -> dict[str, Any]:
         rule += f"{typed(frozen)})"
         advice = "resume its run for a step with checkpoint.frozen=true, which saves them"
         raise ConfigError("resume", path, rule, advice=advice)
+    layers = manifest["config"]["model"].get("num_layers", 0)
+    if layers > len(manifest["parts"]):  # before a model of so many is built
+        raise broken(path, f"{MANIFEST}: config.model.num_layers={layers}, and `parts` has fewer")
     return manifest
 
 
 def parse_manifest(path: Path, as_saved: bool = False) -> dict[str, Any]:
-    """Read the manifest of a checkpoint without checking its files. Keys of its configuration get
+    """Read and check the manifest of a checkpoint, without its files. Keys of its configuration get
     their present names, unless `as_saved`. Raises ConfigError.
     """
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = parse_strictly(read_regular(path / MANIFEST))
     except (OSError, ValueError) as error:
-        raise _broken(path, f"{MANIFEST} cannot be read: {error}") from error
+        raise broken(path, f"{MANIFEST} cannot be read: {error}") from error
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if not isinstance(manifest, dict) or found != FORMAT:
-        raise _broken(path, f"{MANIFEST} has format {found}, this version reads format {FORMAT}")
+        raise broken(path, f"{MANIFEST} has format {found}, this version reads format {FORMAT}")
     if manifest.get("sha256") != manifest_digest(manifest):
-        raise _broken(path, f"{MANIFEST} was changed after it was saved (sha256 differs)")
-    if not as_saved and isinstance(config := manifest.get("config"), dict):
-        manifest["config"], _ = with_new_names(config, saved=True)
-    return manifest
+        raise broken(path, f"{MANIFEST} was changed after it was saved (sha256 differs)")
+    try:
+        check_manifest(manifest)
+        present, _ = with_new_names(manifest["config"], saved=True)
+        check_config(present, IMPORTED in manifest)
+    except FieldError as error:
+        raise broken(path, f"{MANIFEST}: {error}") from error
+    return manifest if as_saved else {**manifest, "config": present}
 
 
-def check_contents(path: Path, manifest: dict[str, Any], names: Iterable[str]) -> None:
-    """Compare the sha256 of files of a checkpoint with its manifest's. Raises ConfigError."""
-    for name in names:
-        with (path / name).open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != manifest["files"][name]["sha256"]:
-                raise _broken(path, f"{name} was changed after it was saved (sha256 differs)")
+def check_contents(
+    path: Path, manifest: dict[str, Any], names: Iterable[str], threads: int = 1
+) -> None:
+    """Compare the sha256 of files of a checkpoint with its manifest's, and check their headers.
+    Raises ConfigError.
+    """
+    held = held_parts(manifest)
+    ranks = {name: rank for rank, name in enumerate(manifest["files"])}
+
+    def check(name: str) -> None:
+        try:
+            with (path / name).open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != manifest["files"][name]["sha256"]:
+                raise broken(path, f"{name} was changed after it was saved (sha256 differs)")
+            rank = ranks[name]
+            check_header(read_header(path / name), manifest, rank, held=held.get(rank, {}))
+        except ConfigError:
+            raise
+        except (OSError, ValueError) as error:
+            raise broken(path, f"{name}: {error}") from error
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(check, names))  # re-raises the error of a thread
 
 
-def _broken(path: Path, what: str) -> ConfigError:
+def broken(path: Path, what: str) -> ConfigError:
+    """Return the error for a broken checkpoint, which suggests the one before."""
     earlier = [other for other in complete_checkpoints(path.parent) if other.name < path.name]
     return ConfigError("resume", path, what, nearest=earlier[-1] if earlier else None)

@@ -17,13 +17,12 @@ from app.data.sources import file_sum
 from app.data.special_tokens import SETTINGS
 from app.data.tokenizer import BYTES, EarlierEnd, JsonTokenizer, Tokenizer, json_tokenizer
 from app.data.tokenizer_files import TEMPLATE, TOKENIZER, tokenizer_file
-from app.engine.checkpoint.load import IMPORTED
+from app.engine.files.manifest import END
+from app.engine.files.names import IMPORTED
 from app.errors import ConfigError, writing
 
 if TYPE_CHECKING:
     from app.data.chat_template import ChatTemplate
-
-END = "end_of_document"  # key in the manifest's data section
 
 
 def keep_tokenizer(run: Run, run_dir: Path, end: str | None = None) -> None:

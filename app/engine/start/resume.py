@@ -237,9 +237,9 @@ def _other_source(was: Any, now: Any) -> Difference | None:
     before = {entry["label"]: entry for entry in was}
     for entry in now:
         for key, value in before.get(entry["label"], entry).items():
-            if key not in SHARES and value != entry[key]:
+            if key not in SHARES and value != entry.get(key):
                 lead = f"{entry['label']}: {key}="
-                return SOURCES, lead + typed(value), lead + typed(entry[key])
+                return SOURCES, lead + typed(value), lead + typed(entry.get(key))
     return None
 
 

@@ -23,8 +23,8 @@ from app.data.packing import PackedSequences
 from app.data.sources import Record, difference, differing_option, identity
 from app.data.tokenizer import BYTES, Tokenizer, load_tokenizer, vocabulary
 from app.data.tokenizer_files import SENTENCEPIECE, TOKENIZER, bring_tokenizer, tokenizer_file
-from app.engine.checkpoint.load import IMPORTED, LEFT_OUT
 from app.engine.files.checkpoints import newest_checkpoint, read_manifest
+from app.engine.files.names import IMPORTED, LEFT_OUT
 from app.engine.files.run_folder import RUNS, FolderLock, check_place, choose_folder, has_ended
 from app.engine.ranks.agreement import all_succeed, rank_zero_says
 from app.engine.ranks.dtypes import DTYPES
