@@ -25,7 +25,9 @@ from app.engine.ranks.dtypes import DTYPES
 from app.engine.ranks.groups import Groups, create_etp
 from app.engine.step.engine import Engine
 from app.engine.step.executor import Transport
+from app.engine.step.marked import MarkedTransport, MarkingRecorder, mark_phases
 from app.engine.step.source_losses import SourceLosses
+from app.engine.watchdog.marks import Marks
 from app.engine.watchdog.watchdog import Watchdog
 from app.fp8.linear import Fp8Layers
 from app.fp8.ready import ReadyRows
@@ -106,6 +108,12 @@ def build_engine(
     # 5. Transport between stages, and the watchdog over all of it.
     pp_ranks = dist.get_process_group_ranks(groups.pp)
     transport = Transport(groups.pp, pp_ranks, run.schedule.batch_p2p)
+    recorder = build_recorder(run, device)
+    if watchdog is not None and recorder is not None:
+        watchdog.marks = marks = Marks(device, watchdog.main)
+        transport = MarkedTransport(groups.pp, pp_ranks, run.schedule.batch_p2p, marks=marks)
+        recorder = MarkingRecorder(recorder, marks)
+        mark_phases(chunks, marks)
     watchdog = watchdog or Watchdog(groups.rank, run.schedule.timeout_s)
     watchdog.pending_p2p = transport.unfinished
     watchdog.spins = device.type == "cuda"
@@ -122,7 +130,7 @@ def build_engine(
         watchdog=watchdog,
         loss_scale=loss_scale,
         static=built.static,
-        recorder=build_recorder(run, device),
+        recorder=recorder,
         paging=built.paging,
         states=tuple(_states(run, chunks, built, fp8=fp8, dropout=dropout, device=device)),
         frozen=frozen,
