@@ -94,7 +94,9 @@ class Transport:
 
         Thread-safe: it iterates over a copy, since the main thread keeps running.
         """
-        return self.named([op for op, work in self.moving.copy().items() if not work.is_completed()])
+        return self.named(
+            [op for op, work in self.moving.copy().items() if not work.is_completed()]
+        )
 
     def named(self, ops: Sequence[P2POp]) -> list[tuple[str, int]]:
         """Return (description, other rank) of operations."""

@@ -251,7 +251,7 @@ class _SeesCollectives(TorchDispatchMode):
     """Marks collectives as they are called, also from autograd's threads, which inherit it."""
 
     def __init__(self, marks: Marks) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch
         self.marks = marks
 
     @classmethod
