@@ -71,7 +71,8 @@ class Look:
             for rank, seen in others.items()
             if not self._has_come(seen) or self._silent(seen) or self._mute(seen)
         }
-        if not missing:  # all hosts have called it; look for ranks whose devices are behind
+        if not missing and not self.wait.beside:
+            # all hosts have called it; look for ranks whose devices are behind
             missing = {
                 rank: seen
                 for rank, seen in others.items()

@@ -423,6 +423,8 @@ class Watchdog:
                 under_way = wait.under_way and f"; under way: {wait.under_way}"
                 stuck = f"rank {self.rank} is stuck in {wait} for {wait.seconds:.0f} s ({limit})"
                 return f"{stuck}{under_way}{whom}"
+            if wait.beside:
+                return None  # justified, and so is what the device does meanwhile
         return None
 
     def _whom(self, wait: CollectiveWait) -> str | None:
