@@ -25,9 +25,8 @@ from app.engine.ranks.dtypes import DTYPES
 from app.engine.ranks.groups import Groups, create_etp
 from app.engine.step.engine import Engine
 from app.engine.step.executor import Transport
-from app.engine.step.marked import MarkedTransport, MarkingRecorder, mark_phases
+from app.engine.step.marked import mark_graphs
 from app.engine.step.source_losses import SourceLosses
-from app.engine.watchdog.marks import Marks
 from app.engine.watchdog.watchdog import Watchdog
 from app.fp8.linear import Fp8Layers
 from app.fp8.ready import ReadyRows
@@ -110,15 +109,9 @@ def build_engine(
     transport = Transport(groups.pp, pp_ranks, run.schedule.batch_p2p)
     recorder = build_recorder(run, device)
     if watchdog is not None and recorder is not None:
-        watchdog.marks = marks = Marks(device, watchdog.main)
-        transport = MarkedTransport(groups.pp, pp_ranks, run.schedule.batch_p2p, marks=marks)
-        recorder = MarkingRecorder(recorder, marks)
-        mark_phases(chunks, marks)
+        recorder, transport = mark_graphs(watchdog, recorder, transport, chunks, device=device)
     watchdog = watchdog or Watchdog(groups.rank, run.schedule.timeout_s)
-    watchdog.pending_p2p = transport.unfinished
-    watchdog.spins = device.type == "cuda"
-    watchdog.replays = _waits_unseen(run, built, device)
-    watchdog.reads = not _records_captured_events(run)
+    _watch(watchdog, run, built, transport, device=device)
     loss_scale = LossScale.start(run.precision, device)
     return Engine(
         plan,
@@ -135,6 +128,21 @@ def build_engine(
         states=tuple(_states(run, chunks, built, fp8=fp8, dropout=dropout, device=device)),
         frozen=frozen,
     )
+
+
+def _watch(
+    watchdog: Watchdog,
+    run: Run,
+    built: BuiltDispatcher,
+    transport: Transport,
+    *,
+    device: torch.device,
+) -> None:
+    """Tell the watchdog what it can see of this rank's waits."""
+    watchdog.pending_p2p = transport.unfinished
+    watchdog.spins = device.type == "cuda"
+    watchdog.replays = _waits_unseen(run, built, device)
+    watchdog.reads = not _records_captured_events(run)
 
 
 def adapter_dropout(run: Run, groups: Groups, device: torch.device) -> AdapterDropout | None:

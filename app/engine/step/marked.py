@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
 
+import torch
 from torch import Tensor
 
 from app.engine.capture.recorder import Graph, Recorder, Recording, Work
 from app.engine.capture.static import StaticMemory
 from app.engine.step.executor import Transport
 from app.engine.watchdog.marks import MarkedGraph, Marks
+from app.engine.watchdog.watchdog import Watchdog
 from app.model.block import Phase
 from app.model.chunk import Chunk
 from app.plan.actions import P2POp
@@ -129,6 +130,21 @@ class MarkedTransport(Transport):
         Transport.wait(self, ops)
 
 
+def mark_graphs(
+    watchdog: Watchdog,
+    recorder: Recorder,
+    transport: Transport,
+    chunks: Sequence[Chunk],
+    *,
+    device: torch.device,
+) -> tuple[Recorder, Transport]:
+    """Have the watchdog see into the graphs of a rank; returns its recorder and transport."""
+    watchdog.marks = marks = Marks(device, watchdog.main)
+    mark_phases(chunks, marks)
+    marked = MarkedTransport(transport.group, transport.ranks, transport.batched, marks=marks)
+    return MarkingRecorder(recorder, marks), marked
+
+
 def mark_phases(chunks: Sequence[Chunk], marks: Marks) -> None:
     """Mark the phases of all layers, as layers run within graphs."""
     for chunk in chunks:
@@ -140,7 +156,7 @@ def mark_phases(chunks: Sequence[Chunk], marks: Marks) -> None:
 
 
 def _marked(phase: Phase, place: str, marks: Marks) -> Callable[..., tuple[object, ...]]:
-    def run(*inputs: Any) -> tuple[object, ...]:
+    def run(*inputs: object) -> tuple[object, ...]:
         if marks.current is None:
             return phase.run(*inputs)
         before = marks.place
