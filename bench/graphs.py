@@ -13,6 +13,9 @@ what a wrong plan does.
         dp2-dense/full_iteration,optim.bucket_numel=100000 \\
         dp2-moe/full_iteration,optim.bucket_numel=100000,optim.overlap_params=false
 
+    # what the watchdog's marks cost
+    python bench/graphs.py --marks --steps 400 dense/full_iteration moe/partial
+
     # the update in the graph of a step
     torchrun --nproc-per-node 2 bench/graphs.py pp2-moe/full_iteration,cuda_graph.optimizer=true
 
@@ -50,6 +53,7 @@ from app.engine.capture.facts import GraphFacts
 from app.engine.ranks.groups import create_groups, process_world
 from app.engine.step.engine import Engine
 from app.engine.step.step import TrainingStep
+from app.engine.watchdog.watchdog import Watchdog
 from app.plan.graphs import GraphPlan
 from app.planner.plan import Plan
 
@@ -110,6 +114,9 @@ def main() -> None:
     parser.add_argument(
         "--break", dest="mutation", choices=("slots", "pools"), help="make the plan wrong"
     )
+    parser.add_argument(
+        "--marks", action="store_true", help="train once more with the watchdog's marks"
+    )
     parser.add_argument("cases", nargs="+", help="[LAYOUT-]MODEL/GRAPHS[,override …]")
     args = parser.parse_args()
     launch = Launch.from_environment(os.environ)
@@ -128,9 +135,11 @@ def main() -> None:
             captured = train(
                 [*chosen, *graphs], launch, device, steps=args.steps, mutation=args.mutation
             )
-            line = json.dumps(
-                {"case": case, "break": args.mutation, **compare(captured, *eager[chosen])}
-            )
+            found = compare(captured, *eager[chosen])
+            if args.marks:
+                marked = train([*chosen, *graphs], launch, device, steps=args.steps, marks=True)
+                found |= cost_of_marks(captured, marked)
+            line = json.dumps({"case": case, "break": args.mutation, **found})
             if launch.rank == 0:
                 print(line, flush=True)
                 if args.json:
@@ -154,6 +163,7 @@ def train(
     device: torch.device,
     steps: int,
     mutation: str | None = None,
+    marks: bool = False,
 ) -> dict[str, Any]:
     """One run, from nothing to nothing: what it computed, and what it took."""
     # of streams of runs before this one; no graph lives that would read them
@@ -161,8 +171,11 @@ def train(
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(launch.rank)
-    plan = Plan(load_overrides(overrides, launch.world_size))
-    engine = build_engine(plan, create_groups(plan.layout, launch.rank), device)
+    words = [*overrides, "cuda_graph.marks=true"] if marks else overrides
+    plan = Plan(load_overrides(words, launch.world_size))
+    watchdog = Watchdog(launch.rank, plan.run.schedule.timeout_s) if marks else None
+    groups = create_groups(plan.layout, launch.rank)
+    engine = build_engine(plan, groups, device, watchdog=watchdog)
     with engine.watchdog.running():
         try:
             return measure(engine, steps, mutation)
@@ -200,6 +213,9 @@ def measure(engine: Engine, steps: int, mutation: str | None) -> dict[str, Any]:
         "planned_mib": round(planned.allocated / 2**20, 1),
         "grown_mib": round((allocated[-1] - allocated[steps // 2]) / 2**20, 3),
     }
+    if engine.watchdog.marks is not None:
+        replays = steps - run.cuda_graph.warmup_steps
+        found["marks"] = engine.watchdog.marks.passed() / replays
     if engine.recorder is not None:
         facts = GraphFacts.of(engine.recorder)
         graphs = engine.plan.graphs[rank]
@@ -237,6 +253,16 @@ def compare(
     facts = {key: value for key, value in captured.items() if key not in ("seen", "params")}
     times = {"eager_ms": first["step_ms"], "eager_peak_mib": first["peak_mib"]}
     return {"loss": [captured["seen"][0][0], captured["seen"][-1][0]], **apart, **facts, **times}
+
+
+def cost_of_marks(captured: dict[str, Any], marked: dict[str, Any]) -> dict[str, Any]:
+    """Marks per step and their share of its time; whether losses and norms are the same bits."""
+    return {
+        "marks": marked["marks"],
+        "marked_ms": marked["step_ms"],
+        "marks_share": round(marked["step_ms"] / captured["step_ms"] - 1, 5),
+        "marks_equal": marked["seen"] == captured["seen"],
+    }
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:

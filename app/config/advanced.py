@@ -47,6 +47,7 @@ ADVANCED = (
     "schedule.overlap_p2p",
     "schedule.batch_p2p",
     "schedule.timeout_s",
+    "cuda_graph.marks",
     "recompute.partial_microbatches",
     # numbers
     "precision.loss_scale",

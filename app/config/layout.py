@@ -143,6 +143,8 @@ class CudaGraphConfig:
     warmup_steps: int = 3  # steps of this process before capture
     key: GraphKey = GraphKey.microbatch  # what owns a set of partial graphs
     optimizer: bool = False  # include the optimizer update in the full-iteration graph
+    # graphs write to host memory how far they are, so that a hang within one is named
+    marks: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scope", tuple(self.scope))

@@ -25,6 +25,7 @@ from app.engine.ranks.dtypes import DTYPES
 from app.engine.ranks.groups import Groups, create_etp
 from app.engine.step.engine import Engine
 from app.engine.step.executor import Transport
+from app.engine.step.marked import mark_graphs
 from app.engine.step.source_losses import SourceLosses
 from app.engine.watchdog.watchdog import Watchdog
 from app.fp8.linear import Fp8Layers
@@ -106,11 +107,11 @@ def build_engine(
     # 5. Transport between stages, and the watchdog over all of it.
     pp_ranks = dist.get_process_group_ranks(groups.pp)
     transport = Transport(groups.pp, pp_ranks, run.schedule.batch_p2p)
+    recorder = build_recorder(run, device)
+    if watchdog is not None and recorder is not None and run.cuda_graph.marks:
+        recorder, transport = mark_graphs(watchdog, recorder, transport, chunks, device=device)
     watchdog = watchdog or Watchdog(groups.rank, run.schedule.timeout_s)
-    watchdog.pending_p2p = transport.unfinished
-    watchdog.spins = device.type == "cuda"
-    watchdog.replays = _waits_unseen(run, built, device)
-    watchdog.reads = not _records_captured_events(run)
+    _watch(watchdog, run, built, transport, device=device)
     loss_scale = LossScale.start(run.precision, device)
     return Engine(
         plan,
@@ -122,11 +123,26 @@ def build_engine(
         watchdog=watchdog,
         loss_scale=loss_scale,
         static=built.static,
-        recorder=build_recorder(run, device),
+        recorder=recorder,
         paging=built.paging,
         states=tuple(_states(run, chunks, built, fp8=fp8, dropout=dropout, device=device)),
         frozen=frozen,
     )
+
+
+def _watch(
+    watchdog: Watchdog,
+    run: Run,
+    built: BuiltDispatcher,
+    transport: Transport,
+    *,
+    device: torch.device,
+) -> None:
+    """Tell the watchdog what it can see of this rank's waits."""
+    watchdog.pending_p2p = transport.unfinished
+    watchdog.spins = device.type == "cuda"
+    watchdog.replays = _waits_unseen(run, built, device)
+    watchdog.reads = not _records_captured_events(run)
 
 
 def adapter_dropout(run: Run, groups: Groups, device: torch.device) -> AdapterDropout | None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import app.engine.step.records
 import app.model.layers.layer_groups
 import app.moe.row_collectives
+import app.optim.grad_buckets
 import app.optim.param_gather
 from app.config import Run
 from app.engine.build import build_engine
@@ -148,6 +149,15 @@ def saving(beside: bool) -> Body:
     return body
 
 
+def gathering(world: World) -> None:
+    """Rank 1 hangs where rank 0 gathers what the ranks have written."""
+    engine = world.engine()
+    if world.rank == 1:
+        dist.distributed_c10d.gather = lambda *_, **__: world.stuck()
+    progress = Progress(1, 1, 0)
+    save_checkpoint(world.folder / "checkpoints", engine, world.run, progress=progress, cursor={})
+
+
 def at_the_start(world: World) -> None:
     if world.rank == 1:
         world.stuck()
@@ -217,6 +227,13 @@ CASES = {
     "world": training(
         app.engine.step.records, "all_reduce", "world", says="all_reduce", hang=sleep
     ),
+    "reduce": training(
+        app.optim.grad_buckets,
+        "reduce_scatter",
+        "dp_cp",
+        says="(reduce_scatter|all_reduce)",  # gloo's is an all-reduce
+    ),
+    "gather": Case(gathering, r"gather \d+ of host \(saving step-00000001\)"),
     "pp": Case(in_an_exchange, r"V\[.*\]", parallel={"pp": 2}),
     "host": Case(saving(beside=False), r"all_gather \d+ of host \(saving step-00000002\)"),
     "checkpoint": Case(
@@ -317,6 +334,24 @@ def check(name: str, found: Outcome) -> None:
     said = rf"{stuck}(; under way: .*)?{whom}"
     # a warning may stand before it
     assert re.search(f"^{said}", found.said[case.first], re.MULTILINE), (name, found)
+
+
+# what each kind of collective of a run is called in a report
+KINDS = (
+    "all_gather",
+    "(reduce_scatter|",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "gather",
+    "barrier",
+    r"V\[",
+)
+
+
+def test_each_kind_of_collective_has_a_case():
+    for kind in KINDS:
+        assert any(case.says.startswith(kind) for case in CASES.values()), kind
 
 
 SHORT = ("tp", "pp", "checkpoint", "start", "rest")

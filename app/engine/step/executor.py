@@ -94,10 +94,15 @@ class Transport:
 
         Thread-safe: it iterates over a copy, since the main thread keeps running.
         """
-        left = [op for op, work in self.moving.copy().items() if not work.is_completed()]
-        ranks = [self.ranks[op.peer] for op in left]
-        ways = ["to" if op.send else "from" for op in left]
-        named = zip(left, ways, ranks, strict=True)
+        return self.named(
+            [op for op, work in self.moving.copy().items() if not work.is_completed()]
+        )
+
+    def named(self, ops: Sequence[P2POp]) -> list[tuple[str, int]]:
+        """Return (description, other rank) of operations."""
+        ranks = [self.ranks[op.peer] for op in ops]
+        ways = ["to" if op.send else "from" for op in ops]
+        named = zip(ops, ways, ranks, strict=True)
         return [(f"{op} ({way} rank {rank})", rank) for op, way, rank in named]
 
     def forget(self) -> None:

@@ -43,6 +43,7 @@ class Record:
     saving: Doing | None  # the thread that saves checkpoints; None if idle
     counts: dict[str, int]  # group -> collectives enqueued there by this rank
     waits: str = ""  # description of the operation that it waits in
+    during: str = ""  # action, layer and phase of that within a graph
     missing: tuple[int, ...] = ()  # the first ranks that have not arrived there
     excuse: int | None = None  # a rank still working for which, directly or not, it waits
     at: float = 0.0  # seconds, wall clock of that rank

@@ -19,6 +19,7 @@ ASKS, WARNS = 4, 10  # until a rank examines the others; until it warns of those
 MUTE = 5  # looks at a rank without a heartbeat after which it counts as hanging
 SHOWN = 4  # maximum of missing ranks described, and of sends and receives named
 ALL_THERE = "all its ranks are there"
+LEFT = "other ranks have left it"  # of a collective in a graph: this rank is in the work behind it
 SAVING = CHECKPOINT.name  # the group of the thread that saves
 
 
@@ -32,6 +33,8 @@ class CollectiveWait:
     collective: Collective | None = None  # None if it has no number
     during: str = ""  # activity of this rank that led to it
     under_way: str = ""  # unfinished sends and receives
+    in_graph: bool = False  # True if the device waits in a replay
+    beside: bool = False  # True if it may be over, since it runs beside other work of a graph
 
     @property
     def saves(self) -> bool:
@@ -61,12 +64,15 @@ class Look:
         """Find the missing ranks, and whether waiting for one of them is justified."""
         own = self.heartbeats.rank
         others = self.heartbeats.read(rank for rank in self.wait.ranks if rank != own)
+        if self.wait.in_graph and any(map(self._has_left, others.values())):
+            return Finding((), words=LEFT)
         missing = {
             rank: seen
             for rank, seen in others.items()
             if not self._has_come(seen) or self._silent(seen) or self._mute(seen)
         }
-        if not missing:  # all hosts have called it; look for ranks whose devices are behind
+        if not missing and not self.wait.beside:
+            # all hosts have called it; look for ranks whose devices are behind
             missing = {
                 rank: seen
                 for rank, seen in others.items()
@@ -138,6 +144,13 @@ class Look:
             and seen.record.counts.get(each.group, 0) >= each.number
         )
 
+    def _has_left(self, seen: Seen) -> bool:
+        """Return whether a rank has begun the next collective of this group."""
+        each, record = self.wait.collective, seen.record
+        if each is None or record is None:
+            return False
+        return record.counts.get(each.group, 0) > each.number
+
     def _is_here(self, record: Record) -> bool:
         each = self.wait.collective
         return each is not None and record.waits == self.wait.name
@@ -177,15 +190,19 @@ class Look:
         come = "" if each is None else " has come," if self._has_come(seen) else " has not come,"
         if self._silent(seen) or self._mute(seen):
             ago = max(seen.silent_s, time.time() - record.at)
-            place = record.waits or self._doing(record).words
+            place = _place(record) or self._doing(record).words
             return f"rank {rank}{come} last sign of life {ago:.0f} s ago, in {place}"
         if record.missing:
-            return f"rank {rank}{come} waits in {record.waits} for {compact(record.missing)}"
+            return f"rank {rank}{come} waits in {_place(record)} for {compact(record.missing)}"
         doing = self._doing(record)
-        place = record.waits or doing.words
+        place = _place(record) or doing.words
         stands = place == doing.words and not doing.rests
         how = doing.busy or ("not computing" if stands else "")
         return f"rank {rank}{come} is in {place} for {doing.still_s:.0f} s{how and f', {how}'}"
+
+
+def _place(record: Record) -> str:
+    return f"{record.waits} ({record.during})" if record.during else record.waits
 
 
 def compact(ranks: Collection[int]) -> str:

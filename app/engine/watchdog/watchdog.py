@@ -36,9 +36,12 @@ from app.engine.watchdog.collectives import (
     read_recorders,
 )
 from app.engine.watchdog.effort import COMPUTING, Effort
+from app.engine.watchdog.graph_waits import graph_counts, waits_in_graph
 from app.engine.watchdog.heartbeats import JUDGES, Doing, Finding, Heartbeats, Record
+from app.engine.watchdog.marks import Marks, Position
 from app.engine.watchdog.missing import (
     ASKS,
+    LEFT,
     MUTE,
     SAVING,
     SAYS,
@@ -70,6 +73,7 @@ class Watchdog:
     pending_p2p: Callable[[], Sequence[tuple[str, int]]] = tuple
     replays: bool = False  # True if CUDA graphs or kernels may hold waits invisible here
     reads: bool = True  # False if torch's recorders hold events that must not be queried
+    marks: Marks | None = None  # of captured graphs; None without
     spins: bool = False  # the host burns CPU time while it waits for its device
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)  # by name
     main: ThreadActivity = field(default_factory=ThreadActivity)
@@ -80,6 +84,7 @@ class Watchdog:
     _steps: int = 0  # steps begun; stands for the uncounted collectives of graph replays
     _recorded: Recorded = NOTHING
     _changed: float = 0.0  # monotonic time of the recorders' last news of the main thread
+    _marked: int = 0  # marks of graphs passed at the last look
     _news: int = 0  # times that the recorders had news of the main thread
     _saving_news: int = 0  # the same for the thread that saves
     _main_quiet: Quiet = field(default_factory=Quiet)
@@ -108,6 +113,8 @@ class Watchdog:
     def note(self, doing: str) -> None:
         """Note what the rank does from now on."""
         self.main.note(doing)
+        if self.marks is not None:
+            self.marks.act()
 
     def step(self, doing: str) -> None:
         """Note the same at the beginning of a step, and count the step."""
@@ -253,7 +260,9 @@ class Watchdog:
 
     def _look(self) -> None:
         """Update quiet times of this rank's threads, and whether it visibly works."""
-        self._main_quiet.look(self.main.moves + self._news)
+        if self.marks is not None and (marked := self.marks.passed()) != self._marked:
+            self._marked, self._changed = marked, time.monotonic()
+        self._main_quiet.look(self.main.moves + self._news + self._marked)
         self._saving_quiet.look(self.saving.moves + self._saving_news)
         if self._main_quiet.looks == 0:
             self._effort.forget()
@@ -263,10 +272,13 @@ class Watchdog:
 
     def waits(self) -> list[CollectiveWait]:
         """Return this rank's waits, longest first: collectives, or what its threads noted."""
-        found = []
+        found: list[CollectiveWait] = []
         for activity in (self.main, self.saving):
             own = self._under_way(activity)
             now = time.time()
+            if activity is self.main and (position := self._in_graph()):
+                found += waits_in_graph(position, self.marks, self.groups, self._still_s())
+                continue
             found += [self._in_collective(each, now - each.since) for each in own]
             if activity.since < math.inf and not own:
                 if activity is self.main:
@@ -275,7 +287,17 @@ class Watchdog:
                     found.append(self._in_saving())
         awake = time.monotonic() - self._awake
         found = [replace(wait, seconds=min(wait.seconds, awake)) for wait in found]
-        return sorted(found, key=lambda wait: -wait.seconds)
+        # Of waits that last equally long, that for a missing rank comes first.
+        return sorted(found, key=lambda wait: (-wait.seconds, not self._finding(wait).missing))
+
+    def _finding(self, wait: CollectiveWait) -> Finding:
+        return self._findings.get(wait.name, Finding(()))
+
+    def _in_graph(self) -> Position | None:
+        """Return where the device is within a replay, unless the main thread rests."""
+        if self.marks is None or self.main.since == math.inf:
+            return None
+        return self.marks.position()
 
     def _under_way(self, activity: ThreadActivity) -> list[Collective]:
         saving = activity is self.saving
@@ -358,27 +380,32 @@ class Watchdog:
             **self._recorded.counts,
             MEETINGS: self._meetings,
             REPLAYS: self._steps,
+            **({} if self.marks is None else graph_counts(self.marks, self.groups)),
         }
         if not waits:
             return Record(main, saving, counts)
-        finding = self._findings.get(waits[0].name, Finding(()))
+        finding = self._finding(waits[0])
         return Record(
             main,
             saving,
             counts,
-            waits=waits[0].name,
+            waits=f"the work behind {waits[0].name}" if finding.words == LEFT else waits[0].name,
+            during=waits[0].during if waits[0].in_graph else "",
             missing=finding.missing,
             excuse=finding.excuse,
         )
 
     def _busy(self) -> str:
         """Return how the main thread works; "" while it only spins for a device in a collective."""
-        waits = self.spins and (self._under_way(self.main) or self.pending_p2p())
+        waits = self.spins and (
+            self._under_way(self.main) or self.pending_p2p() or self._in_graph() is not None
+        )
         return "" if waits and self._works == COMPUTING else self._works
 
     def _ask(self, heartbeats: Heartbeats, wait: CollectiveWait) -> Finding | None:
         """Return who is missing in an operation; None if not known yet."""
         unseen = wait.collective is None or wait.collective.group in (MEETINGS, REPLAYS)
+        unseen = unseen or wait.beside
         look = Look(heartbeats, wait, self.timeout_s, complete=self.spins and not unseen)
         if wait.key is None:
             return look.find()
@@ -389,11 +416,15 @@ class Watchdog:
         for wait in self.waits():
             if wait.seconds <= SAYS * self.timeout_s:
                 return None
+            if wait.beside and not self._finding(wait).missing:
+                continue  # it may be over
             if (whom := self._whom(wait)) is not None:
                 limit = f"schedule.timeout_s={self.timeout_s:g}"
                 under_way = wait.under_way and f"; under way: {wait.under_way}"
                 stuck = f"rank {self.rank} is stuck in {wait} for {wait.seconds:.0f} s ({limit})"
                 return f"{stuck}{under_way}{whom}"
+            if wait.beside:
+                return None  # justified, and so is what the device does meanwhile
         return None
 
     def _whom(self, wait: CollectiveWait) -> str | None:
