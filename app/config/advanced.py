@@ -71,6 +71,7 @@ ADVANCED = (
     "data.cache_dir",
     "data.accept_changed",
     "checkpoint.frozen",
+    "checkpoint.memory_every",
     "lora.rslora",
     "lora.base",
     "log.group",

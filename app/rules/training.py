@@ -1,4 +1,4 @@
-"""Rules on batches, learning-rate schedules and rollbacks."""
+"""Rules on batches, learning-rate schedules, rollbacks and copies in memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from app.choices import BadStep, Decay, GraphImpl
 from app.config import Run
 from app.config.training import PROFILED
 from app.errors import ConfigError, FirstOf, Instead, nearest_divisors, nearest_multiples
+from app.plan.partners import shift_of
 
 
 def check_batch(run: Run) -> None:
@@ -74,6 +75,23 @@ def check_lr_schedule(run: Run) -> None:
         advice = None if whole > warmup else "make the decay longer"
         near = whole - warmup or None
         raise ConfigError("optim.wsd_decay_steps", last, rule, nearest=near, advice=advice)
+
+
+def check_memory_copies(run: Run) -> None:
+    """Refuse copies in memory that no other rank, or no other node, could hold."""
+    every, world, per_node = run.checkpoint.memory_every, run.world_size, run.parallel.gpus_per_node
+    if every is None:
+        return
+    if world == 1:
+        rule = "keeps the copy of a rank on another one, and this run has one rank"
+        near = Instead("checkpoint.memory_every=null")
+        raise ConfigError("checkpoint.memory_every", every, rule, nearest=near)
+    if shift_of(world, per_node) is None:
+        rule = f"keeps copies on another node, and of {world} ranks on nodes of {per_node} "
+        rule += f"(parallel.gpus_per_node) the last {world - per_node} cannot hold those of the "
+        rule += f"first {per_node}"
+        near = Instead("checkpoint.memory_every=null")
+        raise ConfigError("checkpoint.memory_every", every, rule, nearest=near)
 
 
 def check_rollback(run: Run) -> None:
