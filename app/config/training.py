@@ -329,8 +329,8 @@ class CheckpointConfig:
     frozen: bool = True
     # when the run ends, export the model to its folder in Hugging Face format
     export_hf: bool = False
-    # steps between copies of each rank's optimizer shard to its host's memory and to that of another
-    # rank, from which a rank that dies is started again in place; null: no copies
+    # steps between copies of each rank's state to its host's memory and to that of another rank,
+    # from which a rank that dies is started again in place; null: no copies
     memory_every: int | None = None
 
     def __post_init__(self) -> None:
