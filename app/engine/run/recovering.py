@@ -58,6 +58,7 @@ class Memory:
     wait_for_saves: Callable[[], object] = tuple  # waits for the checkpoint under way
     phases: dict[str, float] = field(default_factory=dict)  # seconds, by name
     since: float = 0.0  # end of the last phase, seconds since 1970
+    noticed: float = 0.0  # when this rank noticed that another one has died, seconds since 1970
 
     def end(self, phase: str) -> None:
         """Count the time since the last call as this phase."""
@@ -83,7 +84,6 @@ def train_recovering(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -
     with FolderLock() as lock, lasting_output():
         while True:
             try:
-                memory.end("notice" if memory.generations.met else "start")
                 store = memory.generations.begin()
                 code = train_together(
                     plan,
@@ -101,7 +101,8 @@ def train_recovering(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -
             except Exception as error:
                 if memory.request.signal is not None or not memory.generations.is_cause(error):
                     raise
-                memory.since = time.time()
+                memory.since = memory.noticed = time.time()
+                memory.phases = {}
                 traceback.clear_frames(error.__traceback__)
             _leave(memory, device)
             times = StartTimes(time.monotonic())
@@ -144,6 +145,9 @@ class Remembering(Beginning):
         memory.agreed, memory.offers = memory.copies.agree(
             groups, restarts=life.restarts, died_at=life.died_at, step=memory.step
         )
+        if memory.noticed:
+            died_at = max(each.died_at for each in memory.offers)
+            memory.phases = {"notice": max(0.0, memory.noticed - died_at), **memory.phases}
         if memory.agreed is None:
             start = Beginning.choose(self, run, groups, lock, attempt=attempt, sources=sources)
             if groups.rank == 0 and any(each.restarts or each.step for each in memory.offers):
