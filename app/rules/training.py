@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from app.choices import BadStep, Decay, GraphImpl
+from app.choices import BadStep, Decay, Device, GraphImpl
 from app.config import Run
 from app.config.training import PROFILED
 from app.errors import ConfigError, FirstOf, Instead, nearest_divisors, nearest_multiples
 from app.plan.partners import shift_of
+from app.plan.parts.dispatcher import run_dispatcher
+from app.plan.parts.static import PlannedStatic
 
 
 def check_batch(run: Run) -> None:
@@ -91,6 +93,12 @@ def check_memory_copies(run: Run) -> None:
         rule += f"(parallel.gpus_per_node) the last {world - per_node} cannot hold those of the "
         rule += f"first {per_node}"
         near = Instead("checkpoint.memory_every=null")
+        raise ConfigError("checkpoint.memory_every", every, rule, nearest=near)
+    dispatcher = run_dispatcher(run)
+    by_peer = isinstance(dispatcher, PlannedStatic) and dispatcher.peer
+    if by_peer and run.train.device is not Device.cpu:
+        rule = "wakes ranks that wait for a dead one, and kernels that wait on peer memory stay"
+        near = Instead("model.moe.static.transport=collective", "checkpoint.memory_every=null")
         raise ConfigError("checkpoint.memory_every", every, rule, nearest=near)
 
 

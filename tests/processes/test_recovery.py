@@ -34,11 +34,11 @@ CASES = {
     "dp": "parallel.dp=2",
     "tp": "parallel.tp=2",
     "pp": "parallel.pp=2",
-    "experts": "parallel.ep=2",
+    "experts": "parallel.dp=2 parallel.ep=2",
     "every-third": "parallel.dp=2 checkpoint.memory_every=3",
     "four": "parallel.tp=2 parallel.dp=2 parallel.ep=2",
     "graphs": f"parallel.dp=2 {GRAPHS}",
-    "full-iteration": f"parallel.ep=2 {WHOLE}",
+    "full-iteration": f"parallel.dp=2 parallel.ep=2 {WHOLE}",
 }
 LIMIT_S = 240.0
 
@@ -67,9 +67,10 @@ def supervised(folder: Path) -> dict[int, int]:
                 continue
             words = (entry / "environ").read_bytes().split(b"\0")
             env = dict(word.split(b"=", 1) for word in words if b"=" in word)
-            if b"GRAPHFOLD_RANK_RESTARTS" in env and b"parent.py" not in (
-                entry / "cmdline"
-            ).read_bytes():
+            if (
+                b"GRAPHFOLD_RANK_RESTARTS" in env
+                and b"parent.py" not in (entry / "cmdline").read_bytes()
+            ):
                 found[int(env[b"RANK"])] = int(entry.name)
     return found
 

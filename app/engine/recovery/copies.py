@@ -27,7 +27,7 @@ PART = 2**26  # bytes per message
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a rank has to continue from, told to all others."""
+    """Copies that a rank has, told to all others."""
 
     own: dict[int, int]  # number of a copy of its own state -> step
     held: dict[int, int]  # the same of the rank whose partner it is

@@ -45,7 +45,7 @@ from app.planner.plan import Plan
 
 @dataclass(slots=True)
 class Memory:
-    """What this process keeps from one generation to the next."""
+    """State that this process keeps from one generation to the next."""
 
     copies: Copies
     generations: Generations
