@@ -28,7 +28,7 @@ SETTINGS = (
     "checkpoint.interval=1000",
     "model.num_layers=2",
 )
-GRAPHS = "cuda_graph.impl=local cuda_graph.scope=[attention] cuda_graph.warmup_steps=2"
+GRAPHS = "cuda_graph.impl=local cuda_graph.scope=[attn] cuda_graph.warmup_steps=2"
 WHOLE = "model.moe.dispatcher=static cuda_graph.impl=full_iteration cuda_graph.warmup_steps=2"
 CASES = {
     "dp": "parallel.dp=2",
