@@ -72,6 +72,7 @@ ADVANCED = (
     "data.cache_dir",
     "data.accept_changed",
     "checkpoint.frozen",
+    "checkpoint.memory_every",
     "lora.rslora",
     "lora.base",
     "log.group",

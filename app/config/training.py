@@ -329,6 +329,9 @@ class CheckpointConfig:
     frozen: bool = True
     # when the run ends, export the model to its folder in Hugging Face format
     export_hf: bool = False
+    # steps between copies of each rank's state to its host's memory and to that of another rank,
+    # from which a rank that dies is started again in place; null: no copies
+    memory_every: int | None = None
 
     def __post_init__(self) -> None:
         at_least("checkpoint", self, 0, "interval")
@@ -338,7 +341,7 @@ class CheckpointConfig:
             )
             near = (False, Instead("checkpoint.interval=100"))
             raise ConfigError("checkpoint.export_hf", True, rule, nearest=near)
-        at_least("checkpoint", self, 1, "keep_last", "keep_every")
+        at_least("checkpoint", self, 1, "keep_last", "keep_every", "memory_every")
         if self.interval and self.keep_every and self.keep_every % self.interval:
             rule = (
                 f"must be a multiple of checkpoint.interval={self.interval}: no other steps "

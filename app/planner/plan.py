@@ -31,6 +31,7 @@ from app.plan.formatting import GIB
 from app.plan.graphs import GraphPlan, check_graphs
 from app.plan.groups import PP
 from app.plan.layout import ParallelLayout, select_layout
+from app.plan.memory.host_copies import HostCopies, host_copies
 from app.plan.memory.rank_memory import RankMemory, plan_memory
 from app.plan.pipeline.check import check
 from app.plan.pipeline.known import ScheduleKey
@@ -163,6 +164,11 @@ class Plan:
             parts=self.known.parts,
         )
         return tuple(ranks)
+
+    @cached_property
+    def host_copies(self) -> tuple[HostCopies, ...]:
+        """Copies of optimizer shards in host memory, by pipeline rank; empty without."""
+        return host_copies(self.run, self.buffers)
 
     @cached_property
     def profile(self) -> HardwareProfile | None:

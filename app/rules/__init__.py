@@ -37,6 +37,7 @@ from app.rules.training import (
     check_batch,
     check_epochs,
     check_lr_schedule,
+    check_memory_copies,
     check_profile,
     check_rollback,
 )
@@ -69,6 +70,7 @@ RULES: tuple[Callable[[Run], None], ...] = (
     check_epochs,
     check_lr_schedule,
     check_rollback,
+    check_memory_copies,
     check_profile,
 )
 

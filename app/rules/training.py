@@ -1,11 +1,14 @@
-"""Rules on batches, learning-rate schedules and rollbacks."""
+"""Rules on batches, learning-rate schedules, rollbacks and copies in memory."""
 
 from __future__ import annotations
 
-from app.choices import BadStep, Decay, GraphImpl
+from app.choices import BadStep, Decay, Device, GraphImpl
 from app.config import Run
 from app.config.training import PROFILED
 from app.errors import ConfigError, FirstOf, Instead, nearest_divisors, nearest_multiples
+from app.plan.partners import shift_of
+from app.plan.parts.dispatcher import run_dispatcher
+from app.plan.parts.static import PlannedStatic
 
 
 def check_batch(run: Run) -> None:
@@ -74,6 +77,29 @@ def check_lr_schedule(run: Run) -> None:
         advice = None if whole > warmup else "make the decay longer"
         near = whole - warmup or None
         raise ConfigError("optim.wsd_decay_steps", last, rule, nearest=near, advice=advice)
+
+
+def check_memory_copies(run: Run) -> None:
+    """Refuse copies in memory that no other rank, or no other node, could hold."""
+    every, world, per_node = run.checkpoint.memory_every, run.world_size, run.parallel.gpus_per_node
+    if every is None:
+        return
+    if world == 1:
+        rule = "keeps the copy of a rank on another one, and this run has one rank"
+        near = Instead("checkpoint.memory_every=null")
+        raise ConfigError("checkpoint.memory_every", every, rule, nearest=near)
+    if shift_of(world, per_node) is None:
+        rule = f"keeps copies on another node, and of {world} ranks on nodes of {per_node} "
+        rule += f"(parallel.gpus_per_node) the last {world - per_node} cannot hold those of the "
+        rule += f"first {per_node}"
+        near = Instead("checkpoint.memory_every=null")
+        raise ConfigError("checkpoint.memory_every", every, rule, nearest=near)
+    dispatcher = run_dispatcher(run)
+    by_peer = isinstance(dispatcher, PlannedStatic) and dispatcher.peer
+    if by_peer and run.train.device is not Device.cpu:
+        rule = "wakes ranks that wait for a dead one, and kernels that wait on peer memory stay"
+        near = Instead("model.moe.static.transport=collective", "checkpoint.memory_every=null")
+        raise ConfigError("checkpoint.memory_every", every, rule, nearest=near)
 
 
 def check_rollback(run: Run) -> None:

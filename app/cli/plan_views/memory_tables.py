@@ -8,6 +8,7 @@ from rich.text import Text
 from app.cli.plan_views.rows import heading, new_table
 from app.plan.formatting import count_of, figures, gib
 from app.plan.memory.rank_memory import RankMemory
+from app.plan.partners import shift_of
 from app.planner.decoding import fixed_bytes
 from app.planner.export import Decoding
 from app.planner.plan import Plan
@@ -27,7 +28,24 @@ def print_memory(plan: Plan, console: Console) -> None:
         table.add_row(name, *(_held(rank, name) for rank in shown), notes.get(name, ""))
     table.add_row("total", *(gib(rank.total) for rank in shown), style="bold")
     console.print(table)
+    if plan.host_copies:
+        _print_host_copies(plan, console)
     console.print()
+
+
+def _print_host_copies(plan: Plan, console: Console) -> None:
+    """Print the host memory and the traffic of copies in memory, where they are largest."""
+    most = max(plan.host_copies, key=lambda copies: copies.state)
+    ranks = min(plan.run.world_size, plan.run.parallel.gpus_per_node)
+    shift = shift_of(plan.run.world_size, plan.run.parallel.gpus_per_node)
+    sent = gib(round(most.per_step))
+    console.print(
+        f"Copies in host memory (checkpoint.memory_every={most.every}): {gib(most.held)} GiB a "
+        f"rank, {gib(most.held * ranks)} GiB a host of {count_of(ranks, 'rank')}, two copies each "
+        f"of its own shard and of another rank's. {sent} GiB a step go to the host, "
+        f"and as many to the rank {shift} above.",
+        style="dim",
+    )
 
 
 def print_decoding(plan: Plan, console: Console) -> None:

@@ -54,6 +54,7 @@ from app.cli.run_report.facts import run_facts
 from app.cli.run_report.sweep_record import left_to_sweep
 from app.cli.start.notices import notices
 from app.cli.start.ranks import start_ranks
+from app.cli.start.supervised import check_supervisable, is_supervised, life_of, supervise
 from app.config import Run
 from app.data.special_tokens import KEY as TOKENIZER
 from app.data.tokenizer_files import bring_tokenizer
@@ -226,6 +227,10 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
     # All ranks check: otherwise ranks of other hosts would wait for one that has ended.
     speaks_for_its_host = launch.rank > 0 and launch.local_rank == 0
     check_packages(run, OwnError if speaks_for_its_host else ConfigError)
+    recovers = run.checkpoint.memory_every is not None
+    if recovers and launch.world_size is not None and not is_supervised(env):
+        check_supervisable(run, launch)
+        return supervise(launch, env)
     # torch is slow to load: only after the first mistakes have been reported
     from app.engine.files.attempt import Attempt
     from app.engine.run.train import train
@@ -240,8 +245,13 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
         settings=_settings(),
         command=launch.command,
         noted_in=launch.noted_in,
+        life=life_of(env),
     )
     plan = plan_here(run, launch)
+    if recovers and launch.world_size is not None:
+        from app.engine.run.recovering import train_recovering
+
+        return train_recovering(plan, launch.rank, launch.local_rank, attempt=attempt)
     if launch.world_size is not None or run.world_size == 1:
         return train(plan, launch.rank, launch.local_rank, attempt=attempt)
     preflight(run, attempt.earlier(run))

@@ -8,10 +8,10 @@ finds in the manifest which files share elements with its own parts, and maps on
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -72,9 +72,19 @@ def load_checkpoint(
     share = list(files)[groups.rank :: groups.host.size()]
     all_succeed(groups, lambda: check_contents(path, manifest, share))
     opened = _Opened(path)
-    dp_ranks = [entry["dp_rank"] for entry in files.values()]
+    all_succeed(groups, lambda: _check_fits(engine, manifest, opened))
+    return fill_engine(path, manifest, engine, opened=opened)
+
+
+def fill_engine(
+    path: Path, manifest: dict[str, Any], engine: Engine, *, opened: Mapping[int, RankFile]
+) -> tuple[Progress, dict[str, Any]]:
+    """Fill the engine from `opened` files of ranks; `path` names them in messages. Otherwise as
+    `load_checkpoint`, which has checked them.
+    """
+    groups = engine.groups
+    dp_ranks = [entry["dp_rank"] for entry in manifest["files"].values()]
     own = opened[_own_file(groups, dp_ranks)]
-    all_succeed(groups, lambda: _check_fits(engine, manifest, opened, own=own))
     # 2. Parameters and moments. An all-gather still under way would overwrite loaded values.
     engine.gather_all_params()
     param_shards = list(engine.optimizer.param_shards())
@@ -118,11 +128,10 @@ def _merged(path: Path, states: list[dict[str, Any]]) -> Cursor:
         raise broken(path, "the data cursors of its rank files are of different data") from error
 
 
-def _check_fits(
-    engine: Engine, manifest: dict[str, Any], opened: _Opened, *, own: safe_open
-) -> None:
+def _check_fits(engine: Engine, manifest: dict[str, Any], opened: _Opened) -> None:
     """Raise ConfigError if files lack what this rank needs, or have it in other sizes."""
     path = opened.path
+    own = opened[_own_file(engine.groups, [each["dp_rank"] for each in manifest["files"].values()])]
     parts: list[ParamShard | FrozenWeight] = [*engine.optimizer.param_shards()]
     parts += [each for each in engine.frozen if each.spec.name not in manifest.get(LEFT_OUT, {})]
     for owned in parts:
@@ -175,7 +184,9 @@ def _check_routers(
             raise broken(path, f"{bias_name(name)}.shape={shape} must be {must}")
 
 
-def _load_frozen(path: Path, manifest: dict[str, Any], engine: Engine, *, opened: _Opened) -> None:
+def _load_frozen(
+    path: Path, manifest: dict[str, Any], engine: Engine, *, opened: Mapping[int, RankFile]
+) -> None:
     """Fill frozen parameters. Of those that are not saved, check that their initial values are
     what the checkpoint was trained with. Raises ConfigError, the same on every rank.
     """
@@ -197,7 +208,9 @@ def _load_frozen(path: Path, manifest: dict[str, Any], engine: Engine, *, opened
         raise ConfigError("resume", path, rule, advice=advice)
 
 
-def _restore_scales(engine: Engine, manifest: dict[str, Any], opened: _Opened) -> None:
+def _restore_scales(
+    engine: Engine, manifest: dict[str, Any], opened: Mapping[int, RankFile]
+) -> None:
     """Load FP8 scales of the layers that the checkpoint has; the others start fresh."""
     fp8 = engine.state(Fp8Layers)
     if fp8 is None or fp8.scales is None:
@@ -207,6 +220,19 @@ def _restore_scales(engine: Engine, manifest: dict[str, Any], opened: _Opened) -
     for name, rank in manifest.get(SCALES, {}).items():
         if name in scales.of:
             scales.load(name, opened[rank].get_tensor(scales_name(name)))
+
+
+class RankFile(Protocol):
+    """File of a rank, or a copy in memory of what it would hold."""
+
+    def keys(self) -> Collection[str]:
+        """Return the names of its tensors."""
+
+    def get_tensor(self, name: str) -> Tensor:
+        """Return a tensor, on the CPU."""
+
+    def metadata(self) -> dict[str, str]:
+        """Return its metadata."""
 
 
 class _Opened(dict[int, safe_open]):
@@ -272,7 +298,7 @@ def _check_chunks(
 def _fill(
     owned: ParamShard | FrozenWeight,
     entry: dict[str, Any],
-    opened: _Opened,
+    opened: Mapping[int, RankFile],
     keys: tuple[str, ...] | None,
 ) -> int:
     """Copy an owned part from the files; returns the number of elements found.
@@ -314,7 +340,7 @@ class _Found:
         """Number of elements found."""
         return sum(into[1] - into[0] for _, runs in self.runs for _, into in runs)
 
-    def read(self, name: str, key: str, opened: _Opened) -> Tensor:
+    def read(self, name: str, key: str, opened: Mapping[int, RankFile]) -> Tensor:
         """Read main values or a moment: fp32, on the CPU, flat."""
         filled = torch.empty(self.wanted, dtype=torch.float32)
         for rank, runs in self.runs:
@@ -331,7 +357,7 @@ def _own_file(groups: Groups, dp_ranks: list[int]) -> int:
     return dp_ranks.index(groups.dp_rank) if groups.dp_rank in dp_ranks else 0
 
 
-def _restore_random(own: safe_open, device: torch.device) -> None:
+def _restore_random(own: RankFile, device: torch.device) -> None:
     torch.set_rng_state(own.get_tensor(RANDOM_CPU).clone())
     if device.type == "cuda" and RANDOM_CUDA in own.keys():  # noqa: SIM118 - no mapping
         torch.cuda.set_rng_state(own.get_tensor(RANDOM_CUDA).clone(), device)

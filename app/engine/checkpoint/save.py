@@ -75,24 +75,33 @@ def current_state(
     progress: Progress,
     cursor: dict[str, Any],
     origin: Mapping[str, Any] | None = None,
+    *,
+    whole: bool = False,
+    left_out: dict[str, int] | None = None,
 ) -> RankState:
-    """Collect this rank's state; its tensors are training's own, not copies."""
+    """Collect this rank's state; its tensors are training's own, not copies.
+
+    whole: all that this rank needs, also what another one saves. `left_out`: known digests of the
+    frozen weights, none of which is then in the state.
+    """
     groups = engine.groups
     parts = []
     tensors: dict[str, Tensor] = {names.RANDOM_CPU: torch.get_rng_state()}
     if engine.device.type == "cuda":
         tensors[names.RANDOM_CUDA] = torch.cuda.get_rng_state(engine.device)
-    for owned in (owned for owned in engine.optimizer.param_shards() if owned.spec.counted):
+    for owned in engine.optimizer.param_shards():
+        if not (whole or owned.spec.counted):
+            continue
         block = owned.spec.block
         part = (owned.start, owned.start + owned.main.numel())
         parts.append((owned.spec.name, [block.shape, block.start, block.stop, part]))
         tensors |= {
             names.part_name(owned.spec.name, key): value for key, value in owned.state.items()
         }
-    left_out: dict[str, int] = {}
-    if not run.checkpoint.frozen:
-        left_out = digests(engine.frozen)
-    for weight in engine.frozen if run.checkpoint.frozen else ():
+    frozen = run.checkpoint.frozen and left_out is None
+    if left_out is None:
+        left_out = {} if frozen else digests(engine.frozen)
+    for weight in engine.frozen if frozen else ():
         first, last = weight.own
         if weight.spec.counted and first < last:
             block = weight.spec.block

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from app.config import Run
+from app.engine.files.life import Life
 from app.engine.files.run_folder import CONFIG
 from app.engine.files.signals import INTERRUPTED, STOPPED
 from app.engine.ranks.meeting import TIMEOUT, join_store, meet
@@ -42,6 +43,7 @@ class Attempt:
     command: str = field(default_factory=partial(command_name, "train"))
     noted_in: Path | None = None  # file for the name of the run folder; None writes none
     began: float | None = None  # monotonic time of the call that trains; None: with the process
+    life: Life = field(default_factory=Life)  # of a supervised rank
 
     def tell(self, line: str) -> None:
         """Say why the run ends before its last step; rank 0 calls it."""
@@ -64,6 +66,15 @@ class Attempt:
         store = self._connect()
         part = _lead(store, world_size) if rank == 0 else _follow(store, rank)
         return dist.PrefixStore(part, store)
+
+    def connect(self) -> dist.Store:
+        """Return a new connection to this program's part of the launcher's store."""
+        return self._connect()
+
+    def progressed(self) -> None:
+        """Tell the supervisor that this process has done more than start."""
+        if self.life.progress is not None:
+            self.life.progress.touch()
 
     def note(self, folder: Path) -> None:
         """Record the run folder for the parent, and for later attempts with a secret word that is

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from app.config import Run
+from app.data.corpora import Corpora
 from app.engine.build import build_engine
 from app.engine.files.attempt import Attempt
 from app.engine.files.run_folder import FolderLock
 from app.engine.files.signals import exit_code
 from app.engine.ranks.agreement import all_succeed, rank_zero_says
-from app.engine.ranks.groups import create_groups, process_world
+from app.engine.ranks.groups import Groups, create_groups, process_world
 from app.engine.report.lasting import lasting_output
 from app.engine.run.host import check_host
 from app.engine.run.ready import StartTimes
 from app.engine.run.trainer import Trainer
 from app.engine.start.start import (
+    Data,
+    Start,
     choose_device,
     claim_start,
     load_all_data,
@@ -36,6 +40,28 @@ from app.hf.adapter import SavedAdapter
 from app.planner.plan import Plan
 
 
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Beginning of a run: where it starts from, and what trains it."""
+
+    def choose(
+        self,
+        run: Run,
+        groups: Groups,
+        lock: FolderLock,
+        *,
+        attempt: Attempt,
+        sources: Callable[[], Corpora],
+    ) -> Start:
+        """Choose folder and checkpoint; all ranks call it. Raises ConfigError, the same on all."""
+        earlier = attempt.earlier
+        return rank_zero_says(groups, lambda: claim_start(run, earlier(run), lock, sources=sources))
+
+    def trainer(self, engine: Engine, data: Data, start: Start, times: StartTimes) -> Trainer:
+        """Build the trainer of this rank."""
+        return Trainer(engine, data, start, times=times)
+
+
 def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
     """Train on this rank from start to end, and return the exit code.
 
@@ -44,21 +70,64 @@ def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
     """
     run = plan.run
     times = StartTimes(attempt.began)
+    device = on_device(run, local_rank)
+    times.end("device")
+    store = attempt.meeting_store(rank, run.world_size)
+    with FolderLock() as lock, lasting_output():
+        return train_together(
+            plan,
+            rank,
+            local_rank,
+            attempt=attempt,
+            device=device,
+            store=store,
+            lock=lock,
+            times=times,
+            beginning=Beginning(),
+        )
+
+
+def on_device(run: Run, local_rank: int) -> torch.device:
+    """Return the device of a local rank, and make it the current one. Raises ConfigError."""
     device = choose_device(run, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # CUDA graphs captured later need gradients that never were on the default stream
         torch.cuda.set_stream(torch.cuda.Stream())
-    times.end("device")
-    store = attempt.meeting_store(rank, run.world_size)
+    return device
+
+
+def train_together(
+    plan: Plan,
+    rank: int,
+    local_rank: int,
+    *,
+    attempt: Attempt,
+    device: torch.device,
+    store: dist.Store,
+    lock: FolderLock,
+    times: StartTimes,
+    beginning: Beginning,
+) -> int:
+    """Connect the ranks that meet in `store`, train, and return the exit code. Raises as `train`
+    does.
+    """
+    run = plan.run
     watchdog = watch_over(run, rank, store)
     # Closed in reverse order: the watchdog stops before the process groups are destroyed.
     watched = watchdog.running(attempt.end_process)
-    with FolderLock() as lock, ExitStack() as world, watched, lasting_output():
+    with ExitStack() as world, watched:
         watchdog.meet("connecting the ranks")
         world.enter_context(process_world(rank, run.world_size, device, store=store))
         trainer = start_up(
-            plan, local_rank, device, attempt=attempt, lock=lock, watchdog=watchdog, times=times
+            plan,
+            local_rank,
+            device,
+            attempt=attempt,
+            lock=lock,
+            watchdog=watchdog,
+            times=times,
+            beginning=beginning,
         )
         with closing_graphs(trainer.engine):
             try:
@@ -87,6 +156,7 @@ def start_up(
     lock: FolderLock,
     watchdog: Watchdog,
     times: StartTimes,
+    beginning: Beginning | None = None,
 ) -> Trainer:
     """Do everything before the first step; `times` records how long each part takes.
 
@@ -100,9 +170,9 @@ def start_up(
     all_succeed(groups, lambda: check_host(run, device))
     times.end("ranks")
     watchdog.rest("choosing the checkpoint to start from")
-    earlier = attempt.earlier
+    beginning = beginning or Beginning()
     sources = look_once(run)
-    start = rank_zero_says(groups, lambda: claim_start(run, earlier(run), lock, sources=sources))
+    start = beginning.choose(run, groups, lock, attempt=attempt, sources=sources)
     times.end("choice of a checkpoint")
     pretrained = None
     if run.model.init_from is not None and reads_initial_weights(start):
@@ -125,7 +195,7 @@ def start_up(
         plan, groups, device, watchdog=watchdog, pretrained=pretrained, adapter=adapter
     )
     times.end("model")
-    return Trainer(engine, data, start, times=times)
+    return beginning.trainer(engine, data, start, times)
 
 
 @contextmanager

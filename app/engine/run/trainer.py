@@ -72,12 +72,7 @@ class Trainer:
         self.engine = engine
         self.data = data
         self.start = start
-        self.progress = Progress()
-        cursor = Cursor()
-        if start.checkpoint and start.manifest:
-            self.progress, state = load_checkpoint(start.checkpoint, start.manifest, engine)
-            cursor = Cursor.from_state(state)
-            self.times.end("reading the checkpoint")
+        self.progress, cursor = self._restored()
         groups = engine.groups
         batch = run.train.micro_batch
         self.feed = TrainFeed(
@@ -119,6 +114,15 @@ class Trainer:
         self.bad_steps = BadSteps(run.train)
         self.stops = False  # True once the ranks have agreed to end after this step
         self.worse = WorseInARow(run.train.stop_after_worse)
+
+    def _restored(self) -> tuple[Progress, Cursor]:
+        """Load the checkpoint that the run starts from, if any."""
+        start = self.start
+        if not (start.checkpoint and start.manifest):
+            return Progress(), Cursor()
+        progress, state = load_checkpoint(start.checkpoint, start.manifest, self.engine)
+        self.times.end("reading the checkpoint")
+        return progress, Cursor.from_state(state)
 
     @property
     def is_rank_zero(self) -> bool:

@@ -1,0 +1,1 @@
+"""Copies of the ranks' state in memory, and a new meeting of ranks after one has died."""

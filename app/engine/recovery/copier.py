@@ -1,0 +1,108 @@
+"""Copy a rank's state to host memory and to its partner beside training."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from app.engine.checkpoint.load import Progress
+from app.engine.checkpoint.save import current_state
+from app.engine.ranks.groups import host_group
+from app.engine.recovery.copies import Copies
+from app.engine.step.engine import Engine
+from app.optim.frozen import digests
+
+JOIN_S = 60.0  # seconds for the thread to end once its connections are closed
+
+
+class Copier:
+    """Copier of one engine's state: at most one copy is under way.
+
+    The state must not change while the host reads it. So the call returns when the host has it:
+    on a GPU all copies run on a stream of their own, which the next step waits for on the device.
+    Sum and messages follow in a thread, over a process group of its own, so that they and training
+    never wait for each other's collectives.
+    """
+
+    def __init__(self, engine: Engine, copies: Copies, origin: Mapping[str, Any]) -> None:
+        self.engine = engine
+        self.copies = copies
+        self._origin = origin
+        self._group = host_group(list(range(dist.get_world_size())))
+        self._left_out = digests(engine.frozen)
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        cuda = engine.device.type == "cuda"
+        self._side = torch.cuda.Stream(engine.device) if cuda else None
+
+    def take(self, progress: Progress, cursor: dict[str, Any]) -> None:
+        """Begin a copy of the present state. All ranks call it, after the same step."""
+        self.wait()
+        state = current_state(
+            self.engine,
+            self.engine.plan.run,
+            progress,
+            cursor,
+            origin=self._origin,
+            whole=True,
+            left_out=self._left_out,
+        )
+        names = {name for name, _ in state.parts}
+        assert len(names) == len(state.parts), "each parameter has one part on a rank"
+        slot = self.copies.own[(self.copies.serial + 1) % 2]
+        done = self._copy(state.tensors, slot.lay_out(state))
+        self.copies.serial += 1
+        self._thread = threading.Thread(
+            target=self._send, args=(done,), daemon=True, name="copies in memory"
+        )
+        self._thread.start()
+
+    def _copy(
+        self, tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]
+    ) -> torch.cuda.Event | None:
+        """Copy tensors to the host; return the event after which they are there, on a GPU."""
+        if self._side is None:
+            for name, tensor in tensors.items():
+                into[name].copy_(tensor)
+            return None
+        main = torch.cuda.current_stream(self.engine.device)
+        self._side.wait_stream(main)
+        with torch.cuda.stream(self._side):
+            for name, tensor in tensors.items():
+                into[name].copy_(tensor, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        main.wait_event(done)  # the next step changes the tensors
+        return done
+
+    def _send(self, done: torch.cuda.Event | None) -> None:
+        try:
+            if done is not None:
+                done.synchronize()
+            slot = self.copies.own[self.copies.serial % 2]
+            slot.crc = slot.sum()
+            slot.serial = self.copies.serial
+            self.copies.swap(self._group)
+        except Exception as error:  # raised again by `wait`
+            self._error = error
+
+    def wait(self) -> None:
+        """Wait until all ranks have the copy under way. Raises what its sending raised."""
+        if self._thread is not None:
+            self.engine.watchdog.rest("waiting for the copies in memory")
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> None:
+        """Wait for the thread, whose connections are closed, without its error."""
+        if self._thread is not None:
+            self._thread.join(JOIN_S)
+            self._thread = None

@@ -1,0 +1,213 @@
+"""Generations of a run's ranks: each begins with a meeting of all, and ends when a rank comes to
+the next one.
+
+Every arrival at a meeting is counted in the launcher's store, which outlives ranks. Rank 0 tells
+the count of those who met; a thread of each rank compares. More arrivals mean that a rank was
+started again, or that one has lost its connections: the generation is over, and the thread closes
+the connections of its rank, so that a collective under way raises.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from app.engine.ranks.meeting import TIMEOUT
+
+LOOK_S = 0.2  # seconds between looks at the count of arrivals
+POLL_S = 0.02  # seconds between looks at a meeting
+GRACE_S = 0.5  # seconds for a rank's own error to say more than that its connections were closed
+FILES = Path("/proc/self/fd")
+# Texts of errors by which gloo, NCCL and torch's store tell of a process at the other end.
+LOST = (
+    "closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "Connection was likely closed",
+    "gloo",
+    "NCCL",
+)
+
+
+class EndedError(RuntimeError):
+    """The other ranks have ended the run."""
+
+
+class LostRankError(RuntimeError):
+    """A rank of this generation has died; what was computed since is void."""
+
+
+class Generations:
+    """Meetings of this rank with the others. `connect` opens a connection to the launcher's store,
+    in which keys are this program's own.
+    """
+
+    def __init__(self, rank: int, world_size: int, connect: Callable[[], dist.Store]) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._connect = connect
+        self._counts = connect()  # used by one thread at a time
+        self.met = 0  # meetings of this process
+        self.over = threading.Event()  # set once another rank has come to a later meeting
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._before: set[int] = set()  # sockets from before this generation
+        self._ours: set[int] | None = None  # sockets of its groups; None: all that are newer
+
+    def begin(self) -> dist.Store:
+        """Meet all ranks; return a store for them alone. Raises EndedError if the others have ended
+        the run, and TimeoutError if some do not come.
+        """
+        self._before = set(_sockets())
+        self._ours = None
+        self.over.clear()
+        store = self._connect()
+        own = store.add(f"arrived/{self.rank}", 1)
+        store.add("arrivals", 1)
+        part, arrivals = self._lead(store, own) if self.rank == 0 else self._follow(store, own)
+        self.met += 1
+        self._end = threading.Event()
+        self._thread = threading.Thread(
+            target=self._look, args=(arrivals, self._end), daemon=True, name="arrivals"
+        )
+        self._thread.start()
+        return dist.PrefixStore(part, store)
+
+    def settle(self) -> None:
+        """Count the connections up to now, and no later ones, as those of the groups."""
+        self._ours = set(_sockets()) - self._before
+
+    def end_run(self) -> None:
+        """Tell a rank that comes later that this rank has nothing left to do."""
+        self._stop()
+        with suppress(RuntimeError):  # the store is gone, and with it whoever would ask
+            self._counts.add("ended", 1)
+
+    def leave(self) -> None:
+        """Close the connections of this generation, which wakes the ranks at their other ends, and
+        drop its groups.
+        """
+        self._stop()
+        self._wake()
+        with suppress(Exception):
+            if dist.is_initialized() and dist.get_backend() == "nccl":
+                c10d._abort_process_group()
+        with suppress(Exception):
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def check(self) -> None:
+        """Raise LostRankError if the generation is over."""
+        if self.over.is_set():
+            raise LostRankError("a rank of this run has died")
+
+    def is_cause(self, error: BaseException) -> bool:
+        """Return whether an error of this rank comes from the death of another one."""
+        if isinstance(error, EndedError | TimeoutError | torch.OutOfMemoryError):
+            return False
+        told = isinstance(error, RuntimeError) and any(each in str(error) for each in LOST)
+        return told or (self.over.is_set() and isinstance(error, RuntimeError))
+
+    def _stop(self) -> None:
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _look(self, arrivals: int, end: threading.Event) -> None:
+        while not end.wait(LOOK_S):
+            try:
+                came = self._counts.add("arrivals", 0)
+            except RuntimeError:  # the launcher is gone, and ends this process too
+                return
+            if came > arrivals:
+                self.over.set()
+                if not end.wait(GRACE_S):
+                    self._wake()
+                    _abort_nccl()
+                return
+
+    def _wake(self) -> None:
+        """Shut down this generation's connections."""
+        for inode, number in _sockets().items():
+            newer = inode not in self._before
+            if newer and (self._ours is None or inode in self._ours):
+                with suppress(OSError), socket.socket(fileno=os.dup(number)) as end:
+                    end.shutdown(socket.SHUT_RDWR)
+
+    def _lead(self, store: dist.Store, own: int) -> tuple[str, int]:
+        """Draw a prefix, and tell it all others until each has answered; then tell the arrivals."""
+        part = uuid.uuid4().hex
+        answered: dict[int, int] = {0: own}
+        for _ in _patiently(f"of {self.world_size} ranks, some have not come"):
+            self._check_end(store)
+            for rank in range(self.world_size):
+                if rank not in answered and store.check([f"here/{rank}"]):
+                    store.set(store.get(f"here/{rank}").decode(), part)
+                if rank not in answered and store.check([f"{part}/{rank}"]):
+                    answered[rank] = int(store.get(f"{part}/{rank}"))
+            if len(answered) == self.world_size:
+                break
+        arrivals = sum(answered.values())
+        store.set(f"{part}/arrivals", str(arrivals))
+        return part, arrivals
+
+    def _follow(self, store: dist.Store, own: int) -> tuple[str, int]:
+        """Answer rank 0, also one that was started again meanwhile, until it tells the arrivals."""
+        drawn = uuid.uuid4().hex
+        store.set(f"here/{self.rank}", drawn)
+        for _ in _patiently("rank 0 has not come"):
+            self._check_end(store)
+            if not store.check([drawn]):
+                continue
+            part = store.get(drawn).decode()
+            store.set(f"{part}/{self.rank}", str(own))
+            if store.check([f"{part}/arrivals"]):
+                return part, int(store.get(f"{part}/arrivals"))
+        raise AssertionError("waits until it returns or raises")
+
+    def _check_end(self, store: dist.Store) -> None:
+        if store.check(["ended"]):
+            raise EndedError("the other ranks have ended the run")
+
+
+def _patiently(what: str) -> Iterator[None]:
+    since = time.monotonic()
+    while time.monotonic() - since < TIMEOUT.total_seconds():
+        yield
+        time.sleep(POLL_S)
+    raise TimeoutError(f"{what} within {TIMEOUT}")
+
+
+def _sockets() -> dict[int, int]:
+    """Return the TCP connections of this process: inode -> file descriptor."""
+    found = {}
+    for entry in FILES.iterdir():
+        with suppress(OSError, ValueError):
+            name = os.readlink(entry)
+            if name.startswith("socket:["):
+                with socket.socket(fileno=os.dup(int(entry.name))) as end:
+                    if end.family in (socket.AF_INET, socket.AF_INET6):
+                        end.getpeername()  # raises for one that listens
+                        found[int(name[8:-1])] = int(entry.name)
+    return found
+
+
+def _abort_nccl() -> None:
+    """Abort NCCL's communicators, whose kernels would wait forever; from any thread."""
+    for group in list(c10d._world.pg_map):
+        with suppress(Exception):  # one of gloo, or of one rank
+            backend = group._get_backend(torch.device("cuda"))
+            if isinstance(backend, dist.ProcessGroupNCCL):
+                backend.abort()

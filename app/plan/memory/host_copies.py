@@ -1,0 +1,57 @@
+"""Copies of optimizer shards in host memory (`checkpoint.memory_every`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from app.choices import OptimizerKind
+from app.config import Run
+from app.plan.sharding.optimizers import PLANNED
+from app.plan.sharding.parameters import ChunkBuffers
+
+FP32 = 4  # bytes
+BUFFERS = 4  # own copy and the partner's, two of each: one is whole while the other is filled
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopies:
+    """Copies that a pipeline rank's processes hold and send."""
+
+    pp_rank: int
+    state: int  # bytes of main parameters and moments of one rank
+    every: int  # steps between copies
+
+    @property
+    def held(self) -> int:
+        """Bytes of host memory of one rank."""
+        return BUFFERS * self.state
+
+    @property
+    def per_step(self) -> float:
+        """Bytes per step that a rank copies to the host, sends, and receives: each as many."""
+        return self.state / self.every
+
+
+def host_copies(run: Run, buffers: Sequence[Sequence[ChunkBuffers]]) -> tuple[HostCopies, ...]:
+    """Plan the copies of each pipeline rank; buffers: [pp_rank][chunk]. Empty without copies.
+
+    RNG states, router biases, FP8 scales and counters, a few KB, are left out.
+    """
+    every = run.checkpoint.memory_every
+    if every is None:
+        return ()
+    return tuple(
+        HostCopies(
+            rank,
+            sum(
+                buffer.owned(kind) * FP32 * (1 + len(PLANNED[kind].moments))
+                for chunk in held
+                for buffer in (chunk.dense, chunk.expert)
+                if buffer is not None
+                for kind in OptimizerKind
+            ),
+            every,
+        )
+        for rank, held in enumerate(buffers)
+    )

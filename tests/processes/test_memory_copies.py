@@ -1,0 +1,116 @@
+"""Copies of ranks' state: what arrives at partners, and which of them ranks agree on."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from app.config import CheckpointConfig, ParallelConfig
+from app.engine.checkpoint.load import Progress
+from app.engine.ranks.groups import create_groups
+from app.engine.recovery.copier import Copier
+from app.engine.recovery.copies import Copies
+from app.engine.recovery.generations import EndedError, Generations
+from app.errors import ConfigError
+from app.planner.plan import Plan
+from tests.distributed import run_distributed
+from tests.runs import engine_of, make_run, train_steps
+
+WORLD = 2
+
+
+def rank_that_died(rank: int, lost: int | None, harmed: bool) -> tuple[object, ...]:
+    """Copy after each of 3 steps, drop or harm copies, agree, restore; return what came back."""
+    run = make_run(parallel=ParallelConfig(dp=WORLD, world_size=WORLD))
+    engine = engine_of(run, rank)
+    copies = Copies(rank, WORLD, 1, pinned=False)
+    copier = Copier(engine, copies, {})
+    saved: dict[int, list[torch.Tensor]] = {}
+    for step in range(1, 4):
+        train_steps(run, engine, 1, first=step - 1)
+        copier.take(Progress(step, step, 0), {"sequences": step, "stream": None})
+        shards = engine.optimizer.param_shards()
+        saved[step] = [value.clone() for each in shards for value in each.state.values()]
+    copier.wait()
+    train_steps(run, engine, 1, first=3)
+    if rank == lost:  # a new process
+        copies = Copies(rank, WORLD, 1, pinned=False)
+    if harmed and lost is not None and rank == (lost + 1) % WORLD:
+        copies.held[3 % 2].data[5] ^= 1
+    agreed, offers = copies.agree(engine.groups, restarts=0, died_at=0.0, step=4)
+    if agreed is None:
+        return None, sum(each.damaged for each in offers)
+    progress, cursor = copies.restore(engine, agreed)
+    now = [value for each in engine.optimizer.param_shards() for value in each.state.values()]
+    same = all(map(torch.equal, now, saved[progress.step]))
+    return progress.step, same, cursor.state()["sequences"], agreed.serial
+
+
+@pytest.mark.parametrize("lost", [None, 0, 1])
+def test_lost_rank_gets_its_state_back(lost: int | None):
+    found = run_distributed(rank_that_died, WORLD, lost, False)
+    assert found == [(3, True, 3, 3)] * WORLD
+
+
+def test_copy_with_wrong_sum_is_passed_over():
+    found = run_distributed(rank_that_died, WORLD, 1, True)
+    assert found == [(2, True, 2, 2)] * WORLD
+
+
+def both_die(rank: int) -> object:
+    groups = create_groups(Plan(make_run(parallel=ParallelConfig(dp=2, world_size=2))).layout, rank)
+    return Copies(rank, WORLD, 1, pinned=False).agree(groups, 1, 1.0, 0)[0]
+
+
+def test_ranks_without_copies_agree_on_none():
+    assert run_distributed(both_die, WORLD) == [None, None]
+
+
+def test_second_arrival_ends_a_generation(tmp_path: Path):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def connect() -> dist.Store:
+        return dist.TCPStore("127.0.0.1", store.port, is_master=False)
+
+    ranks = [Generations(rank, WORLD, connect) for rank in range(WORLD)]
+
+    def meet(each: Generations) -> None:
+        threads.append(threading.Thread(target=lambda: met.append(each.begin()), daemon=True))
+        threads[-1].start()
+
+    threads: list[threading.Thread] = []
+    met: list[dist.Store] = []
+    for each in ranks:
+        meet(each)
+    for thread in threads:
+        thread.join()
+    assert len(met) == WORLD and not any(each.over.is_set() for each in ranks)
+    again = Generations(1, WORLD, connect)  # the process that takes the place of rank 1
+    meet(again)
+    assert ranks[0].over.wait(60)
+    assert ranks[0].is_cause(RuntimeError("anything"))
+    ranks[0]._stop()
+    meet(ranks[0])
+    for thread in threads:
+        thread.join()
+    assert len(met) == 2 * WORLD and not again.over.is_set()
+    for each in (ranks[0], again):
+        each.end_run()
+    with pytest.raises(EndedError):
+        ranks[1].begin()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "rule"),
+    [
+        (ParallelConfig(world_size=1), "this run has one rank"),
+        (ParallelConfig(world_size=3, pp=3, gpus_per_node=2), "the last 1 cannot hold"),
+    ],
+)
+def test_copies_that_nothing_can_hold_are_refused(parallel: ParallelConfig, rule: str):
+    with pytest.raises(ConfigError, match=rule):
+        make_run(parallel=parallel, checkpoint=CheckpointConfig(memory_every=1))
