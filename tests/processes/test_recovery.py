@@ -121,14 +121,13 @@ def test_killed_ranks_change_no_bit(name: str, tmp_path: Path):
     assert undisturbed.communicate(timeout=LIMIT_S) and undisturbed.returncode == 0
     every = "" if "memory_every" in words else "checkpoint.memory_every=1"
     process = start(killed, words, *every.split())
-    dead = []
-    for at in sorted(draw.sample(range(4, STEPS - 3), 2)):
+    # far apart: the second rank would otherwise die before the first has its state back
+    for at in (draw.randrange(5, 12), draw.randrange(18, STEPS - 4)):
         wait_for_step(killed, at, process)
         time.sleep(0.05 * draw.random())
         ranks = supervised(killed)
         target = draw.choice(sorted(ranks))
         os.kill(ranks[target], signal.SIGKILL)
-        dead.append((target, ranks))
         deadline = time.monotonic() + LIMIT_S
         while len(now := supervised(killed)) < len(ranks) or now[target] == ranks[target]:
             assert process.poll() is None and time.monotonic() < deadline
@@ -136,12 +135,10 @@ def test_killed_ranks_change_no_bit(name: str, tmp_path: Path):
         assert {r: pid for r, pid in now.items() if r != target} == {
             r: pid for r, pid in ranks.items() if r != target
         }
-        wait_for_step(killed, min(STEPS, at + 1), process)
-        time.sleep(0.5)
     said, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, said
     back = re.findall(r"back from step (\d+) to (\d+)", said)
-    assert back, said
+    assert len(back) == 2, said
     most = 3 if "memory_every" in words else 1
     assert all(int(step) - int(to) <= most for step, to in back), said
     same_numbers(plain, killed)
