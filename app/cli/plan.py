@@ -100,7 +100,7 @@ Examples:
   python -m app.cli.plan +experiment=deepseek_v3_2048 parallel.world_size=4096
   python -m app.cli.plan what=groups +experiment=mixtral_8x7b hardware=h200
   python -m app.cli.plan what=layouts +experiment=deepseek_v3_2048 tokens=14.8e12 slower=25
-  python -m app.cli.plan what=rehearse model=moe_tiny parallel.pp=2 parallel.ep=4 parallel.dp=4
+  python -m app.cli.plan what=rehearse model=moe_tiny parallel.pp=2 parallel.ep=2 parallel.dp=2
   python -m app.cli.plan compare_to=430 +experiment=mixtral_8x7b_64
   python -m app.cli.plan what=memory --json model=dense_tiny gpu_memory_gib=1
 
