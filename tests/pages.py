@@ -29,8 +29,10 @@ class Block:
     def fails(self) -> bool:
         return any(line.startswith(FAILS) for line in self.shown)
 
+
 # notices of what takes long on a busy computer
 SLOW = re.compile(r"^.*: (?:\d+ s so far|done in \d+ s)\n", re.MULTILINE)
+
 
 def blocks_of(page: Path) -> list[Block]:
     """Return the `bash` and `console` blocks; of the latter, the first line is the command."""
