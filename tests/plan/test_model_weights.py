@@ -253,6 +253,7 @@ OTHER_WORDS = {
         "app/config/sources.py",
         "app/data/messages.py",
         "app/model/lora.py",
+        "app/engine/files/manifest.py",
         "app/engine/start/resume.py",
         *NAMED_BY_USERS,
     },

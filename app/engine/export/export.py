@@ -179,6 +179,8 @@ def _about(key: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
+        if error.key != "resume":  # of what is written
+            raise
         advice = error.advice
         raise ConfigError(key, error.value, error.rule, error.nearest, advice=advice) from error
 
