@@ -16,7 +16,7 @@ from app.cli.plan_views.rehearsed import comparison, print_rehearsed
 from app.cli.processes.output import table_width
 from app.engine.ranks.memory import memory_of
 from app.engine.rehearsal.rehearse import refuse_what_needs_others, rehearse
-from app.engine.start.start import choose_device
+from app.engine.run.train import on_device
 from app.errors import ConfigError
 from app.plan.formatting import gib
 from app.planner.plan import Plan
@@ -30,11 +30,7 @@ def rehearse_ranks(
 ) -> list[dict[str, Any]]:
     """Rehearse ranks, print tables unless `as_json`, and return their rows. Raises ConfigError."""
     ranks = _ranks(plan, rank)
-    device = choose_device(plan.run, 0)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        # CUDA graphs captured later need gradients that never were on the default stream
-        torch.cuda.set_stream(torch.cuda.Stream())
+    device = on_device(plan.run, 0)
     refuse_what_needs_others(plan.run, device)
     for each in ranks:
         _check_fits(plan, typed, each, device)
