@@ -1,5 +1,5 @@
 """Sweeps through SLURM: submitit over two nodes and put back into the queue; and the commands of
-docs/cluster.md.
+docs/cluster.md and docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tests.slurm.conftest import Cluster
 from tests.training import LONG, ROOT, losses, wait_for
 
 pytestmark = pytest.mark.slurm
-PAGE = (ROOT / "docs/cluster.md").read_text()
+PAGES = "".join((ROOT / f"docs/{name}.md").read_text() for name in ("cluster", "reliability"))
 BLOCKS = [  # those that this cluster can run
     block
-    for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+    for block in re.findall(r"```bash\n(.*?)```", PAGES, re.DOTALL)
     if not re.search(r"node1|app\.cli\.plan|export ", block)
 ]
 WAIT = 'while [ -n "$(squeue --noheader)" ]; do sleep 0.2; done\n'
@@ -105,9 +105,9 @@ def test_what_slurm_refuses_costs_a_line_and_stays_on_record(cluster: Cluster, t
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
-def test_the_commands_of_the_page(cluster: Cluster):
+def test_the_commands_of_the_pages(cluster: Cluster):
     """In their order, in one shell, each after the jobs of those before it have ended."""
-    assert len(BLOCKS) == 5
+    assert len(BLOCKS) == 6
     script = "set -eo pipefail\n" + "".join(block + WAIT for block in BLOCKS)
     before = set(cluster.folder.glob("slurm-*.log"))
     done = subprocess.run(
@@ -130,7 +130,7 @@ def test_the_commands_of_the_page(cluster: Cluster):
         if (path / "loss.png").exists()
     ]
     finished = [path for path in folders if read_metrics(path)[-1]["step"] == 10]
-    assert len(finished) == 1 + 1 + 2 + 2, (
-        "a job, a torchrun, two tasks of an array, two jobs of submitit"
+    assert len(finished) == 1 + 2 + 2 + 1 + 1, (
+        "a job, two tasks of an array, two jobs of submitit, a torchrun, a run with memory copies"
     )
     assert "optim.lr=0.003" in done.stdout and "parallel=dp2" in done.stdout
