@@ -4,16 +4,16 @@ import json
 import time
 from itertools import chain, permutations
 from math import prod
-from pathlib import Path
 
 import pytest
 
 from app.errors import ConfigError
 from app.plan.layout import ParallelLayout, axis_groups
 from tests.cases import each
+from tests.oracle import oracle
 
 # Megatron-Core 0.16.1
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "groups.json").read_text())
+GOLDEN = oracle("groups")
 DENSE = {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp"}
 EXPERT = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
 NAMED = {  # groups of the golden file that are plain groups of one grid: name -> axes, expert

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 import cProfile
-import json
 import re
 from collections import Counter
 from itertools import pairwise, product
-from pathlib import Path
 
 import pytest
 from symbolic import run
@@ -28,9 +26,10 @@ from app.plan.pipeline.timeline import Times, simulate
 from app.plan.schedule import build_schedule, signed_order, v_shaped, warmup_count
 from tests.actions import parse_action
 from tests.cases import each
+from tests.oracle import oracle
 
 # Megatron-Core 0.16.1
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "schedule.json").read_text())
+GOLDEN = oracle("schedule")
 
 
 CHUNKS = {"1f1b": 1, "gpipe": 1, "zero_bubble_h1": 1, "interleaved": 2, "zero_bubble_v": 2}

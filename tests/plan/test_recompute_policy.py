@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 
@@ -19,10 +18,11 @@ from app.plan.recompute import (
     spared_microbatches,
 )
 from app.plan.schedule import build_schedule
+from tests.oracle import oracle
 from tests.training import ROOT
 
 # Megatron-Core 0.16.1
-GOLDEN = json.loads((ROOT / "tests" / "golden" / "schedule.json").read_text())
+GOLDEN = oracle("schedule")
 FLAGGED = [trace for trace in GOLDEN["full_traces"] if "ckpt_flag" in trace]
 WHOLE = RecomputeChoice(whole_layers=True)
 

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 
 import pytest
 
@@ -28,9 +26,10 @@ from app.plan.schedule import (
 )
 from tests.actions import parse_action
 from tests.cases import each
+from tests.oracle import oracle
 
 # Megatron-Core 0.16.1
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "schedule.json").read_text())
+GOLDEN = oracle("schedule")
 RAN = [case for case in GOLDEN["interleaved"] if "run" in case]
 REFUSED = [case for case in GOLDEN["interleaved"] if "run_error" in case]
 SMALL = list(product(range(1, 6), range(1, 9)))  # pipeline ranks, microbatches

@@ -1,17 +1,16 @@
 from __future__ import annotations
 
-import json
 from itertools import product
 from math import prod
-from pathlib import Path
 
 import pytest
 
 from app.plan.shards import BufferLayout, Range, buffer_layout, shard_map
 from tests.cases import each
+from tests.oracle import oracle
 
 # Megatron-Core 0.16.1
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "optim.json").read_text())
+GOLDEN = oracle("optim")
 KINDS = {"bfloat16": "bf16", "float32": "fp32"}
 
 

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import json
 from itertools import product
-from pathlib import Path
 
 import pytest
 
@@ -10,9 +8,10 @@ from app.errors import ConfigError, Instead
 from app.plan.dependencies import Pipeline
 from app.plan.stages import Stage, StagePlan, parse_layout, plan_stages
 from tests.cases import each
+from tests.oracle import oracle
 
 # Megatron-Core 0.16.1
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "layers.json").read_text())
+GOLDEN = oracle("layers")
 PLANNED = [case for case in GOLDEN["cases"] if not case["args"].get("mtp")]
 WITH_MTP = [case for case in GOLDEN["cases"] if case["args"].get("mtp")]
 

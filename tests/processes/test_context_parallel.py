@@ -7,9 +7,7 @@ Shapes: B sequences, S tokens per sequence.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,12 +29,13 @@ from app.model.layers.layer_groups import (
     ulysses_to_tokens,
 )
 from tests.distributed import run_distributed
+from tests.oracle import oracle
 from tests.parity import alone, here
 from tests.processes.layouts import GRID
 from tests.rounding import Values, expect_alike
 from tests.runs import STEADY, engine_of, make_run, whole_gradients
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "numerics.json").read_text())
+GOLDEN = oracle("numerics")
 DENSE = dataclasses.replace(GRID, moe=None, num_layers=2)
 END, LENGTH = 7, 32  # token that ends a document, tokens of a sequence
 

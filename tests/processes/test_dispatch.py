@@ -7,9 +7,7 @@ Shapes: T tokens of a rank, K experts per token, E experts, D width, F hidden wi
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,12 +28,11 @@ from app.plan.parts.dispatch_record import capacity
 from app.plan.parts.static import PlannedStatic
 from tests.cases import chosen
 from tests.distributed import run_distributed
+from tests.oracle import oracle
 from tests.rounding import Values, expect_alike, in_fp64
 from tests.tensors.models import grouped_swiglu
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "router.json").read_text())[
-    "sort_chunks"
-]
+GOLDEN = oracle("router")["sort_chunks"]
 E, K, D, F = 64, 4, 8, 16
 
 

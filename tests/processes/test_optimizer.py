@@ -4,12 +4,10 @@ parameters, memory.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +29,7 @@ from app.plan.sharding.reshard import Block
 from app.plan.shards import buffer_layout
 from tests.cases import sampled
 from tests.distributed import run_distributed
+from tests.oracle import oracle
 from tests.rounding import expect_alike, expect_sums, numbered
 from tests.runs import TINY, engine_of, make_run
 
@@ -506,7 +505,7 @@ def test_memory_is_that_of_the_plan(world: int, ep: int, params: Dtype):
             assert places[0][0] == 0 and all(a[1] == b[0] for a, b in pairwise(places))
 
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "optim.json").read_text())["e2e"]
+GOLDEN = oracle("optim")["e2e"]
 
 
 def maps(case: dict[str, Any]) -> bool:

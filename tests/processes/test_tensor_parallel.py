@@ -6,9 +6,7 @@ Shapes: B sequences, S tokens per sequence, V vocabulary.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,11 +26,10 @@ from app.plan.model.mlp import MlpWeights
 from app.plan.model.weight import Weight
 from tests.distributed import run_distributed
 from tests.forks import Patches
+from tests.oracle import oracle
 from tests.rounding import expect_alike, expect_sums, in_fp64
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "numerics.json").read_text())[
-    "cross_entropy_tp"
-]
+GOLDEN = oracle("numerics")["cross_entropy_tp"]
 PLAIN = [case for case in GOLDEN if not case["label_smoothing"]]
 
 

@@ -7,8 +7,6 @@ Shapes: T tokens, K experts per token, E experts, R rows, D width, F hidden widt
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,10 +27,11 @@ from app.moe.phases import MoEBody
 from app.moe.router import choose
 from app.plan.parts.dispatch_record import capacity
 from tests.moe_reference import moe_layer
+from tests.oracle import oracle
 from tests.rounding import expect_alike, expect_sums, in_fp64
 from tests.tensors.models import grouped_swiglu
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "router.json").read_text())
+GOLDEN = oracle("router")
 T, K, E, D, F = 23, 3, 6, 8, 16
 LIMIT = 9  # of 23 · 3 / 6 = 11.5 on average, so that every expert may drop
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +19,10 @@ from tests.echo_plans import (
     draw_options,
     loads_after,
 )
+from tests.oracle import oracle
 
 Json = dict[str, Any]
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "echo.json").read_text())
+GOLDEN = oracle("echo")
 
 
 def plan_of(case: Json) -> tuple[Tensor, Tensor, Tensor]:

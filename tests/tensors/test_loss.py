@@ -5,9 +5,6 @@ Shapes: B sequences, S tokens per sequence, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,14 +14,13 @@ import app.model.layers.loss
 from app.model.layers.linear import TorchLinear
 from app.model.layers.loss import summed_loss
 from app.model.layers.weight_grads import WeightGradQueue
+from tests.oracle import oracle
 from tests.rounding import expect_sums
 
 B, S, D, V = 2, 9, 8, 23
 BACKEND = TorchLinear()
 TERMS = max(D, V, B * S)  # of the longest sum
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "numerics.json").read_text())[
-    "cross_entropy"
-]
+GOLDEN = oracle("numerics")["cross_entropy"]
 
 
 PLAIN = [case for case in GOLDEN if not case["label_smoothing"]]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +12,9 @@ from app.choices import Dtype
 from app.config import PrecisionConfig
 from app.errors import ConfigError
 from app.optim.scale import LossScale
+from tests.oracle import oracle
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "optim.json").read_text())[
-    "grad_scaler"
-]
+GOLDEN = oracle("optim")["grad_scaler"]
 CPU = torch.device("cpu")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +14,9 @@ from app.config import OptimConfig, Run
 from app.errors import ConfigError
 from app.optim.lr import learning_rate, lr_at
 from app.rules import check
+from tests.oracle import oracle
 
-CASES = json.loads((Path(__file__).parents[1] / "golden" / "numerics.json").read_text())[
-    "lr_schedule"
-]
+CASES = oracle("numerics")["lr_schedule"]
 # warm-up begins at 0 here, and weight decay is constant
 OURS = [case for case in CASES if not case["args"]["init_lr"]]
 ACCEPTED = [case for case in OURS if "error" not in case]

@@ -4,8 +4,6 @@ indexing, exact repetition.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +11,10 @@ import torch
 from torch import Tensor
 
 from app.moe.permute import combine, permute, reorder, sort_by_expert
+from tests.oracle import oracle
 from tests.rounding import expect_sums, numbered
 
-CASES = json.loads((Path(__file__).parents[1] / "golden" / "router.json").read_text())["permute"]
+CASES = oracle("router")["permute"]
 FIXED_K = [
     case
     for case in CASES

@@ -4,10 +4,8 @@ per-token reference.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,10 +30,11 @@ from app.moe.router import (
 )
 from app.plan.model.experts import RouterWeights
 from tests.moe_reference import route_token
+from tests.oracle import oracle
 from tests.rounding import expect_alike, expect_sums, numbered, plain_and_exact
 
 Json = dict[str, Any]
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "router.json").read_text())
+GOLDEN = oracle("router")
 NAMES = {
     "topk": "top_k",
     "score_function": "score",
