@@ -102,7 +102,7 @@ class DistributedOptimizer:
         ]
         self._buckets_of: dict[nn.Parameter, GradBuckets | NoGrads] = {
             spec.param: buckets
-            for buckets in self._all_grad_buckets()
+            for buckets in self.all_grad_buckets()
             for spec in buckets.buffer.specs
         }
         self.shards = [  # per chunk: those of all its buckets
@@ -145,7 +145,7 @@ class DistributedOptimizer:
 
     def zero_grad(self) -> None:
         """Clear the main gradients before the first backward of a step."""
-        for buckets in self._all_grad_buckets():
+        for buckets in self.all_grad_buckets():
             buckets.zero()
 
     def add_grad(self, param: nn.Parameter, gradient: WeightGrad) -> None:
@@ -160,7 +160,7 @@ class DistributedOptimizer:
         """Return the sink that adds weight gradients to wider main gradients; None if these have
         the weights' dtype, where autograd accumulates in place.
         """
-        first = next(self._all_grad_buckets(), None)
+        first = next(self.all_grad_buckets(), None)
         if first is None or first.buffer.autograd_adds:
             return None
         return MainGradSink(self.add_grad)
@@ -177,12 +177,12 @@ class DistributedOptimizer:
         captured or run; `count_listed` counts them once their values are there.
         """
         listed: list[Arrival] = []
-        for buckets in self._all_grad_buckets():
+        for buckets in self.all_grad_buckets():
             buckets.list_arrivals(listed)
         try:
             yield listed
         finally:
-            for buckets in self._all_grad_buckets():
+            for buckets in self.all_grad_buckets():
                 buckets.stop_listing()
 
     def count_listed(self, arrivals: Sequence[Arrival]) -> None:
@@ -203,7 +203,7 @@ class DistributedOptimizer:
         Parameters replicated on two stages or on all tensor-parallel ranks are summed last, shard
         by shard. Every copy then uses one order and keeps equal bits.
         """
-        for buckets in self._all_grad_buckets():
+        for buckets in self.all_grad_buckets():
             buckets.finish()
         self._sum_tied()
         shared = [owned for owned in self.param_shards() if owned.spec.replicated]
@@ -214,7 +214,7 @@ class DistributedOptimizer:
 
     def _sum_tied(self) -> None:
         """Sum the two gradients of a tied parameter: a + b has the same bits on both sides."""
-        match [shard.grad for shard in self._all_shards() if shard.tied]:
+        match [shard.grad for shard in self.all_shards() if shard.tied]:
             case [one]:
                 all_reduce(one, self.groups.embedding)
             case [first, second]:  # both on this rank
@@ -224,7 +224,7 @@ class DistributedOptimizer:
         """Return this rank's share of the squared norm, an fp32 scalar; the sum over all ranks is
         the norm's.
         """
-        grads = [grad for shard in self._all_shards() for grad in shard.counted_grads()]
+        grads = [grad for shard in self.all_shards() for grad in shard.counted_grads()]
         if not grads:  # of an empty stage, or where another tensor-parallel rank's count
             return torch.zeros((), device=self.device)
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
@@ -282,7 +282,7 @@ class DistributedOptimizer:
 
     def param_shards(self) -> Iterator[ParamShard]:
         """Yield every part of a parameter that this rank owns, with its optimizer state."""
-        for shard in self._all_shards():
+        for shard in self.all_shards():
             yield from shard.param_shards
 
     def restored(self, updates: int) -> None:
@@ -294,10 +294,12 @@ class DistributedOptimizer:
             self._param_gather.updated(shard)
         self.changed()
 
-    def _all_grad_buckets(self) -> Iterator[GradBuckets]:
+    def all_grad_buckets(self) -> Iterator[GradBuckets]:
+        """Yield the buckets of all chunks, of dense parameters and of experts."""
         return chain.from_iterable(self.grad_buckets)
 
-    def _all_shards(self) -> Iterator[Shard]:
+    def all_shards(self) -> Iterator[Shard]:
+        """Yield the shards of all chunks."""
         return chain.from_iterable(self.shards)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from enum import Enum
 from typing import NamedTuple
 
@@ -115,6 +116,12 @@ class GradBuckets:
         else:
             self.buffer.grads.zero_()
         self.state = GradState.accumulating
+
+    def written(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and main gradient of every parameter with a gradient since `zero`."""
+        for spec, total in self.buffer.grad_views():
+            if spec.param not in self._unwritten:
+                yield spec.name, total
 
     def expect_last(self) -> None:
         """Announce the step's last backward: each gradient completes its parameter's main

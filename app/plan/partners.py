@@ -1,4 +1,5 @@
-"""Partner of each rank: who holds a copy of its optimizer shard (`checkpoint.memory_every`).
+"""Partner of each rank: who holds a copy of its optimizer shard (`checkpoint.memory_every`), and
+who repeats its computation (`train.replay_every`: `repeaters`).
 
 A node has `per_node` consecutive ranks. Ranks are shifted by a whole node, so that the partner is
 on another node and every rank holds the copy of exactly one other:
@@ -9,6 +10,8 @@ On one node the shift is one rank: the copy survives the death of a process, not
 """
 
 from __future__ import annotations
+
+from app.plan.layout import ParallelLayout
 
 
 def shift_of(world_size: int, per_node: int) -> int | None:
@@ -32,3 +35,20 @@ def partners(world_size: int, per_node: int) -> tuple[int, ...] | None:
     if shift is None:
         return None
     return tuple((rank + shift) % world_size for rank in range(world_size))
+
+
+def repeaters(layout: ParallelLayout) -> tuple[int, ...] | None:
+    """Return, for each rank, the one whose microbatches it can compute with the same bits: that of
+    the nearest replica of data parallelism that holds the same weights, also of experts.
+
+    None: there is no other replica, or experts are spread over all.
+    """
+    experts = {tuple(group) for group in layout.groups("etp", "ep", expert=True)}
+    for shift in range(1, layout.dp):
+        other = [0] * layout.world_size
+        for group in layout.groups("dp"):
+            for place, rank in enumerate(group):
+                other[rank] = group[(place + shift) % layout.dp]
+        if all(tuple(other[rank] for rank in group) in experts for group in experts):
+            return tuple(other)
+    return None

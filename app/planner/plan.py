@@ -103,6 +103,17 @@ class Plan:
 
     def validation_actions(self, num_microbatches: int) -> list[list[Action]]:
         """Return all actions of each pipeline rank in a validation of `num_microbatches`."""
+        return self._actions_of(num_microbatches, forward_only=True)
+
+    def replay_actions(self) -> tuple[int, list[list[Action]]]:
+        """Return the least number of microbatches that the schedule takes, and all actions of each
+        pipeline rank in a step of so many.
+        """
+        group = self.run.schedule.group_size or self.layout.pp
+        count = group if self.stages.vpp > 1 and not self.stages.pipeline.v_shape else 1
+        return count, self._actions_of(count, forward_only=False)
+
+    def _actions_of(self, num_microbatches: int, *, forward_only: bool) -> list[list[Action]]:
         key = self.schedule_key
         schedule = build_schedule(
             key.name,
@@ -110,7 +121,7 @@ class Plan:
             num_microbatches,
             num_chunks=key.num_chunks,
             group_size=key.group_size,
-            forward_only=True,
+            forward_only=forward_only,
         )
         v_shape = self.stages.pipeline.v_shape
         lists = lower_all(schedule, self.run.schedule.overlap_p2p, v_shape=v_shape)

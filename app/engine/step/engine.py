@@ -24,6 +24,7 @@ from app.engine.step.executor import (
     Executor,
     ForwardBackward,
     InFlight,
+    Parameters,
     RankStages,
     Transport,
     chunk_losses,
@@ -152,11 +153,15 @@ def select_forward_backward(
     lists: Sequence[Sequence[Action]],
     graphs: PartialGraphs | None = None,
     policy: RecomputePolicy | None = None,
+    *,
+    params: Parameters | None = None,
+    transport: Transport | None = None,
 ) -> ForwardBackward:
     """Bind the executor to this rank's list of actions and to the chunks these work on.
 
     `lists` has one list per pipeline rank. Without `graphs` everything runs eagerly. `policy` says
-    what backward recomputes; None takes it from the run.
+    what backward recomputes; None takes it from the run. `params` and `transport` replace those of
+    the engine.
     """
     run = engine.plan.run
     rank = engine.groups.pp_rank
@@ -178,8 +183,8 @@ def select_forward_backward(
     return kind(
         lists[rank],
         stages,
-        engine.optimizer,
-        transport=engine.transport,
+        params or engine.optimizer,
+        transport=transport or engine.transport,
         watchdog=engine.watchdog,
         in_flight=_in_flight(engine.plan, rank),
     )

@@ -1,0 +1,1 @@
+"""Replays of microbatches and comparisons of weights, which find silent data corruption."""

@@ -1,0 +1,171 @@
+"""Trace of a replay: what a rank sends, receives and computes, in order, as sums over bits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from app.engine.integrity.bits import bits_of
+from app.engine.step.executor import Transport
+from app.engine.watchdog.marks import COLLECTIVES
+from app.plan.actions import P2POp
+
+
+class Way(Enum):
+    """How a value came to a place of a trace."""
+
+    sent = "sent"
+    received = "received"
+    computed = "computed"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Place in a trace. `name` is the same on all ranks that take part in a message."""
+
+    way: Way
+    name: str
+    senders: tuple[int, ...] = ()  # global ranks whose values are in the message
+
+
+@dataclass(slots=True)
+class Trace:
+    """Values that a rank's work meets within `watching`."""
+
+    places: list[Place] = field(default_factory=list)
+    sums: list[Tensor] = field(default_factory=list)  # int64 scalars on the device
+    counts: Counter[str] = field(default_factory=Counter)  # collectives of each group
+
+    def add(
+        self, way: Way, name: str, tensors: Sequence[Tensor], ranks: Sequence[int] = ()
+    ) -> None:
+        """Note values; several as one."""
+        held = [bits_of(tensor) for tensor in tensors if tensor.numel()]
+        if held:
+            self.places.append(Place(way, name, tuple(ranks)))
+            self.sums.append(torch.stack(held).sum())
+
+    @contextmanager
+    def watching(self, names: Mapping[str, str]) -> Iterator[None]:
+        """Note the collectives of the block. `names`: torch's names of groups -> ours."""
+        self.places, self.sums, self.counts = [], [], Counter()
+        with _SeesMessages(self, names):
+            yield
+
+    def collective(
+        self, operation: str, group: dist.ProcessGroup, names: Mapping[str, str]
+    ) -> tuple[str, list[int]]:
+        """Return the name of the next collective of a group, and the ranks of it."""
+        name = names.get(group.group_name, group.group_name)
+        self.counts[name] += 1
+        return f"{operation} {self.counts[name]} of {name}", dist.get_process_group_ranks(group)
+
+
+class _SeesMessages(TorchDispatchMode):
+    """Notes what goes into collectives and comes out, also in autograd's threads."""
+
+    def __init__(self, trace: Trace, names: Mapping[str, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch
+        self.trace, self.names = trace, names
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled functions run as they would without it."""
+        return True
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operation; note its tensors if it is a collective of several ranks."""
+        given = kwargs or {}
+        call: Callable[..., Any] = func
+        if func.namespace != "c10d":
+            return call(*args, **given)
+        operation = COLLECTIVES.get(func._schema.name.partition("::")[2])
+        names = [argument.name for argument in func._schema.arguments]
+        values = {**dict(zip(names, args, strict=False)), **given}
+        if operation is None or operation == "barrier":
+            return call(*args, **given)
+        group = dist.ProcessGroup.unbox(values["process_group"])
+        if group.size() == 1:
+            return call(*args, **given)
+        name, ranks = self.trace.collective(operation, group, self.names)
+        into, of = _tensors_of(values)
+        self.trace.add(Way.sent, name, of, ranks)
+        done = call(*args, **given)
+        if not values.get("async_op", True):
+            dist.Work.unbox(_work_in(done)).wait()
+            self.trace.add(Way.received, name, into, ranks)
+        return done
+
+
+def _tensors_of(values: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return what a collective writes, and what it reads, by names of its arguments."""
+    into: list[Tensor] = []
+    of: list[Tensor] = []
+    for name, value in values.items():
+        tensors = [each for each in _flat(value) if isinstance(each, Tensor)]
+        in_place = name == "tensors"
+        if in_place or name.startswith("output"):
+            into += tensors
+        if in_place or name.startswith("input"):
+            of += tensors
+    return into, of
+
+
+def _work_in(done: Any) -> Any:
+    return done[-1] if isinstance(done, tuple | list) else done
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _flat(each)
+    else:
+        yield value
+
+
+@dataclass(slots=True, kw_only=True)
+class TracedTransport(Transport):
+    """Transport that notes what pipeline ranks send to each other."""
+
+    trace: Trace
+    rank: int  # global
+    arriving: dict[P2POp, Tensor] = field(default_factory=dict)
+
+    def post(self, tensors: Mapping[P2POp, Tensor]) -> None:
+        """See `Transport`."""
+        for op, tensor in tensors.items():
+            if op.send:
+                self._add(Way.sent, op, tensor)
+            else:
+                self.arriving[op] = tensor
+        Transport.post(self, tensors)
+
+    def wait(self, ops: Sequence[P2POp]) -> None:
+        """See `Transport`."""
+        Transport.wait(self, ops)
+        for op in ops:
+            if not op.send:
+                self._add(Way.received, op, self.arriving.pop(op))
+
+    def _add(self, way: Way, op: P2POp, tensor: Tensor) -> None:
+        other = self.ranks[op.peer]
+        sender, receiver = (self.rank, other) if op.send else (other, self.rank)
+        message = f"{op.flow}{op.mb} from rank {sender} to rank {receiver}"
+        self.trace.counts[message] += 1  # one for each chunk that the microbatch passes
+        name = f"{message}, number {self.trace.counts[message]}"
+        self.trace.add(way, name, [tensor], (sender,))
