@@ -326,6 +326,13 @@ class BadStep(Enum):
     rollback = "rollback"  # return to the newest checkpoint and skip the data since then
 
 
+class OnCorruption(Enum):
+    """Reaction to data that a replay shows to be corrupt."""
+
+    stop = "stop"  # end the run
+    rollback = "rollback"  # return to the newest checkpoint, once for each rank at fault
+
+
 class Device(Enum):
     """Device that the run computes on."""
 

@@ -290,5 +290,17 @@ def nearest_model(word: str, known: Sequence[str]) -> str | None:
 DIVERGED = os.EX_DATAERR
 
 
+# exit code 71: a rank computes other bits than it should; on other hardware the run continues
+CORRUPTED = os.EX_OSERR
+
+
 class Diverged(Exception):
     """End of training for a reason of its own, as non-finite numbers; the text names the step."""
+
+    code = DIVERGED
+
+
+class Corrupted(Diverged):
+    """End of training because of corrupt data."""
+
+    code = CORRUPTED

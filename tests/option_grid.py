@@ -220,6 +220,8 @@ LEFT_OUT = {
     "train.on_bad_step": HOST,
     "train.max_bad_steps": HOST,
     "train.max_rollbacks": HOST,
+    "train.replay_every": "changes nothing; tests/processes/test_integrity.py",
+    "train.on_corruption": HOST,
     "train.profile": "records three steps; tests/processes/test_profiled_steps.py",
     "train.seed": SIZE,
 }

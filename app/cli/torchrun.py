@@ -52,9 +52,11 @@ from app.engine.ranks.address import LOOPBACK
 from app.engine.ranks.meeting import CONNECT_S, join_store
 from app.engine.report.lasting import print_every_character
 from app.engine.watchdog.watchdog import EXIT_STUCK
+from app.errors import CORRUPTED, DIVERGED
 
-# exit codes that train.py explains itself: a mistake, a diverged run, a stop, Ctrl-C, a closed pipe
-SAID = (2, os.EX_DATAERR, os.EX_TEMPFAIL, INTERRUPTED, ENDED_WITH_READER)
+# exit codes that train.py explains itself: a mistake, a diverged or corrupted run, a stop, Ctrl-C,
+# a closed pipe
+SAID = (2, DIVERGED, CORRUPTED, os.EX_TEMPFAIL, INTERRUPTED, ENDED_WITH_READER)
 PASSED_ON = stop_signals()
 FOLLOW_S = 60  # seconds in which the other ranks must end once one has
 POLL_S = 0.05  # seconds between checks of ranks that are ending

@@ -83,6 +83,8 @@ ADVANCED = (
     "train.profile",
     "train.max_bad_steps",
     "train.max_rollbacks",
+    "train.replay_every",
+    "train.on_corruption",
 )
 
 

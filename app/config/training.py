@@ -15,6 +15,7 @@ from app.choices import (
     MuonDtype,
     MuonTp,
     Normalize,
+    OnCorruption,
     OptimizerKind,
     Packing,
     Source,
@@ -419,6 +420,11 @@ class TrainConfig:
     max_bad_steps: int = 10  # consecutive such steps that end the run (on_bad_step=skip)
     # rollbacks of one process at most (on_bad_step=rollback)
     max_rollbacks: int = 3
+    # steps between two checks, which also precede each checkpoint: microbatches are computed again
+    # by the same rank and by another replica, weights are compared, all bit for bit; null: none
+    replay_every: int | None = None
+    # reaction to a difference
+    on_corruption: OnCorruption = OnCorruption.stop
     # parameters that are not trained: patterns of their names in checkpoints, such as embedding,
     # layers.0-3 or layers.*.attn.*; ! before one trains what it matches; the last match decides
     frozen: tuple[str, ...] = ()
@@ -439,7 +445,7 @@ class TrainConfig:
             "train", self, 1, "steps", "seq_len", "micro_batch", "global_batch", "eval_sequences"
         )
         at_least("train", self, 1, "max_bad_steps", "max_rollbacks", "stop_after_worse")
-        at_least("train", self, 1, "profile")
+        at_least("train", self, 1, "profile", "replay_every")
         at_least("train", self, 0, "eval_interval", "sample_tokens", "seed")
         if self.stop_after_worse is not None and not self.eval_interval:
             rule = "counts validations, and train.eval_interval=0 has none between first and last"

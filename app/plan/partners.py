@@ -11,6 +11,7 @@ On one node the shift is one rank: the copy survives the death of a process, not
 
 from __future__ import annotations
 
+from app.config import Run
 from app.plan.layout import ParallelLayout
 
 
@@ -37,12 +38,15 @@ def partners(world_size: int, per_node: int) -> tuple[int, ...] | None:
     return tuple((rank + shift) % world_size for rank in range(world_size))
 
 
-def repeaters(layout: ParallelLayout) -> tuple[int, ...] | None:
+def repeaters(run: Run, layout: ParallelLayout) -> tuple[int, ...] | None:
     """Return, for each rank, the one whose microbatches it can compute with the same bits: that of
     the nearest replica of data parallelism that holds the same weights, also of experts.
 
-    None: there is no other replica, or experts are spread over all.
+    None: there is no other replica, experts are spread over all, or each replica drops inputs of
+    its own (`lora.dropout`).
     """
+    if run.lora.dropout:
+        return None
     experts = {tuple(group) for group in layout.groups("etp", "ep", expert=True)}
     for shift in range(1, layout.dp):
         other = [0] * layout.world_size

@@ -39,6 +39,7 @@ from app.rules.training import (
     check_lr_schedule,
     check_memory_copies,
     check_profile,
+    check_replays,
     check_rollback,
 )
 
@@ -71,6 +72,7 @@ RULES: tuple[Callable[[Run], None], ...] = (
     check_lr_schedule,
     check_rollback,
     check_memory_copies,
+    check_replays,
     check_profile,
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.choices import BadStep, Decay, Device, GraphImpl
+from app.choices import BadStep, Decay, Device, GraphImpl, OnCorruption
 from app.config import Run
 from app.config.training import PROFILED
 from app.errors import ConfigError, FirstOf, Instead, nearest_divisors, nearest_multiples
@@ -102,8 +102,20 @@ def check_memory_copies(run: Run) -> None:
         raise ConfigError("checkpoint.memory_every", every, rule, nearest=near)
 
 
+def check_replays(run: Run) -> None:
+    """Refuse replays whose bits may differ without a fault."""
+    if run.train.replay_every is not None and not run.train.deterministic:
+        rule = "compares bits, and with train.deterministic=false equal work has other ones"
+        near = (Instead("train.deterministic=true"), "null")
+        raise ConfigError("train.replay_every", run.train.replay_every, rule, nearest=near)
+
+
 def check_rollback(run: Run) -> None:
     """Refuse rollback without checkpoints."""
+    if run.train.on_corruption is OnCorruption.rollback and not run.checkpoint.interval:
+        rule = "goes back to checkpoints, and checkpoint.interval=0 saves none"
+        near = ("stop", Instead("checkpoint=default"))
+        raise ConfigError("train.on_corruption", run.train.on_corruption, rule, nearest=near)
     if run.train.on_bad_step is BadStep.rollback and not run.checkpoint.interval:
         rule = "goes back to checkpoints, and checkpoint.interval=0 saves none"
         raise ConfigError(

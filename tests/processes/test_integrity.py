@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -15,16 +16,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.choices import DispatcherKind
 from app.config import CudaGraphConfig, ParallelConfig, Run, TrainConfig
+from app.engine.files.attempt import Attempt
+from app.engine.files.run_folder import FolderLock, read_metrics
+from app.engine.integrity.bits import bits_of
 from app.engine.integrity.check import IntegrityCheck
 from app.engine.integrity.trace import TracedTransport
+from app.engine.ranks.agreement import rank_zero_says
+from app.engine.ranks.groups import create_groups
+from app.engine.report.metrics import Stopwatch
+from app.engine.run.trainer import Trainer
+from app.engine.start.start import find_start, load_all_data
 from app.engine.step.engine import Engine
 from app.engine.step.executor import Transport
+from app.engine.step.records import StepReport
 from app.engine.step.step import TrainingStep
+from app.errors import CORRUPTED, ConfigError, Corrupted
 from app.plan.actions import P2POp
+from app.plan.partners import repeaters
+from app.planner.plan import Plan
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.processes.captured import EAGER, FOUR, LAYOUTS, MODELS, UPDATING, WHOLE, local
 from tests.runs import batches_of, engine_of, make_run, whole_parameters
+from tests.training import composed, corpus_in, losses
 
 STATIC = dataclasses.replace(FOUR.moe, dispatcher=DispatcherKind.static)
 KINDS = {**MODELS, "static": dataclasses.replace(FOUR, moe=STATIC)}
@@ -200,3 +214,110 @@ def test_a_flipped_bit_is_found_and_its_rank_named(case: str):
     found = run_distributed(found_by, run.world_size, run, faulty, where, always)
     assert len(set(found)) == 1 and found[0] is not None, found
     assert found[0][0] == ranks and word in found[0][1], found[0]
+
+
+def train_struck(rank: int, run: Run, after: int, always: bool) -> tuple[str, int, int]:
+    """How a run ends; rank 1 flips a bit of its weights after a step, once or always."""
+    plan = Plan(run)
+    groups = create_groups(plan.layout, rank)
+    start = rank_zero_says(groups, lambda: find_start(run))
+    data = load_all_data(run, groups, rank)
+    training = Trainer(engine_of(run, rank), data, start)
+    take, guard = training.step, training.corruption
+
+    def struck(stopwatch: Stopwatch) -> StepReport:
+        report = take(stopwatch)
+        if rank == 1 and report.step == after and guard and (always or not guard.rollbacks):
+            training.engine.gather_all_params()
+            flip(training.engine.optimizer.shards[0][0].params)
+        return report
+
+    training.step = struck
+    try:
+        with FolderLock() as lock:
+            training.fit(Attempt(), lock)
+    except Corrupted as end:
+        return str(end), end.code, guard.rollbacks if guard else 0
+    return "", 0, guard.rollbacks if guard else 0
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    return corpus_in(tmp_path_factory.mktemp("corpus"))
+
+
+def struck_run(
+    corpus: tuple[str, ...], folder: Path, *overrides: str, after: int = 5, always: bool = False
+) -> tuple[str, int, int]:
+    settings = ("parallel.dp=2", "train.steps=8", "checkpoint.interval=3", f"run_dir={folder}")
+    run = composed((*corpus, *settings, *overrides), 2)
+    ends = run_distributed(train_struck, 2, run, after, always)
+    assert len(set(ends)) == 1, ends
+    return ends[0]
+
+
+def test_a_run_rewinds_and_ends_as_without_the_fault(corpus: tuple[str, ...], tmp_path: Path):
+    """Also the step before a checkpoint is checked, so that it is not saved."""
+    guarded = ("train.replay_every=4", "train.on_corruption=rollback")
+    assert struck_run(corpus, tmp_path / "a") == ("", 0, 0)
+    assert struck_run(corpus, tmp_path / "b", *guarded, after=6) == ("", 0, 1)
+    assert losses(tmp_path / "b") == losses(tmp_path / "a")
+    back = [row for row in read_metrics(tmp_path / "b") if "rollback_from" in row]
+    assert [(row["step"], row["rollback_from"]) for row in back] == [(3, 6)]
+
+
+@pytest.mark.parametrize(
+    "policy, said",
+    [
+        ("stop", "(train.on_corruption=stop)"),
+        ("rollback", "as before the last rollback"),
+    ],
+)
+def test_a_run_ends_with_the_rank_and_what_is_saved(
+    corpus: tuple[str, ...], tmp_path: Path, policy: str, said: str
+):
+    guarded = ("train.replay_every=1", f"train.on_corruption={policy}")
+    end, code, rollbacks = struck_run(corpus, tmp_path / "a", *guarded, always=True)
+    assert end.startswith("step 5: one of rank 0 (") and said in end, end
+    assert "holds wrong bits: its weights" in end and "step-00000003" in end, end
+    assert (code, rollbacks) == (CORRUPTED, int(policy == "rollback"))
+
+
+def test_sums_see_every_bit_and_places():
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn, torch.bool):
+        for count in (0, 1, 3, 1021, 5000):
+            values = torch.arange(count).to(torch.float32).add(1).to(dtype)
+            assert bits_of(values) == bits_of(values.clone())
+            raw = values.clone().view(torch.uint8)
+            for place in {0, len(raw) // 2, len(raw) - 1} if count else ():
+                for bit in range(8):
+                    raw[place] ^= 1 << bit
+                    assert bits_of(raw.view(dtype)) != bits_of(values), (dtype, count, place, bit)
+                    raw[place] ^= 1 << bit
+    swapped = torch.tensor([2.0, 1.0, 3.0])
+    assert bits_of(swapped) != bits_of(torch.tensor([1.0, 2.0, 3.0]))
+
+
+@pytest.mark.parametrize(
+    "override, said",
+    [
+        ("train.deterministic=false", "compares bits"),
+        ("train.on_corruption=rollback checkpoint.interval=0", "goes back to checkpoints"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(override: str, said: str):
+    with pytest.raises(ConfigError, match=said):
+        composed(("+experiment=smoke", "train.replay_every=5", *override.split()), 1)
+
+
+def test_who_repeats_whose_microbatches():
+    def of(world: int, **degrees: Any) -> tuple[int, ...] | None:
+        run = run_of(ParallelConfig(world_size=world, **degrees))
+        return repeaters(run, Plan(run).layout)
+
+    assert of(1) is None and of(2, tp=2) is None and of(2, ep=2) is None
+    assert of(4) == (1, 2, 3, 0)
+    assert of(4, tp=2) == (2, 3, 0, 1)
+    assert of(4, pp=2) == (1, 0, 3, 2)
+    assert of(4, ep=2) == (2, 3, 0, 1)
+    assert of(8, tp=2, ep=2) in ((4, 5, 6, 7, 0, 1, 2, 3), (2, 3, 4, 5, 6, 7, 0, 1))

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from app.data.feed import Batch
 from app.engine.integrity.replay import Partners, Replay
-from app.engine.integrity.trace import Way
 from app.engine.integrity.verdict import FirstDifference, first_difference, suspects
 from app.engine.integrity.weights import Weights, WrongWeights
 from app.engine.step.engine import Engine
@@ -61,16 +60,11 @@ class IntegrityCheck:
         """What trains."""
         return self.step.engine
 
-    @property
-    def covers(self) -> str:
-        """Describe what is compared, for the user."""
-        if self.partners is None:
-            return "microbatches are repeated by the same rank: no other holds the same weights"
-        return "microbatches are repeated by the same rank and by another replica"
-
-    def after(self, step: int, batches: Sequence[Batch]) -> Corruption | None:
-        """Check after a step with these microbatches, if one is due; all ranks call it."""
-        if step % self.every:
+    def after(self, step: int, batches: Sequence[Batch], now: bool = False) -> Corruption | None:
+        """Check after a step with these microbatches, if one is due or with `now`; all ranks call
+        it.
+        """
+        if step % self.every and not now:
             return None
         engine = self.engine
         engine.watchdog.note("a comparison of weights")
@@ -118,9 +112,9 @@ def conclude(found: Sequence[Findings]) -> Corruption | None:
     if not differences:
         return None
     ranks, shown = suspects(differences)
-    verb = {Way.sent: "sent", Way.received: "received", Way.computed: "computed"}[shown.place.way]
+    verb = shown.value.kind.value
     how = "when it repeated a microbatch" if shown.beside is None else "than the other replica"
-    text = f"{_named(ranks, found)} {verb} other bits {how}: {shown.place.name}"
+    text = f"{_named(ranks, found)} {verb} other bits {how}: {shown.value.name}"
     return Corruption(tuple(ranks), text)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from app.choices import GraphImpl
 from app.data.feed import Batch
 from app.engine.capture.full_iteration import FullIteration
-from app.engine.integrity.trace import Place, Trace, TracedTransport, Way
+from app.engine.integrity.trace import TracedTransport, TracedValue, ValueKind, ValueTrace
 from app.engine.step.engine import Engine, select_forward_backward
 from app.engine.step.executor import ForwardBackward
 from app.engine.step.records import StepInput
@@ -51,9 +51,9 @@ class OwnGrads:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a replay met, in order: places, and the sum over the bits of each value."""
+    """What a replay met, in order: values, and the sum over the bits of each value."""
 
-    places: tuple[Place, ...]
+    values: tuple[TracedValue, ...]
     sums: tuple[int, ...]
 
 
@@ -66,7 +66,7 @@ class Replay:
     """
 
     step: TrainingStep
-    trace: Trace = field(default_factory=Trace)
+    trace: ValueTrace = field(default_factory=ValueTrace)
     traced: dict[bool, ForwardBackward] = field(default_factory=dict)
     whole: FullIteration[StepInput, tuple[Tensor, ...]] | None = None
 
@@ -100,7 +100,7 @@ class Replay:
             full = captured and run.cuda_graph.impl is GraphImpl.full_iteration
             sums = self._full(step) if full else self._run(step, captured)
         sums_N = torch.stack(list(sums)).tolist()
-        return Replayed(tuple(self.trace.places), tuple(sums_N))
+        return Replayed(tuple(self.trace.values), tuple(sums_N))
 
     def _captured(self) -> bool:
         """True if the training step has been captured."""
@@ -127,10 +127,10 @@ class Replay:
         with trace.watching(names):
             totals = self._passes(in_graphs)(step)
             if isinstance(totals.loss, Tensor):
-                trace.add(Way.computed, "the loss", [totals.loss])
+                trace.add(ValueKind.computed, "the loss", [totals.loss])
         for buckets in engine.optimizer.all_grad_buckets():
             for name, grad in buckets.written():
-                trace.add(Way.computed, f"the gradient of {name}", [grad])
+                trace.add(ValueKind.computed, f"the gradient of {name}", [grad])
         return tuple(trace.sums)
 
     def _passes(self, in_graphs: bool) -> ForwardBackward:
@@ -182,8 +182,8 @@ class Partners:
     def of(cls, engine: Engine) -> Partners | None:
         """Return the partners of this rank; None if no other rank could get the same bits."""
         groups = engine.groups
-        other = repeaters(groups.layout)
-        if other is None or engine.plan.run.lora.dropout:  # each replica drops its own inputs
+        other = repeaters(engine.plan.run, groups.layout)
+        if other is None:
             return None
         return cls(other[groups.rank], other.index(groups.rank), groups.host)
 

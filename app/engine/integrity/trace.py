@@ -20,8 +20,8 @@ from app.engine.watchdog.marks import COLLECTIVES
 from app.plan.actions import P2POp
 
 
-class Way(Enum):
-    """How a value came to a place of a trace."""
+class ValueKind(Enum):
+    """How a replay met a value."""
 
     sent = "sent"
     received = "received"
@@ -29,35 +29,33 @@ class Way(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Place in a trace. `name` is the same on all ranks that take part in a message."""
+class TracedValue:
+    """Value in a trace; its `name` is the same on all ranks that take part in a message."""
 
-    way: Way
+    kind: ValueKind
     name: str
     senders: tuple[int, ...] = ()  # global ranks whose values are in the message
 
 
 @dataclass(slots=True)
-class Trace:
+class ValueTrace:
     """Values that a rank's work meets within `watching`."""
 
-    places: list[Place] = field(default_factory=list)
+    values: list[TracedValue] = field(default_factory=list)
     sums: list[Tensor] = field(default_factory=list)  # int64 scalars on the device
     counts: Counter[str] = field(default_factory=Counter)  # collectives of each group
 
     def add(
-        self, way: Way, name: str, tensors: Sequence[Tensor], ranks: Sequence[int] = ()
+        self, kind: ValueKind, name: str, tensors: Sequence[Tensor], senders: Sequence[int] = ()
     ) -> None:
         """Note values; several as one."""
-        held = [bits_of(tensor) for tensor in tensors if tensor.numel()]
-        if held:
-            self.places.append(Place(way, name, tuple(ranks)))
-            self.sums.append(torch.stack(held).sum())
+        self.values.append(TracedValue(kind, name, tuple(senders)))
+        self.sums.append(torch.stack([bits_of(tensor) for tensor in tensors]).sum())
 
     @contextmanager
     def watching(self, names: Mapping[str, str]) -> Iterator[None]:
         """Note the collectives of the block. `names`: torch's names of groups -> ours."""
-        self.places, self.sums, self.counts = [], [], Counter()
+        self.values, self.sums, self.counts = [], [], Counter()
         with _SeesMessages(self, names):
             yield
 
@@ -73,7 +71,7 @@ class Trace:
 class _SeesMessages(TorchDispatchMode):
     """Notes what goes into collectives and comes out, also in autograd's threads."""
 
-    def __init__(self, trace: Trace, names: Mapping[str, str]) -> None:
+    def __init__(self, trace: ValueTrace, names: Mapping[str, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch
         self.trace, self.names = trace, names
 
@@ -104,11 +102,11 @@ class _SeesMessages(TorchDispatchMode):
             return call(*args, **given)
         name, ranks = self.trace.collective(operation, group, self.names)
         into, of = _tensors_of(values)
-        self.trace.add(Way.sent, name, of, ranks)
+        self.trace.add(ValueKind.sent, name, of, ranks)
         done = call(*args, **given)
         if not values.get("async_op", True):
             dist.Work.unbox(_work_in(done)).wait()
-            self.trace.add(Way.received, name, into, ranks)
+            self.trace.add(ValueKind.received, name, into, ranks)
         return done
 
 
@@ -142,7 +140,7 @@ def _flat(value: Any) -> Iterator[Any]:
 class TracedTransport(Transport):
     """Transport that notes what pipeline ranks send to each other."""
 
-    trace: Trace
+    trace: ValueTrace
     rank: int  # global
     arriving: dict[P2POp, Tensor] = field(default_factory=dict)
 
@@ -150,7 +148,7 @@ class TracedTransport(Transport):
         """See `Transport`."""
         for op, tensor in tensors.items():
             if op.send:
-                self._add(Way.sent, op, tensor)
+                self._add(ValueKind.sent, op, tensor)
             else:
                 self.arriving[op] = tensor
         Transport.post(self, tensors)
@@ -160,12 +158,12 @@ class TracedTransport(Transport):
         Transport.wait(self, ops)
         for op in ops:
             if not op.send:
-                self._add(Way.received, op, self.arriving.pop(op))
+                self._add(ValueKind.received, op, self.arriving.pop(op))
 
-    def _add(self, way: Way, op: P2POp, tensor: Tensor) -> None:
+    def _add(self, kind: ValueKind, op: P2POp, tensor: Tensor) -> None:
         other = self.ranks[op.peer]
         sender, receiver = (self.rank, other) if op.send else (other, self.rank)
         message = f"{op.flow}{op.mb} from rank {sender} to rank {receiver}"
         self.trace.counts[message] += 1  # one for each chunk that the microbatch passes
         name = f"{message}, number {self.trace.counts[message]}"
-        self.trace.add(way, name, [tensor], (sender,))
+        self.trace.add(kind, name, [tensor], (sender,))

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from app.engine.integrity.replay import Replayed
-from app.engine.integrity.trace import Place, Way
+from app.engine.integrity.trace import TracedValue, ValueKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,27 +19,24 @@ class FirstDifference:
     """First value in which two replays of the same microbatches differ, on one rank."""
 
     rank: int
-    place: Place
-    met: tuple[Place, ...]  # messages that it has taken part in until then
+    value: TracedValue
+    met: tuple[TracedValue, ...]  # messages that it has taken part in until then
     beside: int | None = None  # rank of the other replay; None: the same rank
 
     @property
     def sent(self) -> set[str]:
         """Return the messages sent with equal bits."""
-        return {place.name for place in self.met if place.way is Way.sent}
+        return {value.name for value in self.met if value.kind is ValueKind.sent}
 
 
 def first_difference(
     rank: int, one: Replayed, two: Replayed, beside: int | None = None
 ) -> FirstDifference | None:
     """Compare two replays of the same microbatches; None if they are equal."""
-    ways = [[place.way for place in each.places] for each in (one, two)]
-    assert ways[0] == ways[1], "a replay takes the same way every time"
-    for index, (a, b) in enumerate(zip(one.sums, two.sums, strict=True)):
-        if a != b:
-            place = one.places[index]
-            until = index + (place.way is Way.received)
-            return FirstDifference(rank, place, one.places[:until], beside)
+    for index, (value, other) in enumerate(zip(one.values, two.values, strict=True)):
+        if (value.kind, one.sums[index]) != (other.kind, two.sums[index]):
+            until = index + (value.kind is ValueKind.received)
+            return FirstDifference(rank, value, one.values[:until], beside)
     return None
 
 
@@ -50,12 +47,12 @@ def origins(found: Mapping[int, FirstDifference]) -> list[FirstDifference]:
         each
         for each in found.values()
         if not any(
-            place.name not in sent[sender]
-            for place in each.met
-            for sender in place.senders
+            value.name not in sent[sender]
+            for value in each.met
+            for sender in value.senders
             if sender in found and sender != each.rank
         )
-    ]
+    ] or [*found.values()]
 
 
 def suspects(found: Sequence[FirstDifference]) -> tuple[list[int], FirstDifference]:
@@ -64,8 +61,9 @@ def suspects(found: Sequence[FirstDifference]) -> tuple[list[int], FirstDifferen
     A rank that repeats its own work otherwise is at fault. If only two ranks disagree, either may
     be; a rank that disagrees with several others is.
     """
-    alone = origins({each.rank: each for each in found if each.beside is None})
-    if alone:
+    repeated = {each.rank: each for each in found if each.beside is None}
+    if repeated:
+        alone = origins(repeated)
         return sorted({each.rank for each in alone}), alone[0]
     pairs = origins({each.rank: each for each in found})
     votes = Counter(rank for each in pairs for rank in (each.rank, each.beside))

@@ -23,6 +23,7 @@ from app.engine.step.engine import Engine
 from app.model.attention.chosen import attention_line
 from app.model.attention.delta_library import linear_attention_line
 from app.plan.formatting import GIB, amount, count_of
+from app.plan.partners import repeaters
 from app.planner.plan import Plan
 from app.planner.summary import degrees, memory_line, no_fit, summary_lines
 from app.version import VERSION, Version
@@ -70,6 +71,7 @@ def _calm(engine: Engine, folder: str, data: Data) -> Iterator[Row]:
         told = f"{plan.busiest.total / GIB:.1f} GiB of {memory / GIB:.1f}"
         step = planned_step(plan, torch.cuda.get_device_name(device))
         yield "planned", f"{told}{step and f', {step}'}{no_fit(plan, memory)}"
+    yield from _replays(plan)
     if slow := dict.fromkeys(name for name, _ in slow_paths(run, device, engine.static)):
         yield "slower", f"{', '.join(slow)}: log.verbose=true says why"
     if not isinstance(data.train.sequences, StreamedSequences):
@@ -101,12 +103,22 @@ def _details(engine: Engine, folder: str, data: Data) -> Iterator[Row]:
             "linear attention",
             linear_attention_line(dtype, device, deterministic=deterministic),
         )
+    yield from _replays(plan)
     if pace := pace_line(plan, device):
         yield "planned", pace
     yield from slow_paths(run, device, engine.static)
     for line in (_sources(data.train), _padding(data.train)):
         if line:
             yield "data", line
+
+
+def _replays(plan: Plan) -> Iterator[Row]:
+    """Say who repeats whose work, with train.replay_every."""
+    every = plan.run.train.replay_every
+    if every is not None:
+        alone = "the same rank: no other holds the same weights"
+        who = alone if repeaters(plan.run, plan.layout) is None else "the same rank and a replica"
+        yield "replays", f"every {count_of(every, 'step')}, by {who}"
 
 
 def _device(device: torch.device) -> str:

@@ -179,10 +179,7 @@ class Console:
 
     def rollback(self, report: RollbackReport) -> None:
         """Print a line that stays."""
-        back = f"back to the checkpoint of step {report.step}, with other data"
-        self._keep(
-            f"step {report.rollback_from}/{self.total}  loss or gradient norm not finite: {back}"
-        )
+        self._keep(f"step {report.rollback_from}/{self.total}  {report}")
 
     def note(self, text: str) -> None:
         """Print a line that stays."""

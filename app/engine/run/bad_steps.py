@@ -9,8 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
+
 from app.choices import BadStep
+from app.collectives import all_reduce
 from app.config import TrainConfig
+from app.engine.step.engine import Engine
 from app.engine.step.records import StepReport
 from app.errors import Diverged
 from app.optim.scale import LossScale
@@ -26,6 +30,15 @@ def is_bad(report: StepReport, loss_scale: LossScale | None) -> bool:
     falls = loss_scale is not None and loss_scale.config.loss_scale is None
     mends = loss_scale is not None and falls and loss_scale.scale > loss_scale.config.min_loss_scale
     return bool(report.skipped) and not mends
+
+
+def state_is_finite(engine: Engine) -> bool:
+    """Return whether parameters and moments of all ranks are finite; same on every rank."""
+    param_shards = engine.optimizer.param_shards()
+    values = (value for owned in param_shards for value in owned.state.values())
+    bad = torch.stack([value.isfinite().logical_not().any() for value in values]).any().float()
+    all_reduce(bad, engine.groups.world)
+    return not bad
 
 
 @dataclass(slots=True)

@@ -35,7 +35,7 @@ from app.engine.start.start import (
 from app.engine.step.engine import Engine
 from app.engine.watchdog.heartbeats import Heartbeats
 from app.engine.watchdog.watchdog import Watchdog
-from app.errors import DIVERGED, Diverged, warn
+from app.errors import Diverged, warn
 from app.hf.adapter import SavedAdapter
 from app.planner.plan import Plan
 
@@ -65,8 +65,9 @@ class Beginning:
 def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
     """Train on this rank from start to end, and return the exit code.
 
-    The code is 0, that of the signal that ended the run early, or DIVERGED after non-finite
-    numbers. Raises ConfigError for what only the host, data, a checkpoint or a full disk reveals.
+    The code is 0, that of the signal that ended the run early, DIVERGED after non-finite numbers,
+    or CORRUPTED. Raises ConfigError for what only the host, data, a checkpoint or a full disk
+    reveals.
     """
     run = plan.run
     times = StartTimes(attempt.began)
@@ -136,7 +137,7 @@ def train_together(
                 if rank == 0:
                     attempt.tell(str(end))
                 trainer.engine.groups.barrier()
-                return DIVERGED
+                return end.code
     if not finished:
         trainer.request.hand_on()  # to submitit's handler, which requeues the job
     return 0 if finished else exit_code(trainer.request.signal)

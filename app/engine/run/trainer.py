@@ -8,10 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from app.collectives import all_reduce
-from app.data.feed import Cursor, TrainFeed, ValidationFeed
+from app.data.feed import Batch, Cursor, TrainFeed
 from app.engine.capture.facts import GraphFacts
 from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.checkpoint.saver import Saver
@@ -43,16 +40,23 @@ from app.engine.report.opening import print_opening
 from app.engine.report.pace import end_line, pace_of
 from app.engine.report.sinks import Console, JsonLines, Sink
 from app.engine.report.summary import sum_up
-from app.engine.run.bad_steps import BadSteps
+from app.engine.run.bad_steps import BadSteps, state_is_finite
+from app.engine.run.corruption import CorruptionGuard
 from app.engine.run.ready import StartTimes
+from app.engine.run.validations import Validations
 from app.engine.run.worse import WorseInARow
 from app.engine.start.kept_tokenizer import end_of, keep_tokenizer
 from app.engine.start.start import Data, Start
 from app.engine.step.engine import Engine
 from app.engine.step.profiled import ProfiledStep
-from app.engine.step.records import RollbackReport, StepReport, ValidationReport
-from app.engine.step.step import TrainingStep, Validation
-from app.errors import ConfigError, Diverged, writing
+from app.engine.step.records import (
+    CorruptionReport,
+    RollbackReport,
+    StepReport,
+    ValidationReport,
+)
+from app.engine.step.step import TrainingStep
+from app.errors import Corrupted, Diverged, writing
 from app.hf.file_names import EXPORTED
 from app.optim.lr import lr_at
 from app.planner.explain import Facts
@@ -73,45 +77,22 @@ class Trainer:
         self.data = data
         self.start = start
         self.progress, cursor = self._restored()
-        groups = engine.groups
-        batch = run.train.micro_batch
-        self.feed = TrainFeed(
-            data.train,
-            groups.dp_rank,
-            run.dp,
-            micro_batch=batch,
-            num_microbatches=run.num_microbatches,
-            cursor=cursor,
-        )
-        self.held_out = [
-            (
-                held,
-                ValidationFeed(
-                    held.split,
-                    groups.dp_rank,
-                    run.dp,
-                    micro_batch=batch,
-                    eval_batches=run.eval_microbatches,
-                ),
-            )
-            for held in data.validation
-        ]
+        self.feed = self._feed_from(cursor)
+        self.batches: list[Batch] = []  # of the last step
         self.request = StopRequest()
         self.training_step = (
             TrainingStep(engine, self.request)
             if run.train.profile is None
             else ProfiledStep(engine, self.request, lambda: (self.run_dir, self.progress.step))
         )
-        # by the number of microbatches, which is one for all sets that are large enough
-        self.validations = {
-            count: Validation(engine, count) for count in {len(feed) for _, feed in self.held_out}
-        }
+        self.held_out = Validations(engine, data)
         self.meter = Meter(engine, first_step=self.progress.step + 1)
         self.version = Version.of() if self.is_rank_zero else None
         self.pace = pace_of(engine) if self.is_rank_zero else None
         self.saver = Saver(engine, self.request.ask, self._origin())
         self.saved: Path | None = None  # checkpoint of the last step taken
         self.bad_steps = BadSteps(run.train)
+        self.corruption = CorruptionGuard.of(self.training_step, run.train)
         self.stops = False  # True once the ranks have agreed to end after this step
         self.worse = WorseInARow(run.train.stop_after_worse)
 
@@ -123,6 +104,17 @@ class Trainer:
         progress, state = load_checkpoint(start.checkpoint, start.manifest, self.engine)
         self.times.end("reading the checkpoint")
         return progress, Cursor.from_state(state)
+
+    def _feed_from(self, cursor: Cursor) -> TrainFeed:
+        run = self.run
+        return TrainFeed(
+            self.data.train,
+            self.engine.groups.dp_rank,
+            run.dp,
+            micro_batch=run.train.micro_batch,
+            num_microbatches=run.num_microbatches,
+            cursor=cursor,
+        )
 
     @property
     def is_rank_zero(self) -> bool:
@@ -230,7 +222,7 @@ class Trainer:
             self.saver.wait()
             newest = newest_checkpoint(self.run_dir)
             left = f"the newest checkpoint is {newest}" if newest else "nothing was saved"
-            raise Diverged(f"{end}; {left}") from None
+            raise type(end)(f"{end}; {left}") from None
         with self._telling_save():
             self.saver.wait()
         # torchrun kills the other ranks as soon as one exits with a non-zero code
@@ -270,6 +262,12 @@ class Trainer:
                 self._roll_back(sinks)
                 stopwatch.lap()
                 continue
+            if self.corruption is not None and not self.stops:
+                if self.corruption.rolls_back(report.step, self.batches, saves=self._saves_now()):
+                    self._rewind(self.corruption, sinks)
+                    stopwatch.lap()
+                    continue
+                stopwatch.lap()  # a check is not part of the next step
             if self._validates_now() and not self.stops:
                 validated = self._validate(sinks)
                 self._tell_end(sinks)
@@ -363,7 +361,7 @@ class Trainer:
         lr = lr_at(self.progress.updates + 1, run)
         following = self.feed.look_ahead if self.progress.step + 1 < run.steps else None
         began = time.perf_counter()
-        batches = self.feed.next_step()
+        batches = self.batches = self.feed.next_step()
         data_wait = time.perf_counter() - began
         by_source = self.feed.by_source()
         report, totals = self.training_step(batches, lr, run.optim.weight_decay, following)
@@ -405,30 +403,19 @@ class Trainer:
         return self._validate(()) if self.progress.step == self.run.steps else None
 
     def _validate(self, sinks: Sequence[Sink]) -> ValidationReport:
-        losses, tokens, total = {}, 0, 0.0
-        for held, feed in self.held_out:
-            losses[held.label], count = self.validations[len(feed)](list(feed))
-            if not count:  # as of conversations that are cut as other documents
-                rule = f"validation{held.label and f' of {held.label}'} has no token with a loss"
-                size = self.run.train.eval_sequences
-                advice = "validate more sequences, or keep conversations whole: "
-                advice += "data.packing=best_fit"
-                raise ConfigError("train.eval_sequences", size, rule, advice=advice)
-            tokens += count
-            total += held.weight * losses[held.label]
-        mean = total / sum(held.weight for held, _ in self.held_out)
-        several = losses if len(losses) > 1 else {}
-        self.worse.add(mean)
-        report = ValidationReport(self.progress.step, mean, tokens, several)
+        report = self.held_out.report(self.progress.step)
+        self.worse.add(report.val_loss)
         for sink in sinks:
             sink.validation(report)
         return report
 
-    def _save_if_due(self) -> None:
-        step = self.progress.step
+    def _saves_now(self) -> bool:
         interval = self.run.checkpoint.interval
-        due = interval and (step % interval == 0 or self._is_last_step or self.stops)
-        if not due:
+        at_interval = bool(interval) and self.progress.step % interval == 0
+        return bool(interval) and (at_interval or self._is_last_step or self.stops)
+
+    def _save_if_due(self) -> None:
+        if not self._saves_now():
             self.saved = None
             return
         with self._telling_save():
@@ -442,34 +429,43 @@ class Trainer:
 
     def _save(self) -> Path:
         # After a bad step check the state: a checkpoint of NaNs must not become the newest.
-        if self.bad_steps.in_a_row and not self._finite():
+        if self.bad_steps.in_a_row and not state_is_finite(self.engine):
             bad = "parameters or moments are not finite"
             raise Diverged(f"step {self.progress.step} was to be saved, but {bad}")
         rank_zero_says(self.engine.groups, self.lock.check)
         return self.saver.save(self.run_dir / CHECKPOINTS, self.progress, self.feed.cursor.state())
 
-    def _finite(self) -> bool:
-        """Return whether parameters and moments of all ranks are finite; same on every rank."""
-        param_shards = self.engine.optimizer.param_shards()
-        values = (value for owned in param_shards for value in owned.state.values())
-        bad = torch.stack([value.isfinite().logical_not().any() for value in values]).any().float()
-        all_reduce(bad, self.engine.groups.world)
-        return not bad
-
     def _roll_back(self, sinks: Sequence[Sink]) -> None:
         """Load the newest checkpoint but keep the data cursor. Raises Diverged without one."""
         bad = self.progress.step
+        nothing = "there is no checkpoint to go back to (train.on_bad_step=rollback)"
+        self._load_newest(Diverged(f"step {bad} is not finite, and {nothing}"))
+        report = RollbackReport(self.progress.step, bad, self.bad_steps.rollbacks)
+        for sink in sinks:
+            sink.rollback(report)
+
+    def _rewind(self, corruption: CorruptionGuard, sinks: Sequence[Sink]) -> None:
+        """Load the newest checkpoint and its data cursor. Raises Corrupted without one."""
+        bad = self.progress.step
+        nothing = "there is no checkpoint to go back to (train.on_corruption=rollback)"
+        state = self._load_newest(Corrupted(f"step {bad}: {corruption.last}, and {nothing}"))
+        self.feed = self._feed_from(Cursor.from_state(state))
+        report = CorruptionReport(self.progress.step, bad, corruption.rollbacks)
+        for sink in sinks:
+            sink.note(f"step {bad}/{self.run.steps}  {corruption.last}")
+            sink.rollback(report)
+
+    def _load_newest(self, otherwise: Diverged) -> dict[str, Any]:
+        """Load the newest checkpoint and drop the metrics behind it; return its data cursor."""
         self.saver.wait()
         found = rank_zero_says(self.engine.groups, self._newest)
         if found is None:
-            nothing = "there is no checkpoint to go back to (train.on_bad_step=rollback)"
-            raise Diverged(f"step {bad} is not finite, and {nothing}")
+            raise otherwise
         self.saved = found[0]
-        self.progress, _ = load_checkpoint(*found, self.engine)
+        self.progress, state = load_checkpoint(*found, self.engine)
         at = self.progress.step
         rank_zero_says(self.engine.groups, lambda: begin_metrics(self.run_dir, at))
-        for sink in sinks:
-            sink.rollback(RollbackReport(self.progress.step, bad, self.bad_steps.rollbacks))
+        return state
 
     def _newest(self) -> tuple[Path, dict[str, Any]] | None:
         path = newest_checkpoint(self.run_dir) or self.start.checkpoint
@@ -480,7 +476,7 @@ class Trainer:
         log = self.run.log
         if not (log.console or log.tracked):
             return None
-        _, feed = self.held_out[0]
+        feed = self.held_out.first
         found = begun(next(iter(feed)), feed.dataset.marked)
         # replicas have different validation data, and all ranks must generate the same
         prompt, end = rank_zero_says(self.engine.groups, lambda: found)

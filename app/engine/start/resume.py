@@ -74,6 +74,7 @@ FREE = frozenset((
     "train.eval_interval", "train.eval_sequences", "train.stop_after_worse",
     "train.sample_tokens", "train.on_bad_step",
     "train.max_bad_steps", "train.max_rollbacks", "train.profile",
+    "train.replay_every", "train.on_corruption",
 ))  # fmt: skip
 # Layout, speed, precision of the same computation; optimizer; and files written.
 FREE_SECTIONS = ("parallel.", "hardware.", "schedule.", "recompute.", "cuda_graph.", "optim.",

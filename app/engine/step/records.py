@@ -220,3 +220,17 @@ class RollbackReport:
     def metrics(self) -> dict[str, float]:
         """Metric key -> value, for metrics.jsonl."""
         return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        """Say why, and what follows."""
+        back = f"back to the checkpoint of step {self.step}"
+        return f"loss or gradient norm not finite: {back}, with other data"
+
+
+@dataclass(frozen=True, slots=True)
+class CorruptionReport(RollbackReport):
+    """Rollback after a difference between replays."""
+
+    def __str__(self) -> str:
+        """Say what follows; a note has said why."""
+        return f"back to the checkpoint of step {self.step}, with the same data"
