@@ -420,8 +420,8 @@ class TrainConfig:
     max_bad_steps: int = 10  # consecutive such steps that end the run (on_bad_step=skip)
     # rollbacks of one process at most (on_bad_step=rollback)
     max_rollbacks: int = 3
-    # steps between two checks, which also precede each checkpoint: microbatches are computed again
-    # by the same rank and by another replica, weights are compared, all bit for bit; null: none
+    # steps between two checks, which also precede each checkpoint: microbatches are replayed by the
+    # same rank and by another replica, and weights compared, bit for bit; null: none
     replay_every: int | None = None
     # reaction to a difference
     on_corruption: OnCorruption = OnCorruption.stop

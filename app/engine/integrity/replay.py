@@ -1,5 +1,5 @@
-"""Replay microbatches of a step: the same computation again, without an update or reductions over
-data-parallel ranks, noted in a trace.
+"""Replay microbatches of a step, without an update or reductions over data-parallel ranks, and
+trace their values.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Replayed:
 class Replay:
     """Replays of a rank's microbatches, eager or captured as its training step is.
 
-    Partial graphs belong to the list of actions of a whole step, which is then replayed. Otherwise
-    it is the least number of microbatches that the schedule takes.
+    With partial graphs, which belong to one list of actions, all microbatches of a step are
+    replayed; otherwise the least number that the schedule takes.
     """
 
     step: TrainingStep
@@ -160,7 +160,7 @@ class Replay:
 
 @contextmanager
 def _random(seed: int, device: torch.device) -> Iterator[None]:
-    """Draw random numbers from `seed` within the block, and then go on as before it."""
+    """Draw random numbers from `seed` within the block; restore the generators after it."""
     cuda = device.type == "cuda"
     before = torch.get_rng_state(), torch.cuda.get_rng_state(device) if cuda else None
     torch.manual_seed(seed)
