@@ -33,7 +33,7 @@ class Corruption:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What one rank has found."""
+    """Differences that one rank has found."""
 
     device: str  # name of its host and device
     weights: tuple[WrongWeights, ...]
@@ -57,7 +57,7 @@ class IntegrityCheck:
 
     @property
     def engine(self) -> Engine:
-        """What trains."""
+        """Engine that trains."""
         return self.step.engine
 
     def after(self, step: int, batches: Sequence[Batch], now: bool = False) -> Corruption | None:

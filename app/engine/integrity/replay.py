@@ -51,7 +51,7 @@ class OwnGrads:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a replay met, in order: values, and the sum over the bits of each value."""
+    """Values of a replay in order, and the sum over the bits of each."""
 
     values: tuple[TracedValue, ...]
     sums: tuple[int, ...]
@@ -72,7 +72,7 @@ class Replay:
 
     @property
     def engine(self) -> Engine:
-        """What trains."""
+        """Engine that trains."""
         return self.step.engine
 
     def count(self) -> int:
