@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from app.choices import GraphImpl
 from app.data.feed import Batch
 from app.engine.capture.full_iteration import FullIteration
+from app.engine.capture.partial import PartialGraphs
 from app.engine.integrity.trace import TracedTransport, TracedValue, ValueKind, ValueTrace
 from app.engine.step.engine import Engine, select_forward_backward
 from app.engine.step.executor import ForwardBackward
@@ -67,7 +68,7 @@ class Replay:
 
     step: TrainingStep
     trace: ValueTrace = field(default_factory=ValueTrace)
-    traced: dict[bool, ForwardBackward] = field(default_factory=dict)
+    bound: tuple[PartialGraphs | None, ForwardBackward] | None = None
     whole: FullIteration[StepInput, tuple[Tensor, ...]] | None = None
 
     @property
@@ -94,11 +95,12 @@ class Replay:
             scale=None if scale is None else scale.value,
         )
         captured = self._captured()
-        if captured and self.step.graphs is not None:
-            self.step.graphs.before_step(step.batches[0])
+        graphs = self.step.graphs if captured else None
+        if graphs is not None:
+            graphs.before_step(step.batches[0])
         with _random(seed, engine.device):
             full = captured and run.cuda_graph.impl is GraphImpl.full_iteration
-            sums = self._full(step) if full else self._run(step, captured)
+            sums = self._full(step) if full else self._run(step, graphs)
         sums_N = torch.stack(list(sums)).tolist()
         return Replayed(tuple(self.trace.values), tuple(sums_N))
 
@@ -113,10 +115,10 @@ class Replay:
         assert recorder is not None, "captured"
         if self.whole is None:
             in_graph = self.engine.optimizer.in_graph
-            self.whole = FullIteration(lambda step: self._run(step, False), in_graph, recorder)
+            self.whole = FullIteration(lambda step: self._run(step, None), in_graph, recorder)
         return self.whole(step)
 
-    def _run(self, step: StepInput, in_graphs: bool) -> tuple[Tensor, ...]:
+    def _run(self, step: StepInput, graphs: PartialGraphs | None) -> tuple[Tensor, ...]:
         engine, trace = self.engine, self.trace
         groups = engine.groups.named().items()
         names = {str(group.group_name): name for name, group in groups}
@@ -125,7 +127,7 @@ class Replay:
         for state in engine.states:
             state.start_step()
         with trace.watching(names):
-            totals = self._passes(in_graphs)(step)
+            totals = self._passes(graphs)(step)
             if isinstance(totals.loss, Tensor):
                 trace.add(ValueKind.computed, "the loss", [totals.loss])
         for buckets in engine.optimizer.all_grad_buckets():
@@ -133,29 +135,26 @@ class Replay:
                 trace.add(ValueKind.computed, f"the gradient of {name}", [grad])
         return tuple(trace.sums)
 
-    def _passes(self, in_graphs: bool) -> ForwardBackward:
-        if in_graphs not in self.traced:
-            engine = self.engine
-            plain = engine.transport
-            lists = (
-                engine.plan.actions
-                if self.count() == engine.plan.run.num_microbatches
-                else engine.plan.replay_actions()[1]
+    def _passes(self, graphs: PartialGraphs | None) -> ForwardBackward:
+        if self.bound is None or self.bound[0] is not graphs:
+            engine, plain = self.engine, self.engine.transport
+            count, least = engine.plan.replay_actions()
+            traced = TracedTransport(
+                plain.group,
+                plain.ranks,
+                plain.batched,
+                trace=self.trace,
+                rank=engine.groups.rank,
             )
-            self.traced[in_graphs] = select_forward_backward(
+            passes = select_forward_backward(
                 engine,
-                lists,
-                self.step.graphs if in_graphs else None,
+                least if self.count() == count else engine.plan.actions,
+                graphs,
                 params=OwnGrads(engine.optimizer),
-                transport=TracedTransport(
-                    plain.group,
-                    plain.ranks,
-                    plain.batched,
-                    trace=self.trace,
-                    rank=engine.groups.rank,
-                ),
+                transport=traced,
             )
-        return self.traced[in_graphs]
+            self.bound = graphs, passes
+        return self.bound[1]
 
 
 @contextmanager
