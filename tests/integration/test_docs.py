@@ -16,7 +16,7 @@ import pytest
 from app.cli.processes.output import ENDED as ENDED_WITH_READER
 from app.engine.files.signals import INTERRUPTED, STOPPED
 from app.engine.watchdog.watchdog import EXIT_STUCK
-from app.errors import DIVERGED
+from app.errors import CORRUPTED, DIVERGED
 from tests.training import ROOT
 
 pytestmark = pytest.mark.docs
@@ -63,7 +63,8 @@ def test_every_page_is_in_the_index_and_the_index_in_the_readme():
 
 def test_exit_codes_are_those_of_the_programs():
     rows = re.findall(r"^\| (\d+) \|", MESSAGES, re.MULTILINE)
-    ends = {os.EX_OK, 1, 2, DIVERGED, STOPPED, EXIT_STUCK, INTERRUPTED, ENDED_WITH_READER}
+    stops = {DIVERGED, CORRUPTED, STOPPED, EXIT_STUCK, INTERRUPTED, ENDED_WITH_READER}
+    ends = {os.EX_OK, 1, 2, *stops}
     assert sorted(map(int, rows)) == sorted(ends)
 
 
