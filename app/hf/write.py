@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ from app.hf.family import Family
 from app.hf.file_names import INDEX, ONE_FILE
 from app.hf.tables import mapping
 from app.hf.weight_part import WeightPart, by_tensor
+from app.own_files import fresh_file, remove_folder, write_whole
 from app.plan.sharding.reshard import Block
 
 FILE_BYTES = 5 * 10**9  # largest file, unless a single tensor is larger
@@ -149,14 +149,14 @@ class Export:
         """Make the temporary folder. Raises ConfigError if the target already exists."""
         if os.path.lexists(self.folder) and not self.replaces:
             raise ConfigError("folder", self.folder, "already exists", advice="name a new folder")
-        shutil.rmtree(self.temporary, ignore_errors=True)
+        remove_folder(self.temporary)
         with _writing(self.folder):
             self.temporary.mkdir(parents=True)
 
     def write(self, name: str, source: WeightReader) -> None:
         """Write one of the files and flush it to disk (fsync). Raises ConfigError."""
         tensors = self.files()[name]
-        with _writing(self.temporary / name), (self.temporary / name).open("wb") as file:
+        with _writing(self.temporary / name), fresh_file(self.temporary / name) as file:
             entries = [(each.name, each.dtype, each.shape) for each in tensors]
             file.write(file_header(entries, {"format": "pt"}))
             for tensor in tensors:
@@ -185,18 +185,18 @@ class Export:
         if not self.replaces or not os.path.lexists(self.folder):
             self.temporary.rename(self.folder)
             return
-        shutil.rmtree(earlier, ignore_errors=True)
+        remove_folder(earlier)
         self.folder.rename(earlier)
         try:
             self.temporary.rename(self.folder)
         except OSError:
             earlier.rename(self.folder)
             raise
-        shutil.rmtree(earlier, ignore_errors=True)
+        remove_folder(earlier)
 
     def give_up(self) -> None:
         """Remove the temporary folder."""
-        shutil.rmtree(self.temporary, ignore_errors=True)
+        remove_folder(self.temporary)
 
 
 @contextmanager
@@ -206,7 +206,7 @@ def complete_or_gone(folder: Path, temporary: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_folder(temporary)
         for above in made:
             with suppress(OSError):  # never made, or no longer empty
                 above.rmdir()
@@ -247,7 +247,7 @@ def write_all(folder: Path, texts: Mapping[str, bytes]) -> None:
     """Write files with these contents, by their names within a folder. Raises OSError."""
     for name, contents in texts.items():
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(contents)
+        write_whole(folder / name, contents)
 
 
 def as_json(value: Mapping[str, Any]) -> bytes:

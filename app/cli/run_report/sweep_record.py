@@ -24,6 +24,7 @@ from omegaconf import DictConfig
 from app.cli.options.old_names import with_present_names
 from app.config import LogConfig
 from app.errors import ConfigError
+from app.own_files import read_regular, write_whole
 
 RECORD = "sweep.json"
 JOB_LOG = "job.log"
@@ -105,9 +106,7 @@ class Sweep:
         values = dataclasses.asdict(self) | {"folder": self.name}
         for job in values["jobs"]:
             job["state"] = job["state"].value
-        temporary = self.folder / f".{RECORD}.tmp"
-        temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(self.folder / RECORD)
+        write_whole(self.folder / RECORD, json.dumps(values, indent=1) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> Sweep | None:

@@ -36,6 +36,7 @@ from app.cli.run_report.sweep_record import JOB_LOG, Job, JobState, Sweep, left_
 from app.cli.sweeps.job_lines import JobLines, end_of, progress
 from app.cli.sweeps.places import ALONE, Place
 from app.errors import ConfigError
+from app.own_files import fresh_file
 from app.programs import command_name
 from app.shell import quoted
 
@@ -223,7 +224,7 @@ def start_process(command: Sequence[str], run_dir: Path, place: Place) -> subpro
     sweep's lock.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / JOB_LOG).open("wb") as log:
+    with fresh_file(run_dir / JOB_LOG) as log:
         return subprocess.Popen(
             bound(command),
             env={**environment(), STARTED_AS: started_as(sys.argv[0]), **place},

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import ConfigError
+from app.own_files import open_own, write_whole
 
 RECORD = "measured.jsonl"
 
@@ -42,7 +43,7 @@ class Measurement:
 
     def append(self, path: Path) -> None:
         """Append it to a record, as one write, so that lines of several ranks stay whole."""
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        file = open_own(path, append=True)
         try:
             os.write(file, self.line().encode())
         finally:
@@ -57,12 +58,12 @@ def read_record(path: Path, head: Sequence[str]) -> dict[str, Measurement]:
     """
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"of": list(head)}) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps({"of": list(head)}) + "\n")
         return {}
     text = path.read_text(encoding="utf-8")
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
-        path.write_text(whole, encoding="utf-8")
+        write_whole(path, whole)
     first, *rows = whole.splitlines() or ["{}"]
     of = _values(path, 1, first).get("of") or ["something else"]
     if of != list(head):

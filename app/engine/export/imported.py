@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from app.engine.files.run_folder import plain
 from app.errors import ConfigError
 from app.hf.pretrained import Pretrained
 from app.hf.write import complete_or_gone, file_header
+from app.own_files import remove_folder, write_whole
 from app.plan.model.stage import NamedWeight, model_weights
 from app.plan.sharding.reshard import Block
 
@@ -49,7 +49,7 @@ def import_model(folder: Path, name: str, run_dir: Path, key: str) -> Pretrained
     pretrained = Pretrained(folder, key)
     texts = read_texts(folder, key)
     temporary = run_dir.with_name(f".{run_dir.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    remove_folder(temporary)
     with complete_or_gone(run_dir, temporary):
         try:
             _write(temporary, pretrained, name)
@@ -79,8 +79,8 @@ def _write(temporary: Path, pretrained: Pretrained, name: str) -> None:
         "routers": {each.name.rpartition(".")[0]: 0 for each in pretrained.biases()},
     }
     manifest["sha256"] = manifest_digest(manifest)
-    (checkpoint / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-    (checkpoint.parent / LATEST).write_text(checkpoint.name, encoding="utf-8")
+    write_whole(checkpoint / MANIFEST, json.dumps(manifest))
+    write_whole(checkpoint.parent / LATEST, checkpoint.name)
 
 
 def _part(named: NamedWeight) -> tuple[str, dict[str, Any]]:

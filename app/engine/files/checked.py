@@ -6,12 +6,9 @@ A schema is a `Kind`: a function of a field's name and value that raises `FieldE
 from __future__ import annotations
 
 import json
-import os
-import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 Kind = Callable[[str, Any], None]
@@ -27,17 +24,6 @@ class FieldError(ValueError):
         text = json.dumps(value)
         shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
         super().__init__(f"{field}={shown} must be {must}" if field else f"must be {must}")
-
-
-def read_regular(path: Path) -> bytes:
-    """Return the contents of a regular file. Raises OSError, also for a pipe or a device, which
-    could block.
-    """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(f"{path.name} is no regular file")
-        return file.read()
 
 
 def parse_strictly(text: bytes) -> Any:

@@ -27,6 +27,7 @@ from app.engine.files.checkpoints import CHECKPOINTS, newest_checkpoint
 from app.engine.files.metric_lines import BadLineError, line_of, row_of
 from app.engine.files.signals import ctrl_c_held_back
 from app.errors import ConfigError, warn, writing
+from app.own_files import make_own, open_own, read_regular, write_whole
 from app.plan.formatting import count_of
 from app.planner.explain import Facts
 from app.planner.export import plan_json
@@ -145,7 +146,8 @@ class FolderLock:
         if self._file is not None:
             return self.check()
         with writing(folder):
-            self._file = (folder / CONFIG).open("a")
+            make_own(folder / CONFIG)
+            self._file = os.fdopen(open_own(folder / CONFIG, append=True), "a")
             self._folder = folder
             self._identity = identity(folder)
         # Forked workers that prepare data must not keep the lock after the run was killed.
@@ -188,14 +190,16 @@ def describe_run(plan: Plan, folder: Path, version: Version, facts: Facts | None
         planned[TAKEN] = dataclasses.asdict(facts)
     with writing(folder):
         # The version is a comment, so that the file holds nothing but the configuration.
-        (folder / CONFIG).write_text(f"{HEADER}{version}\n{config}", encoding="utf-8")
-        (folder / PLAN).write_text(json.dumps(planned) + "\n", encoding="utf-8")
+        # In place, because the run's lock is on the file.
+        with os.fdopen(open_own(folder / CONFIG, append=False), "wb") as file:
+            file.write(f"{HEADER}{version}\n{config}".encode())
+        write_whole(folder / PLAN, json.dumps(planned) + "\n")
 
 
 def note_end(folder: Path, step: int) -> None:
     """Record that a run is complete. Raises ConfigError."""
     with writing(folder):
-        (folder / ENDED).write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
+        write_whole(folder / ENDED, json.dumps({"step": step}) + "\n")
 
 
 def forget_end(folder: Path) -> None:
@@ -245,7 +249,7 @@ def _metrics(run_dir: Path) -> tuple[list[dict[str, Any]], list[tuple[int, str]]
 
 def _bytes_of(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except FileNotFoundError:
         return b""
 
@@ -267,10 +271,8 @@ def begin_metrics(run_dir: Path, from_step: int) -> None:
             number, why = odd[0]
             first = f"{count_of(len(odd), 'line')} left out, the first is line {number}"
             warn(f"{path}: {first} ({why})")
-        fresh = path.with_suffix(".tmp")
         kept_rows = [row for row in rows if row["step"] <= from_step] if from_step else []
-        fresh.write_text("".join(map(line_of, kept_rows)), encoding="utf-8")
-        fresh.replace(path)  # atomic: a process that dies here leaves the old or the new file
+        write_whole(path, "".join(map(line_of, kept_rows)))
 
 
 @overload

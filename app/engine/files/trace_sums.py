@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from app.errors import ConfigError, writing
+from app.own_files import read_regular, write_whole
 from app.planner.measured import TraceSums
 
 PROFILE = "profile"
@@ -19,7 +20,7 @@ TRACE, MEMORY, SUMS = "trace.json.gz", "memory.pickle", "sums.json"
 def write_sums(run_dir: Path, sums: TraceSums) -> None:
     """Write the sums into the folder, which exists. Raises ConfigError."""
     with writing(run_dir):
-        (run_dir / PROFILE / SUMS).write_text(json.dumps(asdict(sums)) + "\n", encoding="utf-8")
+        write_whole(run_dir / PROFILE / SUMS, json.dumps(asdict(sums)) + "\n")
 
 
 def read_trace(run_dir: Path) -> TraceSums | None:
