@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 from app.cli.options.old_names import with_present_names
 from app.config import LogConfig
 from app.errors import ConfigError
-from app.own_files import read_regular, write_whole
+from app.own_files import write_whole
 
 RECORD = "sweep.json"
 JOB_LOG = "job.log"

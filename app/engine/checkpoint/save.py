@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -347,6 +347,8 @@ def _point_to(final: Path, tell: Callable[[str], None]) -> None:
         pointer.rename(latest)
         sync_folder(final.parent)
     except OSError as error:
+        with suppress(OSError):
+            pointer.unlink()
         why = error.strerror or error
         tell(f"{latest} cannot be updated: {why}; {final.name} is whole, and resume takes it")
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from app.errors import ConfigError, writing
-from app.own_files import read_regular, write_whole
+from app.own_files import write_whole
 from app.planner.measured import TraceSums
 
 PROFILE = "profile"

@@ -113,11 +113,11 @@ class JsonLines:
                 warn(f"{self.run_dir / METRICS}: {error.strerror}; {text}")
 
     def _leave_copies(self) -> None:
-        """Continue in a copy once somebody has linked the file, as `cp -al` does. Raises OSError."""
+        """Continue in a copy if the file has a second name, as `cp -al` gives it. Raises OSError."""
         if os.fstat(self._file).st_nlink > 1:
             make_own(self.run_dir / METRICS)
-            os.close(self._file)
-            self._open()
+            before, self._file = self._file, open_own(self.run_dir / METRICS, append=True)
+            os.close(before)
 
     def close(self) -> None:
         """Close the file."""
