@@ -16,7 +16,6 @@ from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from app.choices import Fp8Recipe
 from app.cli.options.arguments import CONFIG_NAME, Typed
@@ -24,7 +23,7 @@ from app.config.layout import OF_DELAYED
 from app.config.renamed import with_new_names
 from app.config.training import LENGTHS
 from app.engine.files.checkpoints import CHECKPOINTS, MANIFEST, newest_checkpoint, parse_manifest
-from app.engine.files.run_folder import CONFIG, HEADER
+from app.engine.files.run_folder import CONFIG, HEADER, read_config
 from app.engine.files.signals import ctrl_c_held_back
 from app.errors import ConfigError
 from app.shell import literal
@@ -174,10 +173,9 @@ def _by_present_names(file: Path, values: dict[str, Any], keys: Collection[str])
 def _of_file(path: Path) -> dict[str, Any] | None:
     """Read a run's configuration; None for one that is missing, empty or broken."""
     try:
-        values = OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException, RecursionError):
+        return read_config(path) or None
+    except (FileNotFoundError, ConfigError):
         return None
-    return values if isinstance(values, dict) and values else None  # type: ignore[return-value]
 
 
 def _chosen(typed: Typed) -> set[str]:

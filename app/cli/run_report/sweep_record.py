@@ -23,8 +23,21 @@ from omegaconf import DictConfig
 
 from app.cli.options.old_names import with_present_names
 from app.config import LogConfig
+from app.engine.files.checked import (
+    LARGEST,
+    FieldError,
+    fields,
+    list_of,
+    nullable,
+    number,
+    one_of,
+    parse_strictly,
+    text,
+    unreadable,
+    whole,
+)
 from app.errors import ConfigError
-from app.own_files import write_whole
+from app.own_files import read_regular, write_whole
 
 RECORD = "sweep.json"
 JOB_LOG = "job.log"
@@ -41,6 +54,23 @@ class JobState(Enum):
     interrupted = "interrupted"
     # a run without a record in sweep.json that is running, or ended before its last step
     unfinished = "unfinished"
+
+
+def _folder_name(field: str, value: Any) -> None:
+    """Accept the name of a folder in the sweep's, which leads nowhere else."""
+    text(field, value)
+    if value in ("", ".", "..") or set(value) & {"/", "\0"}:
+        raise FieldError(field, value, "the name of a folder")
+
+
+_JOB = fields(
+    {"number": whole(), "folder": _folder_name, "overrides": list_of(text), "swept": list_of(text)},
+    state=one_of(*(state.value for state in JobState)),
+    reason=nullable(text),
+    exit_code=nullable(whole(-LARGEST)),
+    seconds=nullable(number(0)),
+)
+_SWEEP = fields({"folder": text, "command": text, "began": text, "jobs": list_of(_JOB)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +140,17 @@ class Sweep:
 
     @classmethod
     def load(cls, folder: Path) -> Sweep | None:
-        """Read the sweep of a folder; None if it has none."""
+        """Read the sweep of a folder; None if it has none. Raises ConfigError."""
         path = folder / RECORD
-        if not path.exists():
+        try:
+            values = parse_strictly(read_regular(path))
+            _SWEEP("", values)
+            for place, job in enumerate(values["jobs"]):
+                one_of(place)(f"jobs[{place}].number", job["number"])
+        except FileNotFoundError:
             return None
-        values = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise unreadable(path, error, "restore it, or choose a new folder") from error
         return cls(
             folder, values["command"], values["began"], tuple(map(Job.from_json, values["jobs"]))
         )

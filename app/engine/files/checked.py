@@ -9,12 +9,16 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
+from pathlib import Path
 from typing import Any
+
+from app.errors import ConfigError
 
 Kind = Callable[[str, Any], None]
 LARGEST = 2**53  # of a number, so that sums fit int64
 DEEPEST = 64  # levels of nesting; the state of a stream has about 20
 SHOWN = 60  # characters of a value in a message
+MOST_TOLD = 300  # characters of what is wrong with a file
 
 
 class FieldError(ValueError):
@@ -24,6 +28,17 @@ class FieldError(ValueError):
         text = json.dumps(value)
         shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
         super().__init__(f"{field}={shown} must be {must}" if field else f"must be {must}")
+
+
+def unreadable(path: Path, error: Exception, advice: str) -> ConfigError:
+    """Return the error for a file of a run folder that cannot be read or is not what it should be;
+    `advice` is an imperative.
+    """
+    told = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    if isinstance(error, RecursionError):
+        told = f"is nested deeper than {DEEPEST} levels"
+    short = " ".join(told.split())[:MOST_TOLD]
+    return ConfigError("file", path, f"cannot be read: {short}", advice=advice)
 
 
 def parse_strictly(text: bytes) -> Any:

@@ -16,13 +16,18 @@ import time
 import types
 import typing
 from enum import Enum
+from io import BytesIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO, overload
 
+import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from app.config import Run
+from app.engine.files.checked import DEEPEST, unreadable
 from app.engine.files.checkpoints import CHECKPOINTS, newest_checkpoint
 from app.engine.files.metric_lines import BadLineError, line_of, row_of
 from app.engine.files.signals import ctrl_c_held_back
@@ -194,6 +199,37 @@ def describe_run(plan: Plan, folder: Path, version: Version, facts: Facts | None
         with os.fdopen(open_own(folder / CONFIG, append=False), "wb") as file:
             file.write(f"{HEADER}{version}\n{config}".encode())
         write_whole(folder / PLAN, json.dumps(planned) + "\n")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the settings of a run's config.yaml as plain values; empty for an empty file. Raises
+    FileNotFoundError, and ConfigError for a file that holds something else.
+    """
+    try:
+        content = read_regular(path)
+        _check_yaml(content)
+        values = OmegaConf.to_container(OmegaConf.load(BytesIO(content)))
+        if not isinstance(values, dict):
+            raise ValueError("is no list of settings")
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException, RecursionError) as error:
+        raise unreadable(path, error, "restore it, or remove it") from error
+    return values  # type: ignore[return-value]
+
+
+def _check_yaml(content: bytes) -> None:
+    """Raise ValueError for YAML that a run does not write, and that may take forever to read:
+    aliases, which a few lines multiply without end, and deep nesting.
+    """
+    depth = 0
+    for event in yaml.parse(content, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError(f"has an alias, *{event.anchor}")
+        if depth > DEEPEST:
+            raise ValueError(f"is nested deeper than {DEEPEST} levels")
 
 
 def note_end(folder: Path, step: int) -> None:

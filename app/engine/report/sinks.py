@@ -113,7 +113,7 @@ class JsonLines:
                 warn(f"{self.run_dir / METRICS}: {error.strerror}; {text}")
 
     def _leave_copies(self) -> None:
-        """Continue in a copy if the file has a second name, as `cp -al` gives it. Raises OSError."""
+        """Continue in a copy if `cp -al` has given the file a second name. Raises OSError."""
         if os.fstat(self._file).st_nlink > 1:
             make_own(self.run_dir / METRICS)
             before, self._file = self._file, open_own(self.run_dir / METRICS, append=True)
