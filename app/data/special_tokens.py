@@ -142,6 +142,7 @@ def read_settings(path: Path) -> Mapping[str, Any]:
     """JSON object of a file, empty where there is no file. Raises ConfigError."""
     try:
         found = json.loads(read_regular(path))
+        json.dumps(found, ensure_ascii=False).encode()  # fails for halves of UTF-16 characters
     except FileNotFoundError:
         return {}
     except OSError as error:

@@ -64,8 +64,13 @@ def _folder_name(field: str, value: Any) -> None:
 
 
 _JOB = fields(
-    {"number": whole(), "folder": _folder_name, "overrides": list_of(text), "swept": list_of(text)},
-    state=one_of(*(state.value for state in JobState)),
+    {
+        "number": whole(),
+        "folder": _folder_name,
+        "overrides": list_of(text),
+        "swept": list_of(text),
+        "state": one_of(*(state.value for state in JobState)),
+    },
     reason=nullable(text),
     exit_code=nullable(whole(-LARGEST)),
     seconds=nullable(number(0)),

@@ -32,8 +32,8 @@ from app.own_files import read_regular
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 MANIFEST = "manifest.json"
-_CHECKPOINT = re.compile(r"step-(\d{8,})")
-_UNFINISHED = re.compile(r"\.step-\d{8,}\.(tmp|old)")
+_CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
+_UNFINISHED = re.compile(r"\.step-[0-9]{8,18}\.(tmp|old)")
 _LIKE_OURS = re.compile(r"\.?(step-|latest)")
 
 
