@@ -93,15 +93,6 @@ def make_own(path: Path) -> None:
                     shutil.copyfileobj(file, copy)
 
 
-def remove_folder(path: Path) -> None:
-    """Remove a folder, or a file or link of its name, as far as that is allowed."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            _free(path)
-
-
 def _free(path: Path) -> None:
     """Remove the file, link or pipe at a path. Raises OSError for a folder or a device."""
     with suppress(FileNotFoundError):

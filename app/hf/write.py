@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ from app.hf.family import Family
 from app.hf.file_names import INDEX, ONE_FILE
 from app.hf.tables import mapping
 from app.hf.weight_part import WeightPart, by_tensor
-from app.own_files import fresh_file, remove_folder, write_whole
+from app.own_files import fresh_file, write_whole
 from app.plan.sharding.reshard import Block
 
 FILE_BYTES = 5 * 10**9  # largest file, unless a single tensor is larger
@@ -149,7 +150,7 @@ class Export:
         """Make the temporary folder. Raises ConfigError if the target already exists."""
         if os.path.lexists(self.folder) and not self.replaces:
             raise ConfigError("folder", self.folder, "already exists", advice="name a new folder")
-        remove_folder(self.temporary)
+        shutil.rmtree(self.temporary, ignore_errors=True)
         with _writing(self.folder):
             self.temporary.mkdir(parents=True)
 
@@ -185,18 +186,18 @@ class Export:
         if not self.replaces or not os.path.lexists(self.folder):
             self.temporary.rename(self.folder)
             return
-        remove_folder(earlier)
+        shutil.rmtree(earlier, ignore_errors=True)
         self.folder.rename(earlier)
         try:
             self.temporary.rename(self.folder)
         except OSError:
             earlier.rename(self.folder)
             raise
-        remove_folder(earlier)
+        shutil.rmtree(earlier, ignore_errors=True)
 
     def give_up(self) -> None:
         """Remove the temporary folder."""
-        remove_folder(self.temporary)
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 @contextmanager
@@ -206,7 +207,7 @@ def complete_or_gone(folder: Path, temporary: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        remove_folder(temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
         for above in made:
             with suppress(OSError):  # never made, or no longer empty
                 above.rmdir()

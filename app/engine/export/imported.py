@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from app.engine.files.run_folder import plain
 from app.errors import ConfigError
 from app.hf.pretrained import Pretrained
 from app.hf.write import complete_or_gone, file_header
-from app.own_files import remove_folder, write_whole
+from app.own_files import write_whole
 from app.plan.model.stage import NamedWeight, model_weights
 from app.plan.sharding.reshard import Block
 
@@ -49,9 +50,10 @@ def import_model(folder: Path, name: str, run_dir: Path, key: str) -> Pretrained
     pretrained = Pretrained(folder, key)
     texts = read_texts(folder, key)
     temporary = run_dir.with_name(f".{run_dir.name}.tmp")
-    remove_folder(temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
     with complete_or_gone(run_dir, temporary):
         try:
+            temporary.mkdir(parents=True)  # fails for a link, which is not followed
             _write(temporary, pretrained, name)
             write_texts(temporary, texts)
             temporary.rename(run_dir)
