@@ -89,6 +89,7 @@ def test_lock_and_metrics_leave_other_files(case: str, tmp_path: Path):
         (run_dir / METRICS).unlink()
     with FolderLock() as lock, FolderLock() as other:
         lock.take(run_dir)
+        (tmp_path / CONFIG).hardlink_to(run_dir / CONFIG)
         with pytest.raises(ConfigError, match="another run is writing there"):
             other.take(run_dir)
         begin_metrics(run_dir, 1)

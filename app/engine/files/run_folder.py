@@ -15,11 +15,12 @@ import os
 import time
 import types
 import typing
+from contextlib import suppress
 from enum import Enum
 from io import BytesIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO, overload
+from typing import Any, BinaryIO, overload
 
 import yaml
 from omegaconf import OmegaConf
@@ -32,7 +33,7 @@ from app.engine.files.checkpoints import CHECKPOINTS, newest_checkpoint
 from app.engine.files.metric_lines import BadLineError, line_of, row_of
 from app.engine.files.signals import ctrl_c_held_back
 from app.errors import ConfigError, warn, writing
-from app.own_files import make_own, open_own, read_regular, write_whole
+from app.own_files import make_own, open_own, open_regular, read_regular, write_whole
 from app.plan.formatting import count_of
 from app.planner.explain import Facts
 from app.planner.export import plan_json
@@ -121,7 +122,7 @@ class FolderLock:
     """Lock of a run folder for one process, from `claim` or `take` to the end of the block."""
 
     def __init__(self) -> None:
-        self._file: TextIO | None = None
+        self._file: BinaryIO | None = None
         self._folder = Path()
         self._identity: tuple[int, int] | None = None
 
@@ -150,16 +151,22 @@ class FolderLock:
         """Lock a folder. Raises ConfigError if another process has it."""
         if self._file is not None:
             return self.check()
+        # A run may hold a file that `make_own` would replace: `cp -al` has given it a second name.
+        with suppress(OSError), open_regular(folder / CONFIG) as held:
+            self._lock(held, folder)
         with writing(folder):
             make_own(folder / CONFIG)
-            self._file = os.fdopen(open_own(folder / CONFIG, append=True), "a")
+            self._file = os.fdopen(open_own(folder / CONFIG, append=True), "ab")
             self._folder = folder
             self._identity = identity(folder)
         # Forked workers that prepare data must not keep the lock after the run was killed.
         os.register_at_fork(after_in_child=self._close)
+        self._lock(self._file, folder)
+
+    def _lock(self, file: BinaryIO, folder: Path) -> None:
         # flock ends with the process, so a killed run leaves no stale lock
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._close()
             rule = "another run is writing there"
