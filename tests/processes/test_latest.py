@@ -29,7 +29,7 @@ from tests.distributed import run_distributed
 from tests.processes.resume import FILE, RUN, saved
 from tests.runs import TINY, engine_of, make_run
 
-FAULTS = {"write": errno.ENOSPC, "rename": errno.EPERM, "sync": errno.EIO}
+FAULTS = {"write_synced": errno.ENOSPC, "rename": errno.EPERM, "sync_folder": errno.EIO}
 
 
 def refusing(operation: Callable[..., Any], number: int) -> Callable[..., Any]:
@@ -51,13 +51,9 @@ def save_thrice(rank: int, root: Path) -> None:
         saver, folder = Saver(engine, lambda: None), root / fault / CHECKPOINTS
         for step in (1, 2, 3):
             with pytest.MonkeyPatch.context() as patch:
-                owner, name = {
-                    "write": (checkpoint_save, "write_synced"),
-                    "rename": (Path, "rename"),
-                    "sync": (checkpoint_save, "sync_folder"),
-                }[fault]
                 if step == 2:
-                    patch.setattr(owner, name, refusing(getattr(owner, name), number))
+                    owner = Path if fault == "rename" else checkpoint_save
+                    patch.setattr(owner, fault, refusing(getattr(owner, fault), number))
                 saver.save(folder, Progress(step, step, step), {"sequences": 0})
             shutil.copytree(folder, root / f"{fault}-{step}" / CHECKPOINTS)
 
