@@ -94,7 +94,9 @@ def report(folder: Path) -> None:
         for name, content in contents.items():
             write_whole(folder / name, content.encode(errors="backslashreplace"))
     except OSError as error:
-        raise ConfigError("folder", folder, f"cannot be written: {error.strerror}") from error
+        raise ConfigError(
+            "folder", folder, f"{name} cannot be written: {error.strerror}"
+        ) from error
     print_table(found, sys.stdout)
     print(f"written: {', '.join(str(folder / name) for name in contents)}")
 

@@ -137,11 +137,15 @@ class Sweep:
         return dataclasses.replace(self, jobs=tuple(jobs))
 
     def save(self) -> None:
-        """Write sweep.json atomically."""
+        """Write sweep.json atomically. Raises ConfigError."""
         values = dataclasses.asdict(self) | {"folder": self.name}
         for job in values["jobs"]:
             job["state"] = job["state"].value
-        write_whole(self.folder / RECORD, json.dumps(values, indent=1) + "\n")
+        try:
+            write_whole(self.folder / RECORD, json.dumps(values, indent=1) + "\n")
+        except OSError as error:
+            rule = f"{RECORD} cannot be written: {error.strerror}"
+            raise ConfigError("hydra.sweep.dir", self.folder, rule) from error
 
     @classmethod
     def load(cls, folder: Path) -> Sweep | None:
