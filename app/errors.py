@@ -77,8 +77,8 @@ class ConfigError(ValueError):
         self.guess = guess
         self.advice = advice
         self.tried = tried
-        shown = BREAKS.sub(lambda found: repr(found[0])[1:-1], typed(value))
-        super().__init__(f"{key}={shown}: {rule}{self._hint()}")
+        told = f"{key}={typed(value)}: {rule}{self._hint()}"
+        super().__init__(BREAKS.sub(lambda found: repr(found[0])[1:-1], told))
 
     @classmethod
     def of_message(cls, message: str) -> ConfigError:

@@ -240,3 +240,47 @@ def test_the_tracked_tree_is_small():
         pytest.skip("not a git checkout")
     files = [ROOT / name for name in listed.stdout.split("\0") if name]
     assert sum(file.stat().st_size for file in files if file.is_file()) < TREE_MAX
+
+
+# Writers elsewhere than in folders of runs, sweeps and plans: of a path that the user names, of
+# temporary files, of /dev/null.
+OTHER_WRITERS = {
+    "app/own_files.py",
+    "app/cli/chat_terminal.py",
+    "app/cli/processes/output.py",
+    "app/cli/host_checks/nodes.py",
+    "app/engine/files/attempt.py",
+    "app/engine/report/lasting.py",
+}
+WRITERS = ("write_text", "write_bytes", "touch", "symlink_to", "hardlink_to", "save_file")
+COPIES = ("copy", "copy2", "copyfile", "copytree", "move", "replace", "link")  # of os and shutil
+
+
+def writes(node: ast.AST) -> bool:
+    """Whether this writes a file by its name, other than by `app.own_files`."""
+    match node:
+        case ast.Call(ast.Name("open") | ast.Attribute(attr="open")):
+            texts = (each.value for each in ast.walk(node) if isinstance(each, ast.Constant))
+            modes = [each for each in texts if isinstance(each, str) and len(each) < 4]
+            return any(set(mode) & set("wax+") for mode in modes)
+        case ast.Call(ast.Attribute(attr="savefig"), [to, *_]):
+            return ast.unparse(to) not in ("svg", "temporary")  # memory, or what `replaced` yields
+        case ast.Call(ast.Attribute(ast.Name("shutil" | "os"), name)):
+            return name in COPIES
+        case ast.Call(ast.Attribute(ast.Name("torch"), "save")):
+            return True
+        case ast.Call(ast.Attribute(attr=name) | ast.Name(name)):
+            return name in WRITERS
+        case ast.Attribute(ast.Name("os"), name):
+            return name in ("O_WRONLY", "O_RDWR")
+    return False
+
+
+def test_writers_of_run_folders_follow_no_links(trees: Trees):
+    """Those of app/data write the cache of prepared data."""
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for path, nodes in trees.items()
+        if any(writes(node) for node in nodes)
+    }
+    assert {name for name in found if not name.startswith("app/data/")} == OTHER_WRITERS

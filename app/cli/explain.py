@@ -15,9 +15,18 @@ from app.cli.options.continued import words_for_plain
 from app.cli.options.messages import readable_errors
 from app.cli.plan_views.explained import print_explained
 from app.config import Run
-from app.engine.files.run_folder import CONFIG, METRICS, PLAN, TAKEN, read_metrics
+from app.engine.files.checked import fields, map_of, number, text
+from app.engine.files.run_folder import (
+    CONFIG,
+    METRICS,
+    PLAN,
+    TAKEN,
+    read_config,
+    read_metrics,
+)
 from app.engine.files.trace_sums import read_trace
 from app.errors import ConfigError
+from app.own_files import read_regular
 from app.plan.formatting import figures
 from app.planner.explain import Explained, Facts, explain, profile_fits
 from app.planner.measured import Measurements, TraceSums, settling
@@ -52,9 +61,12 @@ def main(arguments: Sequence[str]) -> int:
 
 def saved_run(folder: Path) -> Run:
     """Return the checked run of a folder's config.yaml. Raises ConfigError."""
-    if not (folder / CONFIG).is_file():
+    try:
+        read_config(folder / CONFIG)
+    except FileNotFoundError:
         rule = f"is no run folder: it has no {CONFIG}"
-        raise ConfigError("run", folder, rule, advice="give the folder that training printed")
+        advice = "give the folder that training printed"
+        raise ConfigError("run", folder, rule, advice=advice) from None
     named = Typed.parse(["--config-path", str(folder.resolve()), "--config-name", CONFIG])
     # as for a run of its own, but on as many processes
     words = [
@@ -77,11 +89,13 @@ def measurements(folder: Path, plan: Plan, trace: TraceSums | None) -> Measureme
 def read_plan(folder: Path) -> tuple[Facts, float | None]:
     """Return the facts and the planned seconds of a step that plan.json has, if any."""
     try:
-        planned = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-        seconds = float(planned["schedule"]["estimate"]["seconds"])
+        planned = json.loads(read_regular(folder / PLAN))
+        seconds = planned["schedule"]["estimate"]["seconds"]
+        number(0)("seconds", seconds)
         taken = planned.get(TAKEN) or {}
-        return Facts(taken.get("device", ""), taken.get("slow_paths", {})), seconds
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        fields({}, device=text, slow_paths=map_of(text))(TAKEN, taken)
+        return Facts(**taken), seconds
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return Facts(), None  # no plan.json, or one of another version
 
 

@@ -41,6 +41,7 @@ from app.cli.processes.output import exit_by
 from app.cli.start.notices import notices
 from app.config import Run
 from app.errors import ConfigError, nearest, warn
+from app.own_files import write_whole
 from app.plan.formatting import literal_text
 from app.planner.export import DECODING, WHAT, Decoding, layout_json, plan_json
 from app.planner.plan import Plan
@@ -335,7 +336,7 @@ def _write(folder: Path, described: dict[str, Any], plan: Plan | None = None) ->
 
     content = {VERSION: Version.of().record(), **described}
     with _writing(folder), literal_text():
-        (folder / "plan.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
+        write_whole(folder / "plan.json", json.dumps(content) + "\n")
         pictures = save_timeline(plan, folder) if plan is not None else []
     print(f"written: {', '.join(str(path) for path in (folder / 'plan.json', *pictures))}")
 

@@ -28,6 +28,7 @@ from app.cli.processes.output import exit_by, table_width
 from app.cli.run_report.page import page
 from app.cli.run_report.table import COLUMNS, Report, cells, read_report
 from app.errors import ConfigError
+from app.own_files import write_whole
 from app.programs import command_name, with_names
 
 TEXT, CSV, PAGE = "report.txt", "report.csv", "report.html"
@@ -91,9 +92,11 @@ def report(folder: Path) -> None:
     contents = {TEXT: text.getvalue(), CSV: as_csv(found), PAGE: page(found)}
     try:
         for name, content in contents.items():
-            (folder / name).write_text(content, encoding="utf-8", errors="backslashreplace")
+            write_whole(folder / name, content.encode(errors="backslashreplace"))
     except OSError as error:
-        raise ConfigError("folder", folder, f"cannot be written: {error.strerror}") from error
+        raise ConfigError(
+            "folder", folder, f"{name} cannot be written: {error.strerror}"
+        ) from error
     print_table(found, sys.stdout)
     print(f"written: {', '.join(str(folder / name) for name in contents)}")
 

@@ -40,6 +40,7 @@ from app.cli.tuning.records import RECORD, Measurement, State
 from app.cli.tuning.written import EXPERIMENT, experiment_text
 from app.config import Run
 from app.errors import ConfigError, say
+from app.own_files import write_whole
 from app.plan.formatting import figures, gib
 from app.plan.parts.fp8 import RECIPES
 from app.planner.plan import Plan
@@ -264,7 +265,7 @@ class Search:
         path = place / EXPERIMENT / f"{self.asked.name}.yaml"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            write_whole(path, text)
             pictures = save_front(self.combinations, times, self.trials.limit, self.folder)
         except OSError as error:
             raise ConfigError("out", self.folder, f"cannot be written: {error.strerror}") from error

@@ -109,6 +109,8 @@ class ChatTemplate:
             compiled = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(KEY, path, f"line {error.lineno}: {error.message}") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(KEY, path, f"is no template: {error}") from error
         tokens = {name: token for name, token in named.items() if token}
         return cls(path, compiled, tokens, source=source)
 

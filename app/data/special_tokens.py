@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.errors import ConfigError
+from app.own_files import read_regular
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -140,12 +141,13 @@ def ids_with(end: int, named: Any) -> int | list[int]:
 def read_settings(path: Path) -> Mapping[str, Any]:
     """JSON object of a file, empty where there is no file. Raises ConfigError."""
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_regular(path))
+        json.dumps(found, ensure_ascii=False).encode()  # fails for halves of UTF-16 characters
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise _refused(path, f"cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _refused(path, f"cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise _refused(path, "cannot be read: no JSON object")

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
 
 SHUFFLE_BLOCK = 1000  # documents
+# what the library raises for a state that it cannot load; OSError is of the disk or network
+NO_POSITION = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, SystemError)
 Encode = Callable[[str], np.ndarray]  # tokens of a document with its end, int64; none of no token
 
 
@@ -131,8 +133,19 @@ class _Shuffled:
         self.held_out = held_out
         self.seed = seed
         self.place = place
-        self._rows = self._open()
-        self._block = self._read_block()
+        try:
+            self._rows = self._open()
+            self._block = self._read_block()
+            if place.used > len(self._block):
+                raise IndexError(f"used={place.used} of {len(self._block)} documents")
+        except ConfigError:
+            raise
+        except NO_POSITION as error:
+            if place == StreamPosition():  # a fault of the data
+                raise
+            rule = f"the saved position is none in these data: {error!r}"
+            advice = "restore the data, or begin a new run"
+            raise ConfigError("data.streaming", True, rule, advice=advice) from error
 
     def __iter__(self) -> Iterator[str]:
         return self

@@ -25,6 +25,7 @@ from app.data.special_tokens import (
 )
 from app.data.tokenizer_files import tokenizer_file
 from app.errors import ConfigError
+from app.own_files import read_regular
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -249,7 +250,10 @@ def _backend(path: Path) -> Backend:
     from tokenizers import Tokenizer as Backend
 
     try:
-        return Backend.from_file(str(path))
+        found = Backend.from_buffer(read_regular(path))
     # the library raises bare Exception for whatever is wrong with the file
     except Exception as error:
         raise ConfigError("data.tokenizer", path, f"not a tokenizers JSON file: {error}") from error
+    if not found.get_vocab_size():
+        raise ConfigError("data.tokenizer", path, "has no tokens")
+    return found

@@ -27,6 +27,7 @@ from app.hf.family import Family
 from app.hf.file_names import INDEX, ONE_FILE
 from app.hf.tables import mapping
 from app.hf.weight_part import WeightPart, by_tensor
+from app.own_files import fresh_file, write_whole
 from app.plan.sharding.reshard import Block
 
 FILE_BYTES = 5 * 10**9  # largest file, unless a single tensor is larger
@@ -156,7 +157,7 @@ class Export:
     def write(self, name: str, source: WeightReader) -> None:
         """Write one of the files and flush it to disk (fsync). Raises ConfigError."""
         tensors = self.files()[name]
-        with _writing(self.temporary / name), (self.temporary / name).open("wb") as file:
+        with _writing(self.temporary / name), fresh_file(self.temporary / name) as file:
             entries = [(each.name, each.dtype, each.shape) for each in tensors]
             file.write(file_header(entries, {"format": "pt"}))
             for tensor in tensors:
@@ -247,7 +248,7 @@ def write_all(folder: Path, texts: Mapping[str, bytes]) -> None:
     """Write files with these contents, by their names within a folder. Raises OSError."""
     for name, contents in texts.items():
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(contents)
+        write_whole(folder / name, contents)
 
 
 def as_json(value: Mapping[str, Any]) -> bytes:

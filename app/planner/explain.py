@@ -111,7 +111,8 @@ def explain(
         replace(cause, ms=None if cause.ms is None else round(cause.ms, digits))
         for cause in _Causes(plan, found, facts or Facts(), trace).all()
     ]
-    planned, measured = round(planned, digits), round(found.step_ms, digits)
+    # a planned step that rounds to 0 would be no base of a ratio
+    planned, measured = max(round(planned, digits), 10.0**-digits), round(found.step_ms, digits)
     rest = round(measured - planned - sum(cause.ms or 0.0 for cause in causes), digits)
     causes.append(Cause(REST, rest, ESTIMATED, "measured − planned − the rows above"))
     return Explained(planned, measured, tuple(causes))

@@ -344,7 +344,9 @@ def test_mistake_is_found_before_ranks_start(tmp_path: Path, corpus: str):
 
 
 @pytest.mark.every(4)
-@pytest.mark.parametrize("name", ("metrics.jsonl", "config.yaml", "plan.json", "metrics.tmp"))
+@pytest.mark.parametrize(
+    "name", ("metrics.jsonl", "config.yaml", "plan.json", ".plan.json.tmp.json")
+)
 def test_a_folder_in_the_place_of_a_file_costs_a_line(tmp_path: Path, corpus: str, name: str):
     (tmp_path / "run" / name).mkdir(parents=True)
     line = command(corpus, "train.steps=4", "run_dir=run", "resume=auto")

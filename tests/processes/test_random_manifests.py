@@ -53,7 +53,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from places(each, (*path, key))
 
 
-def mutated(value: Any, draw: random.Random) -> tuple[Any, str]:
+def mutated(value: Any, draw: random.Random, bad: tuple[Any, ...] = BAD) -> tuple[Any, str]:
     """Return the value with one field changed, taken away, or added; and what was done."""
     changed = copy.deepcopy(value)
     path = draw.choice([path for path in places(value) if path[-1] not in ("sha256", "name")])
@@ -65,9 +65,9 @@ def mutated(value: Any, draw: random.Random) -> tuple[Any, str]:
             del above[path[-1]]
             return changed, f"{path} is missing"
         case 1 if isinstance(above, dict):
-            above["added"] = draw.choice(BAD)
+            above["added"] = draw.choice(bad)
             return changed, f"{path[:-1]} has an added field {above['added']!r}"
-    above[path[-1]] = draw.choice(BAD)
+    above[path[-1]] = draw.choice(bad)
     return changed, f"{path} is {above[path[-1]]!r}"
 
 

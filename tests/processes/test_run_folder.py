@@ -250,7 +250,7 @@ def test_places_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
         find_start(RUN)
 
 
-@pytest.mark.parametrize("name", [CONFIG, PLAN, METRICS, "metrics.tmp"])
+@pytest.mark.parametrize("name", [CONFIG, PLAN, METRICS, ".plan.json.tmp.json"])
 def test_a_folder_in_the_place_of_a_file(tmp_path: Path, name: str):
     (tmp_path / name).mkdir()
     with FolderLock() as lock, pytest.raises(ConfigError, match=f"Is a directory.*{name}"):

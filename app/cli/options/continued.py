@@ -16,7 +16,6 @@ from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from app.choices import Fp8Recipe
 from app.cli.options.arguments import CONFIG_NAME, Typed
@@ -24,7 +23,7 @@ from app.config.layout import OF_DELAYED
 from app.config.renamed import with_new_names
 from app.config.training import LENGTHS
 from app.engine.files.checkpoints import CHECKPOINTS, MANIFEST, newest_checkpoint, parse_manifest
-from app.engine.files.run_folder import CONFIG, HEADER
+from app.engine.files.run_folder import CONFIG, HEADER, read_config
 from app.engine.files.signals import ctrl_c_held_back
 from app.errors import ConfigError
 from app.shell import literal
@@ -80,9 +79,9 @@ class RunSettings:
         }
         _leave_out_unread(values)
         keys = {each.key_or_group for each in _parsed(typed.overrides)}
-        if keys & {f"train.{name}" for name in LENGTHS}:
+        if keys & {f"train.{name}" for name in LENGTHS} and isinstance(values.get("train"), dict):
             for name in LENGTHS:
-                values.get("train", {}).pop(name, None)
+                values["train"].pop(name, None)
         if isinstance(parallel := values.get("parallel"), dict):
             _set_replicas(parallel, world_size, anew="parallel.world_size" in keys)
         return dict(_kept(values, "", frozenset(known)))
@@ -174,10 +173,9 @@ def _by_present_names(file: Path, values: dict[str, Any], keys: Collection[str])
 def _of_file(path: Path) -> dict[str, Any] | None:
     """Read a run's configuration; None for one that is missing, empty or broken."""
     try:
-        values = OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException, RecursionError):
+        return read_config(path) or None
+    except (FileNotFoundError, ConfigError):
         return None
-    return values if isinstance(values, dict) and values else None  # type: ignore[return-value]
 
 
 def _chosen(typed: Typed) -> set[str]:
@@ -197,7 +195,8 @@ def _leave_out_unread(values: dict[str, Any]) -> None:
     """Remove the FP8 keys of a recipe that the saved run does not use: defaults of its version may
     differ, and other values than today's defaults are refused without the recipe.
     """
-    fp8 = (values.get("precision") or {}).get("fp8")
+    precision = values.get("precision")
+    fp8 = precision.get("fp8") if isinstance(precision, dict) else None
     if isinstance(fp8, dict) and fp8.get("recipe") != Fp8Recipe.delayed.value:
         for name in OF_DELAYED:
             fp8.pop(name, None)
@@ -209,13 +208,18 @@ def _set_replicas(parallel: dict[str, Any], world_size: int | None, anew: bool) 
     """
     ranks = 1
     for axis in ("tp", "cp", "pp"):
-        ranks *= parallel.get(axis) or 1
-    processes = world_size or parallel.get("world_size")
+        ranks *= _number(parallel.get(axis)) or 1
+    processes = world_size or _number(parallel.get("world_size"))
     parallel["world_size"] = None
     if anew:
         parallel["dp"] = None
     elif processes and (world_size or parallel.get("dp") is None):
         parallel["dp"] = None if processes % ranks else processes // ranks
+
+
+def _number(value: Any) -> int | None:
+    """Return a saved number of ranks; None for anything else, which composing refuses."""
+    return value if type(value) is int and value > 0 else None
 
 
 def _kept(values: dict[str, Any], prefix: str, known: frozenset[str]) -> Iterator[tuple[str, Any]]:

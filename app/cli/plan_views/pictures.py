@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from io import StringIO
 from pathlib import Path
 
 import matplotlib
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+
+from app.own_files import replaced, write_whole
 
 Colour = tuple[float, float, float]  # red, green, blue; 0 to 1
 
@@ -21,10 +24,11 @@ def save_picture(figure: Figure, folder: Path, name: str) -> list[Path]:
     paths = [folder / f"{name}.svg", folder / f"{name}.png"]
     # Text stays text, and equal plans give equal files: a fixed salt for ids, no date.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(paths[0], dpi=DPI, metadata={"Date": None})
-    text = paths[0].read_text(encoding="utf-8")
-    paths[0].write_text(shortened(text), encoding="utf-8")
-    figure.savefig(paths[1], dpi=DPI)
+        svg = StringIO()
+        figure.savefig(svg, format="svg", dpi=DPI, metadata={"Date": None})
+    write_whole(paths[0], shortened(svg.getvalue()))
+    with replaced(paths[1]) as temporary:
+        figure.savefig(temporary, dpi=DPI)
     return paths
 
 

@@ -12,14 +12,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from app.config.renamed import with_new_names
 from app.engine.files.checkpoints import newest_checkpoint
-from app.engine.files.run_folder import CONFIG, PLAN, read_metrics
+from app.engine.files.metric_lines import MOST
+from app.engine.files.run_folder import CONFIG, PLAN, read_config, read_metrics
+from app.own_files import read_regular
 from app.plan.formatting import GIB
 
 # keys that say where a run writes and how it was started, not what it computes
+MOST_SECONDS = 1e12  # that are written out
 PLACE = ("run_dir", "resume", "log.", "sweep.", "parallel.world_size")
 
 
@@ -59,16 +60,18 @@ class RunFacts:
 
 
 def run_facts(run_dir: Path) -> RunFacts:
-    """Read a run folder, which may be empty or of a run that still writes."""
+    """Read a run folder, which may be empty or of a run that still writes. Raises ConfigError."""
     rows = read_metrics(run_dir)
     asked = settings(run_dir)
+    steps = asked.get("train.steps")
+    steps = steps if type(steps) is int else None
     trained = [row for row in rows if "loss" in row]
     validations = tuple((row["step"], row["val_loss"]) for row in rows if "val_loss" in row)
     last: dict[str, Any] = trained[-1] if trained else {}
     return RunFacts(
-        finished=_finished(run_dir, asked, validations),
+        finished=_finished(run_dir, steps, asked.get("checkpoint.interval"), validations),
         step=last.get("step", 0),
-        steps=asked.get("train.steps"),
+        steps=steps,
         reruns=sum(row.get("reruns", 0) for row in trained),
         tokens=last.get("tokens"),
         tokens_per_s=_steady(trained, "tokens_per_s"),
@@ -87,17 +90,18 @@ def run_facts(run_dir: Path) -> RunFacts:
 
 
 def clock(seconds: float) -> str:
-    """Format wall time as hours, minutes and seconds: 0:01:05."""
-    return str(timedelta(seconds=round(seconds)))
+    """Format wall time as hours, minutes and seconds: 0:01:05; "?" for no sensible time."""
+    return str(timedelta(seconds=round(seconds))) if 0 <= seconds < MOST_SECONDS else "?"
 
 
 def settings(run_dir: Path) -> dict[str, Any]:
-    """Return dotted key -> value of a run's configuration; empty if none has been written."""
-    path = run_dir / CONFIG
-    if not path.is_file():
+    """Return dotted key -> value of a run's configuration; empty if none has been written. Raises
+    ConfigError for a broken one.
+    """
+    try:
+        values = read_config(run_dir / CONFIG)
+    except FileNotFoundError:
         return {}
-    values = OmegaConf.to_container(OmegaConf.load(path))
-    assert isinstance(values, dict), f"{path} is no configuration"
     return dict(flat(with_new_names(values, saved=True)[0]))
 
 
@@ -112,10 +116,8 @@ def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _finished(
-    run_dir: Path, asked: dict[str, Any], validations: tuple[tuple[int, float], ...]
+    run_dir: Path, steps: int | None, saves: Any, validations: tuple[tuple[int, float], ...]
 ) -> bool:
-    steps = asked.get("train.steps")
-    saves = asked.get("checkpoint.interval")
     if steps is None or not validations or validations[-1][0] < steps:
         return False
     newest = newest_checkpoint(run_dir)
@@ -140,9 +142,10 @@ def _planned_rate(run_dir: Path) -> float | None:
 
 def _planned(run_dir: Path, read: Callable[[Any], float | None]) -> float | None:
     try:
-        return read(json.loads((run_dir / PLAN).read_text(encoding="utf-8")))
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        found = read(json.loads(read_regular(run_dir / PLAN)))
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
         return None  # no plan.json, or one of another version
+    return found if found is not None and abs(found) < MOST else None
 
 
 def _most(trained: list[dict[str, Any]], key: str) -> float | None:

@@ -96,7 +96,7 @@ def page(report: Report) -> str:
     drawn = [row for row in rows if row.facts.curve]
     body = [f"<h1>{escape(report.title)}</h1>", _quiet(_summary(rows))]
     if report.command and report.began:
-        began = report.began.replace("T", " ")
+        began = escape(report.began.replace("T", " "))
         body.append(f'<p class="quiet">Begun {began} by <code>{escape(report.command)}</code></p>')
     body += [CHOICE] if drawn else []
     body.append(_table(rows, colours))

@@ -23,7 +23,21 @@ from omegaconf import DictConfig
 
 from app.cli.options.old_names import with_present_names
 from app.config import LogConfig
+from app.engine.files.checked import (
+    LARGEST,
+    FieldError,
+    fields,
+    list_of,
+    nullable,
+    number,
+    one_of,
+    parse_strictly,
+    text,
+    unreadable,
+    whole,
+)
 from app.errors import ConfigError
+from app.own_files import read_regular, write_whole
 
 RECORD = "sweep.json"
 JOB_LOG = "job.log"
@@ -40,6 +54,28 @@ class JobState(Enum):
     interrupted = "interrupted"
     # a run without a record in sweep.json that is running, or ended before its last step
     unfinished = "unfinished"
+
+
+def _folder_name(field: str, value: Any) -> None:
+    """Accept the name of a folder in the sweep's, which leads nowhere else."""
+    text(field, value)
+    if value in ("", ".", "..") or set(value) & {"/", "\0"}:
+        raise FieldError(field, value, "the name of a folder")
+
+
+_JOB = fields(
+    {
+        "number": whole(),
+        "folder": _folder_name,
+        "overrides": list_of(text),
+        "swept": list_of(text),
+        "state": one_of(*(state.value for state in JobState)),
+    },
+    reason=nullable(text),
+    exit_code=nullable(whole(-LARGEST)),
+    seconds=nullable(number(0)),
+)
+_SWEEP = fields({"folder": text, "command": text, "began": text, "jobs": list_of(_JOB)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,21 +137,29 @@ class Sweep:
         return dataclasses.replace(self, jobs=tuple(jobs))
 
     def save(self) -> None:
-        """Write sweep.json atomically."""
+        """Write sweep.json atomically. Raises ConfigError."""
         values = dataclasses.asdict(self) | {"folder": self.name}
         for job in values["jobs"]:
             job["state"] = job["state"].value
-        temporary = self.folder / f".{RECORD}.tmp"
-        temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(self.folder / RECORD)
+        try:
+            write_whole(self.folder / RECORD, json.dumps(values, indent=1) + "\n")
+        except OSError as error:
+            rule = f"{RECORD} cannot be written: {error.strerror}"
+            raise ConfigError("hydra.sweep.dir", self.folder, rule) from error
 
     @classmethod
     def load(cls, folder: Path) -> Sweep | None:
-        """Read the sweep of a folder; None if it has none."""
+        """Read the sweep of a folder; None if it has none. Raises ConfigError."""
         path = folder / RECORD
-        if not path.exists():
+        try:
+            values = parse_strictly(read_regular(path))
+            _SWEEP("", values)
+            for place, job in enumerate(values["jobs"]):
+                one_of(place)(f"jobs[{place}].number", job["number"])
+        except FileNotFoundError:
             return None
-        values = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise unreadable(path, error, "restore it, or choose a new folder") from error
         return cls(
             folder, values["command"], values["began"], tuple(map(Job.from_json, values["jobs"]))
         )

@@ -4,6 +4,7 @@ begins and ends.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,8 @@ from typing import Any, TextIO
 from app.cli.run_report.facts import clock, settings
 from app.engine.files.metric_lines import BadLineError, row_of
 from app.engine.files.run_folder import METRICS
+from app.errors import ConfigError
+from app.own_files import open_regular
 from app.plan.formatting import amount
 
 TAIL = 1 << 14  # bytes read from the end of a file
@@ -61,8 +64,11 @@ class JobLines:
 def progress(run_dir: Path) -> str:
     """Return a running job's progress, read from the end of its metrics.jsonl."""
     rows = list(_last_steps(run_dir))
-    steps = settings(run_dir).get("train.steps")
-    if not rows or not steps:
+    try:
+        steps = settings(run_dir).get("train.steps")
+    except ConfigError:  # told when its results are read
+        steps = None
+    if not rows or type(steps) is not int:
         return "starting"
     last = rows[-1]
     usual_ms = median(row["step_ms"] for row in rows)
@@ -83,9 +89,10 @@ def _last_steps(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def end_of(path: Path) -> str:
-    """Return the end of a file as text; empty if there is none."""
-    if not path.exists():
+    """Return the end of a file as text; empty if there is none that can be read."""
+    try:
+        with open_regular(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+            return file.read().decode(errors="replace")
+    except OSError:
         return ""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL))
-        return file.read().decode(errors="replace")

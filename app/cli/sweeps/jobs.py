@@ -35,7 +35,8 @@ from app.cli.run_report.facts import clock, run_facts
 from app.cli.run_report.sweep_record import JOB_LOG, Job, JobState, Sweep, left_to_sweep, locked
 from app.cli.sweeps.job_lines import JobLines, end_of, progress
 from app.cli.sweeps.places import ALONE, Place
-from app.errors import ConfigError
+from app.errors import ConfigError, writing
+from app.own_files import fresh_file
 from app.programs import command_name
 from app.shell import quoted
 
@@ -220,10 +221,12 @@ def start_process(command: Sequence[str], run_dir: Path, place: Place) -> subpro
     """Start a job with the variables of its place; its output goes to job.log.
 
     The job has a session of its own, so that Ctrl-C reaches only this process; it inherits the
-    sweep's lock.
+    sweep's lock. Raises ConfigError.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / JOB_LOG).open("wb") as log:
+    with writing(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        log = fresh_file(run_dir / JOB_LOG)
+    with log:
         return subprocess.Popen(
             bound(command),
             env={**environment(), STARTED_AS: started_as(sys.argv[0]), **place},

@@ -49,7 +49,8 @@ def submit(
 
 
 def _submitted(folder: Path) -> set[Path]:
-    return set((folder / SUBMITIT).glob("*/*_submitted.pkl"))
+    found = (folder / SUBMITIT).glob("*/*_submitted.pkl")
+    return {path for path in found if path.is_file()}
 
 
 def _in_a_line(error: Exception) -> str:

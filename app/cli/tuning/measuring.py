@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from app.cli.processes.home import child_paths
 from app.cli.processes.parent import bound
 from app.cli.start.ranks import ranks_command
 from app.cli.tuning.records import Measurement, State, read_record
+from app.own_files import open_own, write_whole
 from app.programs import PACKAGE
 
 WORKER = PACKAGE / "cli" / "tuning" / "worker.py"
@@ -83,13 +85,13 @@ class Bench:
             "steps": self.steps,
             "combinations": listed,
         }
-        task.write_text(json.dumps(values), encoding="utf-8")
+        write_whole(task, json.dumps(values))
         arguments, env = [str(task.absolute())], environment()
         settings = {**env, **child_paths(env)}
         command = bound([sys.executable, str(WORKER), *arguments])
         if self.world_size > 1:
             command, settings = ranks_command(self.world_size, str(WORKER), arguments, env=env)
-        with (self.folder / "measuring.log").open("ab") as log:
+        with os.fdopen(open_own(self.folder / "measuring.log", append=True), "ab") as log:
             return subprocess.Popen(
                 command,
                 env=settings,

@@ -10,7 +10,18 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from app.engine.files.checked import (
+    FieldError,
+    fields,
+    list_of,
+    nullable,
+    number,
+    one_of,
+    text,
+    unreadable,
+)
 from app.errors import ConfigError
+from app.own_files import open_own, read_regular, write_whole
 
 RECORD = "measured.jsonl"
 
@@ -42,11 +53,20 @@ class Measurement:
 
     def append(self, path: Path) -> None:
         """Append it to a record, as one write, so that lines of several ranks stay whole."""
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        file = open_own(path, append=True)
         try:
             os.write(file, self.line().encode())
         finally:
             os.close(file)
+
+
+_TIME = number(0)
+_MEASUREMENT = fields(
+    {"key": text, "state": one_of(*(state.value for state in State)), "steps_ms": list_of(_TIME)},
+    reason=nullable(text),
+    step_ms=nullable(_TIME),
+    peak_gib=nullable(_TIME),
+)
 
 
 def read_record(path: Path, head: Sequence[str]) -> dict[str, Measurement]:
@@ -57,36 +77,41 @@ def read_record(path: Path, head: Sequence[str]) -> dict[str, Measurement]:
     """
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"of": list(head)}) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps({"of": list(head)}) + "\n")
         return {}
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole, encoding="utf-8")
-    first, *rows = whole.splitlines() or ["{}"]
-    of = _values(path, 1, first).get("of") or ["something else"]
+    try:
+        content = read_regular(path)
+    except OSError as error:
+        raise unreadable(path, error, "choose another folder") from error
+    kept = content[: content.rfind(b"\n") + 1]
+    if kept != content:
+        write_whole(path, kept)
+    first, *rows = kept.splitlines() or [b"{}"]
+    of = _values(path, 1, first).get("of")
     if of != list(head):
-        rule = f"holds measurements of {' '.join(of)}"
+        told = " ".join(map(str, of)) if isinstance(of, list) and of else "something else"
+        rule = f"holds measurements of {told}"
         raise ConfigError("out", path.parent, rule, advice="choose another folder")
     found: dict[str, Measurement] = {}
-    for number, row in enumerate(rows, 2):
-        values = _values(path, number, row)
+    for line, row in enumerate(rows, 2):
+        values = _values(path, line, row)
         try:
-            values |= {"state": State(values["state"]), "steps_ms": tuple(values["steps_ms"])}
-            each = Measurement(**values)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError("out", path, f"line {number} is no measurement") from error
+            _MEASUREMENT("", values)
+        except FieldError as error:
+            raise ConfigError("out", path, f"line {line} is no measurement") from error
+        values |= {"state": State(values["state"]), "steps_ms": tuple(values["steps_ms"])}
+        each = Measurement(**values)
         # several ranks may tell why one has failed: out of memory is the reason of others
         if each.key not in found or each.state is State.no_memory:
             found[each.key] = each
     return found
 
 
-def _values(path: Path, number: int, row: str) -> dict[str, Any]:
+def _values(path: Path, line: int, row: bytes) -> dict[str, Any]:
     try:
         values = json.loads(row)
-    except ValueError:
+    except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
-        raise ConfigError("out", path, f"line {number} is no JSON object")
+        raise ConfigError("out", path, f"line {line} is no JSON object")
     return values

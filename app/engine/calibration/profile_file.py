@@ -10,6 +10,7 @@ from typing import Any
 
 from app.config import HardwareConfig, HardwareProfile
 from app.config.profile import FORMAT
+from app.own_files import write_whole
 from app.plan.cost.flops import peak_tflops
 from app.programs import command_name
 
@@ -59,9 +60,7 @@ def write_profile(
         *(f"  {each.name}: {_text(getattr(profile, each.name))}" for each in fields(profile)),
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_whole(path, "\n".join(lines) + "\n")
 
 
 def _text(value: object) -> str:

@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from app.engine.files.checkpoints import (
     hidden,
     is_own_folder,
     manifest_digest,
+    newest_checkpoint,
     step_of,
     strays,
     temporary_folder,
@@ -217,8 +218,8 @@ def _lead(
         dist.broadcast_object_list(said, src=0, group=group)
     if said[0] is not None:
         run_dir = final.parent.parent
-        saved = complete_checkpoints(final.parent)
-        kept = f"; {saved[-1].name} is the newest that was saved" if saved else ""
+        newest = newest_checkpoint(run_dir)
+        kept = f"; {newest.name} is the newest that was saved" if newest else ""
         rule = f"{final.name} could not be saved, {said[0].text}{kept}"
         advice = "make room there, then resume=auto" if said[0].no_room else None
         raise ConfigError("run_dir", run_dir, rule, advice=advice)
@@ -289,6 +290,7 @@ def _finish(
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in manifest.items())
     write_synced(temporary / MANIFEST, lambda file: file.write(f"{{\n{lines}\n}}\n".encode()))
     _commit(temporary, final)
+    _point_to(final, tell)
     _tidy(final, state.keep, tell)
 
 
@@ -316,10 +318,9 @@ def _contents(written: list[WrittenFile]) -> dict[str, Any]:
 
 
 def _commit(temporary: Path, final: Path) -> None:
-    """Rename a complete checkpoint to its name, then point `latest` to it.
+    """Rename a complete checkpoint to its name.
 
-    Folders are synced before and after each rename, so that a power cut leaves either the old or
-    the new state.
+    Its folder is synced before, so that a power cut leaves either the old or the new state.
     """
     sync_folder(temporary)
     if is_own_folder(final):  # a resumed run may come to the same step again
@@ -327,15 +328,29 @@ def _commit(temporary: Path, final: Path) -> None:
     else:
         _set_aside(final)
     temporary.rename(final)
-    sync_folder(final.parent)
+
+
+def _point_to(final: Path, tell: Callable[[str], None]) -> None:
+    """Point `latest` to a committed checkpoint.
+
+    From here on the checkpoint counts, whatever fails: `newest_checkpoint` prefers a newer whole
+    one to what `latest` names.
+    """
     pointer = final.with_name(f".{LATEST}.tmp")
     latest = final.with_name(LATEST)
-    for path in (pointer, latest):
-        if path.is_symlink() or not path.is_file():
-            _set_aside(path)
-    write_synced(pointer, lambda file: file.write(final.name.encode()))
-    pointer.rename(latest)
-    sync_folder(final.parent)
+    try:
+        sync_folder(final.parent)
+        for path in (pointer, latest):
+            if path.is_symlink() or not path.is_file():
+                _set_aside(path)
+        write_synced(pointer, lambda file: file.write(final.name.encode()))
+        pointer.rename(latest)
+        sync_folder(final.parent)
+    except OSError as error:
+        with suppress(OSError):
+            pointer.unlink()
+        why = error.strerror or error
+        tell(f"{latest} cannot be updated: {why}; {final.name} is whole, and resume takes it")
 
 
 def _tidy(final: Path, keep: CheckpointConfig, tell: Callable[[str], None]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from app.engine.checkpoint.tensor_file import Writable
+from app.own_files import fresh_file
 
 
 class _Summed:
@@ -30,7 +31,7 @@ def write_synced(path: Path, write: Callable[[Writable], object]) -> dict[str, A
 
     Returns the number of bytes passed to it and their sha256, not those read back.
     """
-    with path.open("wb") as file:
+    with fresh_file(path) as file:
         summed = _Summed(file)
         write(summed)
         file.flush()

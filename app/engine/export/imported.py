@@ -35,6 +35,7 @@ from app.engine.files.run_folder import plain
 from app.errors import ConfigError
 from app.hf.pretrained import Pretrained
 from app.hf.write import complete_or_gone, file_header
+from app.own_files import write_whole
 from app.plan.model.stage import NamedWeight, model_weights
 from app.plan.sharding.reshard import Block
 
@@ -52,6 +53,7 @@ def import_model(folder: Path, name: str, run_dir: Path, key: str) -> Pretrained
     shutil.rmtree(temporary, ignore_errors=True)
     with complete_or_gone(run_dir, temporary):
         try:
+            temporary.mkdir(parents=True)  # fails for a link, which is not followed
             _write(temporary, pretrained, name)
             write_texts(temporary, texts)
             temporary.rename(run_dir)
@@ -79,8 +81,8 @@ def _write(temporary: Path, pretrained: Pretrained, name: str) -> None:
         "routers": {each.name.rpartition(".")[0]: 0 for each in pretrained.biases()},
     }
     manifest["sha256"] = manifest_digest(manifest)
-    (checkpoint / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-    (checkpoint.parent / LATEST).write_text(checkpoint.name, encoding="utf-8")
+    write_whole(checkpoint / MANIFEST, json.dumps(manifest))
+    write_whole(checkpoint.parent / LATEST, checkpoint.name)
 
 
 def _part(named: NamedWeight) -> tuple[str, dict[str, Any]]:

@@ -33,6 +33,7 @@ from app.hf.their_model import TheirModel
 from app.hf.tokenizer_files import TrainedTokenizer, with_tokenizer
 from app.hf.wrapped import exported
 from app.hf.write import as_json, write_all
+from app.own_files import read_regular
 
 END_IDS = "eos_token_id"
 # keys about how weights were stored, or about remote code, which is not copied
@@ -212,7 +213,7 @@ def read_texts(folder: Path, key: str) -> dict[str, bytes]:
         if path.is_dir() or not any(fnmatch(name, pattern) for pattern in TEXTS):
             continue
         try:
-            read[name] = path.read_bytes()
+            read[name] = read_regular(path)
         except OSError as error:
             rule = f"{name} cannot be read: {error.strerror}"
             raise ConfigError(key, folder, rule) from error

@@ -18,6 +18,7 @@ from app.engine.files.run_folder import CONFIG
 from app.engine.files.signals import INTERRUPTED, STOPPED
 from app.engine.ranks.meeting import TIMEOUT, join_store, meet
 from app.errors import OwnError, writing
+from app.own_files import read_regular, write_whole
 from app.programs import command_name, speaker
 
 PREFIX = "graphfold"  # of our keys in a store shared with torchrun
@@ -81,11 +82,11 @@ class Attempt:
         written into it.
         """
         if self.noted_in is not None:
-            self.noted_in.write_text(str(folder.absolute()), encoding="utf-8")
+            write_whole(self.noted_in, str(folder.absolute()))
         if self.store_stays:
             word = uuid.uuid4().hex
             with writing(folder):
-                (folder / WORD).write_text(word, encoding="utf-8")
+                write_whole(folder / WORD, word)
             self._connect().set(FOLDER, f"{word} {folder}")
 
     def earlier(self, run: Run) -> Path | None:
@@ -127,7 +128,7 @@ def _noted_folder(noted: bytes) -> Path:
     word, _, name = noted.decode(errors="replace").partition(" ")
     folder = Path(name)
     try:
-        held = (folder / WORD).read_text(encoding="utf-8")
+        held = read_regular(folder / WORD).decode()
     except (OSError, ValueError):
         held = None
     if not word or held != word:

@@ -6,18 +6,19 @@ A schema is a `Kind`: a function of a field's name and value that raises `FieldE
 from __future__ import annotations
 
 import json
-import os
-import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from app.errors import ConfigError
+
 Kind = Callable[[str, Any], None]
 LARGEST = 2**53  # of a number, so that sums fit int64
 DEEPEST = 64  # levels of nesting; the state of a stream has about 20
 SHOWN = 60  # characters of a value in a message
+MOST_TOLD = 300  # characters of what is wrong with a file
 
 
 class FieldError(ValueError):
@@ -29,15 +30,15 @@ class FieldError(ValueError):
         super().__init__(f"{field}={shown} must be {must}" if field else f"must be {must}")
 
 
-def read_regular(path: Path) -> bytes:
-    """Return the contents of a regular file. Raises OSError, also for a pipe or a device, which
-    could block.
+def unreadable(path: Path, error: Exception, advice: str) -> ConfigError:
+    """Return the error for a file of a run folder that cannot be read or is not what it should be;
+    `advice` is an imperative.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(f"{path.name} is no regular file")
-        return file.read()
+    told = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    if isinstance(error, RecursionError):
+        told = f"is nested deeper than {DEEPEST} levels"
+    short = " ".join(told.split())[:MOST_TOLD]
+    return ConfigError("file", path, f"cannot be read: {short}", advice=advice)
 
 
 def parse_strictly(text: bytes) -> Any:

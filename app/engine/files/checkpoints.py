@@ -22,17 +22,18 @@ from pathlib import Path
 from typing import Any
 
 from app.config.renamed import with_new_names
-from app.engine.files.checked import FieldError, parse_strictly, read_regular
+from app.engine.files.checked import FieldError, parse_strictly
 from app.engine.files.manifest import FORMAT, check_config, check_manifest
 from app.engine.files.names import IMPORTED
 from app.engine.files.rank_header import check_header, held_parts, read_header
 from app.errors import ConfigError, typed
+from app.own_files import read_regular
 
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 MANIFEST = "manifest.json"
-_CHECKPOINT = re.compile(r"step-(\d{8,})")
-_UNFINISHED = re.compile(r"\.step-\d{8,}\.(tmp|old)")
+_CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
+_UNFINISHED = re.compile(r"\.step-[0-9]{8,18}\.(tmp|old)")
 _LIKE_OURS = re.compile(r"\.?(step-|latest)")
 
 
@@ -87,13 +88,16 @@ def is_own_folder(path: Path) -> bool:
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
-    """Return the checkpoint that `latest` names, or else the newest whole one; None without any.
+    """Return the checkpoint that `latest` names, or a newer whole one: a process that died, or
+    could not write `latest`, leaves it. None without any.
 
-    If none is whole, return the newest broken one: loading it reports what is wrong.
+    Without a usable `latest` return the newest whole one; if none is whole, the newest broken one:
+    loading it reports what is wrong.
     """
     folder = run_dir / CHECKPOINTS
     try:
-        return named_by_latest(folder)
+        named = named_by_latest(folder)
+        return newer_whole(named) or named
     except LookupError:
         replaced = [path for path in unfinished(folder) if path.suffix == ".old"]
     found = [*reversed(_called_so(folder)), *reversed(replaced)]
@@ -123,13 +127,32 @@ def named_by_latest(folder: Path) -> Path:
     raise LookupError(f"names {name}, which is not there")
 
 
+def newer_whole(checkpoint: Path) -> Path | None:
+    """Return the newest whole checkpoint beside one and of a later step; None without any."""
+    later = [
+        path
+        for path in complete_checkpoints(checkpoint.parent)
+        if step_of(path) > step_of(checkpoint)
+    ]
+    return next(filter(_is_whole_of_its_step, reversed(later)), None)
+
+
+def _is_whole_of_its_step(checkpoint: Path) -> bool:
+    """False for copies under another name too, which are not the run's latest."""
+    try:
+        return bool(read_manifest(checkpoint)["step"] == step_of(checkpoint))
+    except ConfigError:
+        return False
+
+
 def fault_of_latest(checkpoint: Path) -> str | None:
     """Say what is wrong with `latest` in a checkpoint's folder; None if it is fine."""
     try:
-        named_by_latest(checkpoint.parent)
+        named = named_by_latest(checkpoint.parent)
     except LookupError as fault:
         return f"{checkpoint.parent / LATEST} {fault}"
-    return None
+    older = step_of(named) < step_of(checkpoint)
+    return f"{checkpoint.parent / LATEST} names {named.name}, which is older" if older else None
 
 
 def is_whole(checkpoint: Path) -> bool:

@@ -6,6 +6,8 @@ import json
 from math import isfinite
 from typing import Any
 
+from app.engine.files.checked import LARGEST
+
 NOT_FINITE = "not_finite"  # key of a line: metrics that are null there -> "NaN", "Infinity", …
 MOST = 1e100  # largest number accepted: matplotlib fails on ranges beyond float64
 SPELLED = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}  # Python's names -> JSON text
@@ -46,7 +48,7 @@ def row_of(line: str | bytes) -> dict[str, Any]:
     for key, value in row.items():
         if not _is_number(value):
             raise BadLineError(f"{key} is no number")
-    if not isinstance(row.get("step"), int) or row["step"] < 0:
+    if not isinstance(row.get("step"), int) or not 0 <= row["step"] <= LARGEST:
         raise BadLineError("step is no whole number")
     if "loss" in row and RATE not in row:
         raise BadLineError(f"{RATE} is missing")

@@ -15,18 +15,25 @@ import os
 import time
 import types
 import typing
+from contextlib import suppress
 from enum import Enum
+from io import BytesIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO, overload
+from typing import Any, BinaryIO, overload
 
+import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from app.config import Run
+from app.engine.files.checked import DEEPEST, unreadable
 from app.engine.files.checkpoints import CHECKPOINTS, newest_checkpoint
 from app.engine.files.metric_lines import BadLineError, line_of, row_of
 from app.engine.files.signals import ctrl_c_held_back
 from app.errors import ConfigError, warn, writing
+from app.own_files import make_own, open_own, open_regular, read_regular, write_whole
 from app.plan.formatting import count_of
 from app.planner.explain import Facts
 from app.planner.export import plan_json
@@ -115,7 +122,7 @@ class FolderLock:
     """Lock of a run folder for one process, from `claim` or `take` to the end of the block."""
 
     def __init__(self) -> None:
-        self._file: TextIO | None = None
+        self._file: BinaryIO | None = None
         self._folder = Path()
         self._identity: tuple[int, int] | None = None
 
@@ -144,15 +151,22 @@ class FolderLock:
         """Lock a folder. Raises ConfigError if another process has it."""
         if self._file is not None:
             return self.check()
+        # A run may hold a file that `make_own` would replace: `cp -al` has given it a second name.
+        with suppress(OSError), open_regular(folder / CONFIG) as held:
+            self._lock(held, folder)
         with writing(folder):
-            self._file = (folder / CONFIG).open("a")
+            make_own(folder / CONFIG)
+            self._file = os.fdopen(open_own(folder / CONFIG, append=True), "ab")
             self._folder = folder
             self._identity = identity(folder)
         # Forked workers that prepare data must not keep the lock after the run was killed.
         os.register_at_fork(after_in_child=self._close)
+        self._lock(self._file, folder)
+
+    def _lock(self, file: BinaryIO, folder: Path) -> None:
         # flock ends with the process, so a killed run leaves no stale lock
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._close()
             rule = "another run is writing there"
@@ -188,14 +202,47 @@ def describe_run(plan: Plan, folder: Path, version: Version, facts: Facts | None
         planned[TAKEN] = dataclasses.asdict(facts)
     with writing(folder):
         # The version is a comment, so that the file holds nothing but the configuration.
-        (folder / CONFIG).write_text(f"{HEADER}{version}\n{config}", encoding="utf-8")
-        (folder / PLAN).write_text(json.dumps(planned) + "\n", encoding="utf-8")
+        # In place, because the run's lock is on the file.
+        with os.fdopen(open_own(folder / CONFIG, append=False), "wb") as file:
+            file.write(f"{HEADER}{version}\n{config}".encode())
+        write_whole(folder / PLAN, json.dumps(planned) + "\n")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the settings of a run's config.yaml as plain values; empty for an empty file. Raises
+    FileNotFoundError, and ConfigError for a file that holds something else.
+    """
+    try:
+        content = read_regular(path)
+        _check_yaml(content)
+        values = OmegaConf.to_container(OmegaConf.load(BytesIO(content)))
+        if not isinstance(values, dict):
+            raise ValueError("is no list of settings")
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException, RecursionError) as error:
+        raise unreadable(path, error, "restore it, or remove it") from error
+    return values  # type: ignore[return-value]
+
+
+def _check_yaml(content: bytes) -> None:
+    """Raise ValueError for YAML that a run does not write, and that may take forever to read:
+    aliases, which a few lines multiply without end, and deep nesting.
+    """
+    depth = 0
+    for event in yaml.parse(content, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError(f"has an alias, *{event.anchor}")
+        if depth > DEEPEST:
+            raise ValueError(f"is nested deeper than {DEEPEST} levels")
 
 
 def note_end(folder: Path, step: int) -> None:
     """Record that a run is complete. Raises ConfigError."""
     with writing(folder):
-        (folder / ENDED).write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
+        write_whole(folder / ENDED, json.dumps({"step": step}) + "\n")
 
 
 def forget_end(folder: Path) -> None:
@@ -245,7 +292,7 @@ def _metrics(run_dir: Path) -> tuple[list[dict[str, Any]], list[tuple[int, str]]
 
 def _bytes_of(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except FileNotFoundError:
         return b""
 
@@ -267,10 +314,8 @@ def begin_metrics(run_dir: Path, from_step: int) -> None:
             number, why = odd[0]
             first = f"{count_of(len(odd), 'line')} left out, the first is line {number}"
             warn(f"{path}: {first} ({why})")
-        fresh = path.with_suffix(".tmp")
         kept_rows = [row for row in rows if row["step"] <= from_step] if from_step else []
-        fresh.write_text("".join(map(line_of, kept_rows)), encoding="utf-8")
-        fresh.replace(path)  # atomic: a process that dies here leaves the old or the new file
+        write_whole(path, "".join(map(line_of, kept_rows)))
 
 
 @overload

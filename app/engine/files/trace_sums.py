@@ -9,26 +9,44 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from app.errors import ConfigError, writing
+from app.engine.files.checked import (
+    fields,
+    map_of,
+    nullable,
+    number,
+    parse_strictly,
+    unreadable,
+    whole,
+)
+from app.errors import writing
+from app.own_files import read_regular, write_whole
 from app.planner.measured import TraceSums
 
 PROFILE = "profile"
+_SUMS = fields(
+    {"first": whole(), "last": whole()},
+    parts=map_of(number(0)),
+    compute_ms=nullable(number(0)),
+    exchange_ms=nullable(number(0)),
+    kernels=number(0),
+)
 TRACE, MEMORY, SUMS = "trace.json.gz", "memory.pickle", "sums.json"
 
 
 def write_sums(run_dir: Path, sums: TraceSums) -> None:
     """Write the sums into the folder, which exists. Raises ConfigError."""
     with writing(run_dir):
-        (run_dir / PROFILE / SUMS).write_text(json.dumps(asdict(sums)) + "\n", encoding="utf-8")
+        write_whole(run_dir / PROFILE / SUMS, json.dumps(asdict(sums)) + "\n")
 
 
 def read_trace(run_dir: Path) -> TraceSums | None:
     """Return the sums of a run; None if it was not profiled. Raises ConfigError."""
     path = run_dir / PROFILE / SUMS
     try:
-        return TraceSums(**json.loads(path.read_text(encoding="utf-8")))
+        found = parse_strictly(read_regular(path))
+        _SUMS("", found)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError) as error:
-        rule = f"cannot be read: {error}"
-        raise ConfigError("file", path, rule, advice="remove it, or profile again") from error
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error, "remove it, or profile again") from error
+    return TraceSums(**found)

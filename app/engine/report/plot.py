@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.engine.files.run_folder import read_metrics
+from app.own_files import replaced
 from app.plan.formatting import drawable, literal_text
 
 if TYPE_CHECKING:
@@ -21,7 +22,9 @@ def plot_run(run_dir: Path, baselines: dict[str, float]) -> Path | None:
     if not steps:
         return None
     with literal_text():
-        _picture(run_dir.name, rows, steps, baselines=baselines).savefig(run_dir / LOSS, dpi=110)
+        figure = _picture(run_dir.name, rows, steps, baselines=baselines)
+        with replaced(run_dir / LOSS) as temporary:
+            figure.savefig(temporary, dpi=110)
     return run_dir / LOSS
 
 

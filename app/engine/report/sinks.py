@@ -21,6 +21,7 @@ from app.engine.files.run_folder import METRICS, identity
 from app.engine.report.live_line import GAP, LiveLine
 from app.engine.step.records import RollbackReport, StepReport, ValidationReport
 from app.errors import ConfigError, warn, writing
+from app.own_files import make_own, open_own
 from app.plan.formatting import amount, count_of
 
 REDRAW_S = 0.1  # seconds between redraws of the progress line
@@ -67,7 +68,7 @@ class JsonLines:
 
     def _open(self) -> None:
         with writing(self.run_dir):
-            self._file = os.open(self.run_dir / METRICS, os.O_WRONLY | os.O_APPEND)
+            self._file = open_own(self.run_dir / METRICS, append=True)
 
     def step(self, report: StepReport) -> None:
         """Append a line."""
@@ -102,6 +103,7 @@ class JsonLines:
         failed_before = self._error
         self._error = None
         try:
+            self._leave_copies()
             while self._waiting:
                 self._waiting = self._waiting[os.write(self._file, self._waiting) :]
         except OSError as error:
@@ -109,6 +111,13 @@ class JsonLines:
             if failed_before is None:
                 text = "training continues, and unwritten lines are kept for later"
                 warn(f"{self.run_dir / METRICS}: {error.strerror}; {text}")
+
+    def _leave_copies(self) -> None:
+        """Continue in a copy if `cp -al` has given the file a second name. Raises OSError."""
+        if os.fstat(self._file).st_nlink > 1:
+            make_own(self.run_dir / METRICS)
+            before, self._file = self._file, open_own(self.run_dir / METRICS, append=True)
+            os.close(before)
 
     def close(self) -> None:
         """Close the file."""

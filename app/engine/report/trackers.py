@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import secrets
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -21,6 +20,7 @@ from app.engine.files.run_folder import PLAN, plain
 from app.engine.report.sinks import Sink
 from app.engine.step.records import RollbackReport, StepReport, ValidationReport
 from app.errors import warn
+from app.own_files import read_regular, write_whole
 from app.plan.formatting import drawable
 from app.planner.plan import Plan
 from app.planner.summary import degree_sizes
@@ -172,7 +172,8 @@ class Wandb(Tracker):
         self._run.define_metric("*", step_metric="step")
         self._at = self._run.step - 1  # the counter's last value; that of a resumed run online
         files = self._run.dir  # a copy here can be synchronised even if the run folder moves
-        self._run.save(shutil.copy(run_dir / PLAN, files), base_path=files, policy="now")
+        write_whole(Path(files) / PLAN, read_regular(run_dir / PLAN))
+        self._run.save(str(Path(files) / PLAN), base_path=files, policy="now")
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values as one row of `step`."""
@@ -211,15 +212,18 @@ def claim_id(run_dir: Path, file_name: str = WANDB_ID, tracker: str = "Weights &
     known = recorded_id(file, tracker)
     if known is None:
         known = secrets.token_hex(4)
-        file.write_text(known, encoding="utf-8")
+        write_whole(file, known)
     return known
 
 
 def recorded_id(file: Path, tracker: str = "Weights & Biases") -> str | None:
     """Return the id of the run to continue; None for a new one, with a warning if invalid."""
-    if not file.exists():
+    try:
+        text = read_regular(file).decode(errors="replace")
+    except FileNotFoundError:
         return None
-    text = file.read_bytes().decode(errors="replace")
+    except OSError:
+        text = ""
     if ID.fullmatch(text):
         return text
     warn(f"{file} holds no id of a {tracker} run, so a new one begins")

@@ -20,6 +20,7 @@ from app.data.tokenizer_files import TEMPLATE, TOKENIZER, tokenizer_file
 from app.engine.files.manifest import END
 from app.engine.files.names import IMPORTED
 from app.errors import ConfigError, writing
+from app.own_files import read_regular, write_whole
 
 if TYPE_CHECKING:
     from app.data.chat_template import ChatTemplate
@@ -46,8 +47,8 @@ def keep_tokenizer(run: Run, run_dir: Path, end: str | None = None) -> None:
     with writing(run_dir):
         for name, kept in texts.items():
             path = run_dir / name
-            if not path.is_file() or path.read_bytes() != kept:
-                path.write_bytes(kept)
+            if not path.is_file() or read_regular(path) != kept:
+                write_whole(path, kept)
 
 
 def _template(data: DataConfig) -> ChatTemplate | None:

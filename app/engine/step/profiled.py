@@ -20,6 +20,7 @@ from app.engine.step.kernel_sums import KernelSums
 from app.engine.step.records import StepReport, StepTotals
 from app.engine.step.step import TrainingStep
 from app.errors import writing
+from app.own_files import replaced
 from app.planner.measured import TraceSums
 
 MOST_ALLOCATIONS = 1_000_000  # of the memory snapshot; older ones are dropped
@@ -99,9 +100,11 @@ class ProfiledStep(TrainingStep):
         folder = run_dir / PROFILE
         with writing(folder):
             folder.mkdir(exist_ok=True)
-            profiler.export_chrome_trace(str(folder / TRACE))
+            with replaced(folder / TRACE) as temporary:
+                profiler.export_chrome_trace(str(temporary))
             if self.on_gpu:
-                memory._dump_snapshot(str(folder / MEMORY))
+                with replaced(folder / MEMORY) as temporary:
+                    memory._dump_snapshot(str(temporary))
         write_sums(
             run_dir,
             TraceSums(
