@@ -44,7 +44,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError, rendezvous_han
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
-from app.cli.processes import one_host
+from app.cli.processes import one_host, several_hosts
 from app.cli.processes.output import ENDED as ENDED_WITH_READER
 from app.cli.processes.parent import bound
 from app.engine.files.signals import INTERRUPTED, PRESS_S, exit_code, stop_signals
@@ -162,6 +162,8 @@ def main(arguments: Sequence[str]) -> int:
     # torch offers no other way to use an agent of one's own
     launcher.LocalElasticAgent = Agent  # type: ignore[misc]
     rendezvous_handler_registry.register(one_host.BACKEND, one_host.OneHost.create)
+    several = several_hosts.SeveralHosts.create
+    rendezvous_handler_registry.register(several_hosts.BACKEND, several)
     logging.disable(logging.ERROR)  # failed ranks are reported below, in one line
     try:
         _settle_meeting_point(options)
@@ -210,6 +212,8 @@ def _settle_meeting_point(options: Namespace) -> None:
         options.rdzv_endpoint = f"{LOOPBACK}:{port}"
     elif options.rdzv_backend in ("static", "c10d"):
         _check_listener(host, port)
+    if options.rdzv_backend == "c10d":
+        options.rdzv_backend = several_hosts.BACKEND
 
 
 def _check_listener(host: str, port: int) -> None:
