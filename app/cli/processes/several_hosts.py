@@ -23,7 +23,7 @@ BACKEND = "several-hosts"  # its name for torchrun's --rdzv-backend, in place of
 class SeveralHosts(DynamicRendezvousHandler):
     """torch's dynamic rendezvous, in which lost nodes are noticed and spare ones can join."""
 
-    _nodes = 0  # of the last round
+    _members: frozenset[object] = frozenset()  # nodes of the last round
 
     @classmethod
     def create(cls, parameters: RendezvousParameters) -> SeveralHosts:
@@ -41,23 +41,27 @@ class SeveralHosts(DynamicRendezvousHandler):
         return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join the next round, and remember its number of nodes. Raises RendezvousError."""
+        """Join the next round, and remember its nodes. Raises RendezvousError."""
         info = super().next_rendezvous()
-        self._nodes = info.world_size
+        self._members = frozenset(self._state_holder.state.participants)
         return info
 
     def num_nodes_waiting(self) -> int:
         """Return the number of nodes for which this one should start its ranks again: those that
-        wait for the next round, and those that have left the present one.
+        wait for the next round, and those that are lost. Raises RendezvousError.
         """
         return int(super().num_nodes_waiting()) + self.lost()
 
     def lost(self) -> int:
-        """Return how many nodes have left the present round, by ending or without a sign of life
-        for `silence_s`; 0 once the run has ended on any node.
+        """Return how many nodes of this round have given no sign of life for `silence_s`; 0 once
+        the run has ended on any node.
         """
         state = self._state_holder.state
-        return 0 if state.closed else max(0, self._nodes - len(state.participants))
+        return 0 if state.closed else len(self._members - set(state.participants) - state.wait_list)
+
+    def joining(self) -> int:
+        """Return how many nodes wait for the next round that are not in this one."""
+        return len(self._state_holder.state.wait_list - self._members)
 
     @property
     def silence_s(self) -> float:
