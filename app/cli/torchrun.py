@@ -145,7 +145,7 @@ class Agent(LocalElasticAgent):
                 )
             time.sleep(self._worker_group.spec.monitor_interval)
         if any(failure.exitcode not in SAID for failure in result.failures.values()):
-            _say("the node that keeps the rendezvous has ended: start the nodes that are left again")
+            _say("the node of --rdzv-endpoint has ended: start again, with another one there")
         return result
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

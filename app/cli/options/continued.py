@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from app.choices import Fp8Recipe
 from app.cli.options.arguments import CONFIG_NAME, Typed
@@ -167,7 +167,19 @@ def _by_present_names(file: Path, values: dict[str, Any], keys: Collection[str])
     depends on, unless the key that decides in its place is among those typed.
     """
     present, told = with_new_names(values, saved=True, typed_keys=keys)
+    _take_back(present)
     return RunSettings(file, present, tuple(told))
+
+
+def _take_back(values: dict[str, Any]) -> None:
+    """Put settings back for which `parallel.elastic` has chosen others: the next start chooses."""
+    for word in (values.get("parallel") or {}).pop("replaced", None) or ():
+        key, _, text = word.partition("=")
+        *sections, name = key.split(".")
+        section = values
+        for each in sections:
+            section = section[each]
+        section[name] = yaml.safe_load(text)
 
 
 @ctrl_c_held_back()
@@ -175,7 +187,7 @@ def _of_file(path: Path) -> dict[str, Any] | None:
     """Read a run's configuration; None for one that is missing, empty or broken."""
     try:
         values = OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException, RecursionError):
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException, RecursionError):
         return None
     return values if isinstance(values, dict) and values else None  # type: ignore[return-value]
 
