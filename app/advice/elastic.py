@@ -50,7 +50,7 @@ def told(run: Run) -> Iterator[str]:
     """Yield the line about the settings that were chosen for the number of ranks, if any were."""
     words = [word.partition("=") for word in run.parallel.replaced]
     if words:
-        new = " ".join(f"{key}={typed(attrgetter(key)(run))} ({was})" for key, _, was in words)
+        new = " ".join(f"{key}={typed(attrgetter(key)(run))} (was {was})" for key, _, was in words)
         follows = [key for key, _, _ in words] == ["parallel.dp"]
         why = "dp follows their number" if follows else "the fastest layout found for them"
         each = count_of(run.num_microbatches, "microbatch", "microbatches")
