@@ -65,7 +65,7 @@ def _chosen(run: Run, ranks: int) -> Run:
         if run.hardware.profile is None and Plan(check(run)).fits:
             return run
     except ConfigError as error:
-        misfit = str(error)
+        misfit = f"{error.key}={typed(error.value)}: {error.rule}"
     if fastest := fastest_layouts(run, trials, MOST_TRIALS):
         return fastest[0]
     rule = f"finds no layout of {count_of(ranks, 'rank')}; with its own degrees: {misfit}"

@@ -29,6 +29,7 @@ from app.errors import typed as as_typed
 from app.hf.families import family_of
 from app.rules import check
 
+ELASTIC = Instead("parallel.elastic=true")  # advice where a launcher has started other ranks
 SAVED = "saved_run"  # in conf/train.yaml's list: settings of a run that is continued
 BYTES = "bytes"  # the tokenizer that is no file
 # hydra_plugins/
@@ -112,7 +113,7 @@ def load_run(config: DictConfig, world_size: int | None, asks_hub: bool = True) 
                 "parallel.world_size",
                 asked,
                 f"the launcher started {world_size} processes",
-                nearest=(world_size, Instead("parallel.elastic=true")),
+                nearest=(world_size, ELASTIC),
             )
         config.parallel.world_size = world_size
     _refuse_unknown(config)
@@ -126,7 +127,12 @@ def load_run(config: DictConfig, world_size: int | None, asks_hub: bool = True) 
         check_agreement(run, pretrained)
     if run.checkpoint.export_hf:
         family_of(run.model, "checkpoint.export_hf", True)
-    return check(run)
+    try:
+        return check(run)
+    except ConfigError as error:
+        if world_size is None or error.key not in ("parallel.dp", "parallel.world_size"):
+            raise
+        raise error.with_guesses((*error.alternatives, ELASTIC)) from None
 
 
 def load_overrides(overrides: Sequence[str], world_size: int | None = None) -> Run:
