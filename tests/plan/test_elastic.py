@@ -54,17 +54,17 @@ def test_a_large_run_keeps_batch_graphs_and_experts():
 
 
 def test_no_layout_for_the_ranks_is_refused():
-    said = r"^parallel.elastic=true: finds no layout of 7 ranks; with its own degrees: train.global"
+    said = r"elastic=true: finds no layout of 7 ranks; with its own degrees: train\.global_batch"
     with pytest.raises(ConfigError, match=said):
         load(*SMOKE, "parallel.dp=2", world_size=7)
     small = "hardware.gpu_memory_gib=0.5"
-    with pytest.raises(ConfigError, match="it does not fit into 0.50 GiB; start another"):
+    with pytest.raises(ConfigError, match=r"it does not fit into 0\.50 GiB; start another"):
         load(*SMOKE, "parallel.dp=2", small, world_size=1)
 
 
 def test_without_the_key_other_ranks_are_refused_with_its_name():
     for typed in ("parallel.dp=2", "parallel.world_size=2", "parallel.tp=2"):
-        with pytest.raises(ConfigError, match="parallel.elastic=true"):
+        with pytest.raises(ConfigError, match=r"parallel\.elastic=true"):
             load("+experiment=smoke", typed, world_size=1)
 
 
