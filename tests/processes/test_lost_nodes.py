@@ -22,7 +22,7 @@ from tests.processes.stop import launched
 from tests.training import LONG, ROOT, composed, corpus_in, losses, train_rank, wait_for
 
 TURNS = ("1 -> 2", "2 -> 1", "1 -> 2")
-ENDLESS = ("train.steps=1000000", "train.eval_interval=0", "checkpoint.interval=20")
+ENDLESS = ("log=console", "train.steps=1000000", "train.eval_interval=0", "checkpoint.interval=20")
 
 
 def test_a_node_without_a_sign_of_life_is_lost():
@@ -39,6 +39,9 @@ def test_a_node_without_a_sign_of_life_is_lost():
     assert rendezvous.num_nodes_waiting() == rendezvous.lost() == 1
     state.wait_list.add(node)  # it starts its ranks again
     assert (rendezvous.lost(), rendezvous.joining()) == (0, 0)
+    state.participants["another"] = 0
+    assert rendezvous.num_nodes_waiting() == 0, "there is no room for it"
+    del state.participants["another"]
     state.wait_list.clear()
     state.closed = True  # the run has ended elsewhere, and nobody waits for this node
     assert rendezvous.lost() == 0

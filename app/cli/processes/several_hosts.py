@@ -3,14 +3,19 @@
 torch's own (2.11 to 2.13) publishes the address of the ranks' store only in its first round: a node
 that joins in a later round waits for it until a timeout, and nodes that stay would keep that of a
 node that is lost. Here ranks use the store of the rendezvous itself, whose address all know.
-Nor does torch's agent notice a lost node while its own ranks wait for those of that node.
+Nor does torch's agent notice a lost node while its own ranks wait for those of that node, and it
+starts its ranks again and again for a second spare node.
 """
 
 from __future__ import annotations
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo
-from torch.distributed.elastic.rendezvous.api import RendezvousParameters, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
@@ -42,15 +47,22 @@ class SeveralHosts(DynamicRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round, and remember its nodes. Raises RendezvousError."""
-        info = super().next_rendezvous()
+        while True:
+            try:
+                info = super().next_rendezvous()
+                break
+            except RendezvousTimeoutError:
+                if not self.spare:  # torch lets some of the nodes wait that find no room
+                    raise
         self._members = frozenset(self._state_holder.state.participants)
         return info
 
     def num_nodes_waiting(self) -> int:
         """Return the number of nodes for which this one should start its ranks again: those that
-        wait for the next round, and those that are lost. Raises RendezvousError.
+        wait for the next round, if it has room, and those that are lost. Raises RendezvousError.
         """
-        return int(super().num_nodes_waiting()) + self.lost()
+        waiting = int(super().num_nodes_waiting())
+        return self.lost() + (0 if self._full else waiting)
 
     def lost(self) -> int:
         """Return how many nodes of this round have given no sign of life for `silence_s`; 0 once
@@ -72,4 +84,8 @@ class SeveralHosts(DynamicRendezvousHandler):
     @property
     def spare(self) -> bool:
         """True if this node waits for one of the run's to be lost."""
-        return self._this_node in self._state_holder.state.redundancy_list
+        return self._full and self._this_node not in self._state_holder.state.participants
+
+    @property
+    def _full(self) -> bool:
+        return len(self._state_holder.state.participants) >= self._settings.max_nodes
