@@ -106,6 +106,7 @@ class Agent(LocalElasticAgent):
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run until the ranks end; on a spare node that gets none, until the others' end."""
+        result: RunResult | None
         try:
             result = super().run(role)
         except RendezvousError:  # also where the node that keeps the rendezvous ended first

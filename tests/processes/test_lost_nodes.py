@@ -22,7 +22,12 @@ from tests.processes.stop import launched
 from tests.training import LONG, ROOT, composed, corpus_in, losses, train_rank, wait_for
 
 TURNS = ("1 -> 2", "2 -> 1", "1 -> 2")
-ENDLESS = ("log=console", "train.steps=1000000", "train.eval_interval=0", "checkpoint.interval=20")
+ENDLESS = (
+    "log.console=true",
+    "train.steps=1000000",
+    "train.eval_interval=0",
+    "checkpoint.interval=20",
+)
 
 
 def test_a_node_without_a_sign_of_life_is_lost():
