@@ -26,7 +26,7 @@ RANKS = "parallel.world_size"
 def laid_out(run: Run, ranks: int | None) -> Run:
     """Return the run as `ranks` processes of a launcher train it; None: there is no launcher.
 
-    Without `parallel.elastic`, or if its degrees have as many ranks, it is the run itself.
+    Without `parallel.elastic`, or if its degrees make as many ranks, it is the run itself.
     Otherwise it keeps all its settings but dp, if they are legal and fit with as many ranks, and
     its hardware has no profile; or else has the fastest layout that fits. The global batch stays.
     Raises ConfigError if there is none.
@@ -35,10 +35,9 @@ def laid_out(run: Run, ranks: int | None) -> Run:
     if ranks is None or not run.parallel.elastic:
         return asked
     dp = run.parallel.dp
-    if ranks == (run.parallel.world_size or (dp or 0) * run.model_ranks):
-        return with_values(asked, {RANKS: ranks})
-    follows = with_values(asked, {RANKS: ranks, "parallel.dp": None})
-    found = _chosen(follows, ranks)
+    meant = ranks == (run.parallel.world_size or (dp or 0) * run.model_ranks)
+    own = with_values(asked, {RANKS: ranks, "parallel.dp": dp if meant else None})
+    found = _chosen(own, meant)
     if dp is not None:
         found = with_values(found, {"parallel.dp": found.dp})
     back = (word for word in overrides_between(found, asked) if not word.startswith(RANKS))
@@ -57,16 +56,24 @@ def told(run: Run) -> Iterator[str]:
         yield f"{count_of(run.world_size, 'rank')} now: {new}, {each} a step; {why}"
 
 
-def _chosen(run: Run, ranks: int) -> Run:
-    """Return the run, or one in another layout. Raises ConfigError."""
+def _chosen(run: Run, meant: bool) -> Run:
+    """Return the run, or one in another layout; `meant`: the run's degrees have as many ranks.
+
+    Raises ConfigError.
+    """
     trials = Trials(Plan(run).gpu_memory)
     misfit = f"it does not fit into {gib(trials.limit)} GiB"
     try:
-        if run.hardware.profile is None and Plan(check(run)).fits:
-            return run
+        if meant or run.hardware.profile is None:
+            check(run)
+            if meant or Plan(run).fits:
+                return run
     except ConfigError as error:
+        if meant and not error.key.startswith("parallel."):
+            raise  # not for their number
         misfit = f"{error.key}={typed(error.value)}: {error.rule}"
     if fastest := fastest_layouts(run, trials, MOST_TRIALS):
         return fastest[0]
-    rule = f"finds no layout of {count_of(ranks, 'rank')}; with its own degrees: {misfit}"
+    number = count_of(run.world_size, "rank")
+    rule = f"finds no layout of {number}; with its own degrees: {misfit}"
     raise ConfigError("parallel.elastic", True, rule, advice="start another number of ranks")

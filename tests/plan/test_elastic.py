@@ -39,6 +39,14 @@ def test_degrees_that_do_not_divide_are_searched():
     assert line.startswith("3 ranks now: ") and line.endswith("the fastest layout found for them")
 
 
+def test_experts_move_together_where_ranks_are_too_few():
+    words = ("+experiment=smoke", "parallel.elastic=true", "parallel.ep=2")
+    assert load(*words, world_size=1).parallel.ep == 1
+    assert load(*words, "parallel.dp=1", world_size=1).parallel.ep == 1
+    with pytest.raises(ConfigError, match=r"^optim\.warmup_steps=999: must be below"):
+        load(*words, "parallel.dp=2", "optim.warmup_steps=999", world_size=2)
+
+
 @pytest.mark.full
 def test_a_large_run_keeps_batch_graphs_and_experts():
     meant = load(*MIXTRAL, world_size=64)
