@@ -9,7 +9,7 @@ found.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -94,6 +94,16 @@ def compare_layouts(
         complete=complete,
         rows=tuple(shown),
     )
+
+
+def fastest_layouts(run: Run, trials: Trials, most: int) -> list[Run]:
+    """Return the run in the fastest layouts that fit, fastest first, with its own graphs and
+    dispatcher.
+
+    most: layouts that the search plans.
+    """
+    search = _Search(run, trials, modes=lambda run: iter(({},)))
+    return search.fastest(run.hardware.network_gb_s, most)[0]
 
 
 def layout_search(run: Run, trials: Trials, most: int) -> list[Run]:
@@ -193,6 +203,7 @@ class _Search:
 
     run: Run
     trials: Trials
+    modes: Callable[[Run], Iterator[Values]] = graph_modes
     planned: int = 0
     # by shape, sequences of a microbatch, rung of recomputation; None: not legal
     least: dict[tuple[Shape, int, int], LeastWork | None] = field(default_factory=dict)
@@ -305,7 +316,7 @@ class _Search:
         enough.
         """
         for laid_out in self.stages(run, shape, size, rung):
-            for mode in graph_modes(laid_out):
+            for mode in self.modes(laid_out):
                 for kept in self.ladder[rung:]:
                     legal = self._legal(laid_out, mode | kept)
                     if legal is None:

@@ -6,6 +6,7 @@
   need to save a checkpoint. A second Ctrl-C kills them. A rank that such a signal kills outside its
   steps counts as stopped.
 - Restarts: `--max-restarts` applies to ranks that die, not to mistakes of the user or stops.
+- Nodes: when one is lost or joins, the ranks of the others start again (docs/reliability.md).
 """
 
 from __future__ import annotations
@@ -40,11 +41,15 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    rendezvous_handler_registry,
+)
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
-from app.cli.processes import one_host
+from app.cli.processes import one_host, several_hosts
 from app.cli.processes.output import ENDED as ENDED_WITH_READER
 from app.cli.processes.parent import bound
 from app.engine.files.signals import INTERRUPTED, PRESS_S, exit_code, stop_signals
@@ -52,12 +57,15 @@ from app.engine.ranks.address import LOOPBACK
 from app.engine.ranks.meeting import CONNECT_S, join_store
 from app.engine.report.lasting import print_every_character
 from app.engine.watchdog.watchdog import EXIT_STUCK
-from app.errors import CORRUPTED, DIVERGED
+from app.errors import CORRUPTED, DIVERGED, OwnError
 
 # exit codes that train.py explains itself: a mistake, a diverged or corrupted run, a stop, Ctrl-C,
 # a closed pipe
 SAID = (2, DIVERGED, CORRUPTED, os.EX_TEMPFAIL, INTERRUPTED, ENDED_WITH_READER)
 PASSED_ON = stop_signals()
+NODES = "--nnodes"
+AGAIN = "starting the ranks again"
+JOIN_S = 5.0  # seconds in which a node that has ended its ranks waits for the next round
 FOLLOW_S = 60  # seconds in which the other ranks must end once one has
 POLL_S = 0.05  # seconds between checks of ranks that are ending
 
@@ -69,6 +77,8 @@ class Agent(LocalElasticAgent):
         super().__init__(*arguments, **options)
         self._told: int | None = None  # the signal that has asked this launch to end
         self._presses: list[float] = []  # times of Ctrl-C; monotonic clock, seconds
+        handler = self._worker_group.spec.rdzv_handler
+        self._nodes = handler if isinstance(handler, several_hosts.SeveralHosts) else None
         for number in PASSED_ON:
             signal.signal(number, self._pass_on)
 
@@ -95,7 +105,28 @@ class Agent(LocalElasticAgent):
                 # A second Ctrl-C kills: a rank that waits in a collective runs no handler.
                 os.kill(pid, signal.SIGKILL if len(self._presses) > 1 else number)
 
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run until the ranks end; on a spare node that gets none, until the others' end."""
+        result: RunResult | None
+        try:
+            result = super().run(role)
+        except RendezvousError:  # also where the node that keeps the rendezvous ended first
+            if self._pcontext is not None or not (self._nodes and self._nodes.spare):
+                raise
+            result = None
+        if result is None:
+            _say("the launch has ended, and this node was spare")
+            result = RunResult(WorkerState.SUCCEEDED)
+        return result
+
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if worker_group.state == WorkerState.HEALTHY and self._nodes:  # for other nodes
+            if self._nodes.lost():
+                _say(f"no sign of a node for {self._nodes.silence_s:.0f} s; {AGAIN}")
+                # Ranks that wait for those of a lost node neither save nor heed SIGTERM.
+                self._shutdown(signal.SIGKILL)
+            elif self._nodes.joining():
+                _say(f"a node joins; {AGAIN}")
         super()._restart_workers(worker_group)
         if self._told is not None:  # the signal came while there were no ranks
             self._tell_ranks(self._told)
@@ -115,6 +146,8 @@ class Agent(LocalElasticAgent):
                     f"connection lost, and the ranks of this node did not end within {FOLLOW_S} s"
                 )
             time.sleep(self._worker_group.spec.monitor_interval)
+        if any(failure.exitcode not in SAID for failure in result.failures.values()):
+            _say("the node of --rdzv-endpoint has ended: start again, with another one there")
         return result
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -122,6 +155,8 @@ class Agent(LocalElasticAgent):
             self._let_all_end()
         self._kill_what_hangs()
         result: RunResult = super()._monitor_workers(worker_group)
+        if self._others_start_again(result):
+            return RunResult(WorkerState.HEALTHY)  # torch then starts them again, at no charge
         if result.is_failed():
             failures = result.failures
             stuck = {rank: each for rank, each in failures.items() if each.exitcode == EXIT_STUCK}
@@ -136,8 +171,25 @@ class Agent(LocalElasticAgent):
             if failure.exitcode in SAID or self._told is not None:
                 self._remaining_restarts = 0
             elif self._remaining_restarts:
-                _say(f"{_ended(error)}; starting the ranks again")
+                _say(f"{_ended(error)}; {AGAIN}")
         return result
+
+    def _others_start_again(self, result: RunResult) -> bool:
+        """Return whether ranks have ended because another node starts its own again, for one that
+        joins or is lost.
+        """
+        if self._nodes is None or self._told is not None or not result.is_failed():
+            return False
+        codes = {failure.exitcode for failure in result.failures.values()}
+        if codes & ({*SAID} - {os.EX_TEMPFAIL}):
+            return False
+        # Ranks that save because others were asked to may be seen before the node that asked waits.
+        deadline = time.monotonic() + (JOIN_S if os.EX_TEMPFAIL in codes else 0)
+        with suppress(RendezvousError):  # the node that keeps it has ended
+            while not (waiting := self._nodes.num_nodes_waiting()) and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+            return waiting > 0
+        return False
 
     def _kill_what_hangs(self) -> None:
         # When a rank's watchdog has ended it because others hang, torch would wait 30 s for those.
@@ -164,6 +216,8 @@ def main(arguments: Sequence[str]) -> int:
     # torch offers no other way to use an agent of one's own
     launcher.LocalElasticAgent = Agent  # type: ignore[misc]
     rendezvous_handler_registry.register(one_host.BACKEND, one_host.OneHost.create)
+    several = several_hosts.SeveralHosts.create
+    rendezvous_handler_registry.register(several_hosts.BACKEND, several)
     logging.disable(logging.ERROR)  # failed ranks are reported below, in one line
     try:
         _settle_meeting_point(options)
@@ -207,11 +261,17 @@ def _settle_meeting_point(options: Namespace) -> None:
     else:
         given = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or 0}"
         host, port = parse_rendezvous_endpoint(given, default_port=0)
-    if parse_min_max_nnodes(options.nnodes)[1] == 1:
+    least, most = parse_min_max_nnodes(options.nnodes)
+    if least < most and options.rdzv_backend == "static":
+        rule = "is a range, and --master-addr and --node-rank need a number"
+        raise OwnError(NODES, options.nnodes, rule, advice="give --rdzv-backend=c10d …")
+    if most == 1:
         options.rdzv_backend = one_host.BACKEND
         options.rdzv_endpoint = f"{LOOPBACK}:{port}"
     elif options.rdzv_backend in ("static", "c10d"):
         _check_listener(host, port)
+    if options.rdzv_backend == "c10d":
+        options.rdzv_backend = several_hosts.BACKEND
 
 
 def _check_listener(host: str, port: int) -> None:
@@ -259,6 +319,10 @@ def _how(failure: ProcessFailure) -> str:
 
 
 def _explain(error: BaseException, endpoint: str) -> str:
+    if isinstance(error, OwnError) and error.key == NODES:
+        return str(error)
+    if isinstance(error, RendezvousClosedError):
+        return f"{endpoint}: the run has ended on the other nodes"
     if any(
         "EADDRINUSE" in str(cause) or getattr(cause, "errno", 0) == errno.EADDRINUSE
         for cause in _causes(error)

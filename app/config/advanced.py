@@ -40,6 +40,8 @@ ADVANCED = (
     "parallel.cp_comm_type",
     "parallel.count_embedding",
     "parallel.count_head",
+    "parallel.elastic",
+    "parallel.replaced",
     "hardware.efficiency",
     "hardware.node_gb_s",
     "hardware.profile",  # written by app.cli.calibrate

@@ -45,8 +45,14 @@ class ParallelConfig:
     count_embedding: bool = False  # the embedding counts as one layer
     count_head: bool = False  # the head and its loss count as one layer
     gpus_per_node: int = 8  # ranks per node, joined by its fast links
+    # if a launcher starts more or fewer ranks than these degrees have, choose others
+    # (docs/reliability.md)
+    elastic: bool = False
+    # set where others were chosen: overrides that take them back, which a resumed run does
+    replaced: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "replaced", tuple(self.replaced))
         at_least(
             "parallel",
             self,

@@ -151,3 +151,21 @@ def test_array_tasks_without_a_line(cluster: Cluster):
         cluster.log(f"{job}_2")
         == "sweep.sbatch: line 2 of one.txt is missing or empty; it has 1 lines\n"
     )
+
+
+def test_a_lost_node_sends_a_job_back_into_the_queue(
+    cluster: Cluster, corpus: tuple[str, ...], undisturbed: dict[int, float]
+):
+    """It gets two nodes again; one that is submitted with one node continues on that."""
+    job = cluster.train(*corpus, *LONG, "log.console=true")
+    run_dir = cluster.folder / f"runs/slurm-{job}"
+    cluster.meanwhile(job, lambda: newest_checkpoint(run_dir))
+    # its slurmd still runs, so that it soon comes back, as another node would
+    cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=lost")
+    assert cluster.ended(job) == "COMPLETED" and cluster.facts(job)["Restarts"] == "1"
+    assert losses(run_dir) == undisturbed
+    words = (f"run_dir=runs/slurm-{job}", "train.steps=155", "parallel.elastic=true")
+    options = ("--nodes=1", "--gpus-per-node=1")
+    job = cluster.train(*corpus, *LONG, *words, "log.console=true", options=options)
+    assert cluster.ended(job) == "COMPLETED" and list(losses(run_dir))[-1] == 155
+    assert "1 rank now: " in cluster.log(job) and "parallel.ep: 2 -> 1" in cluster.log(job)

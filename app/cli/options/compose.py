@@ -12,6 +12,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from app.advice.elastic import laid_out
 from app.cli.options.arguments import CONFIG_NAME, Typed, key_of
 from app.cli.options.continued import RunSettings
 from app.cli.options.keys import all_keys, defaults, is_section
@@ -23,11 +24,12 @@ from app.config import Run
 from app.config.renamed import new_key, removed
 from app.data.paths import local_files
 from app.data.tokenizer_files import tokenizer_file
-from app.errors import ConfigError
+from app.errors import ConfigError, Instead
 from app.errors import typed as as_typed
 from app.hf.families import family_of
 from app.rules import check
 
+ELASTIC = Instead("parallel.elastic=true")  # advice where a launcher has started other ranks
 SAVED = "saved_run"  # in conf/train.yaml's list: settings of a run that is continued
 BYTES = "bytes"  # the tokenizer that is no file
 # hydra_plugins/
@@ -105,13 +107,13 @@ def load_run(config: DictConfig, world_size: int | None, asks_hub: bool = True) 
         assert isinstance(merged, DictConfig)
         config = merged
     asked = config.parallel.world_size
-    if world_size is not None:
+    if world_size is not None and not config.parallel.elastic:
         if asked not in (None, world_size):
             raise ConfigError(
                 "parallel.world_size",
                 asked,
                 f"the launcher started {world_size} processes",
-                nearest=world_size,
+                nearest=(world_size, ELASTIC),
             )
         config.parallel.world_size = world_size
     _refuse_unknown(config)
@@ -120,11 +122,17 @@ def load_run(config: DictConfig, world_size: int | None, asks_hub: bool = True) 
     fill_in_vocabulary(config, asks_hub)
     run = OmegaConf.to_object(config)
     assert isinstance(run, Run)
+    run = laid_out(run, world_size)
     if pretrained is not None:
         check_agreement(run, pretrained)
     if run.checkpoint.export_hf:
         family_of(run.model, "checkpoint.export_hf", True)
-    return check(run)
+    try:
+        return check(run)
+    except ConfigError as error:
+        if world_size is None or error.key not in ("parallel.dp", "parallel.world_size"):
+            raise
+        raise error.with_guesses((*error.alternatives, ELASTIC)) from None
 
 
 def load_overrides(overrides: Sequence[str], world_size: int | None = None) -> Run:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -166,7 +167,26 @@ def _by_present_names(file: Path, values: dict[str, Any], keys: Collection[str])
     depends on, unless the key that decides in its place is among those typed.
     """
     present, told = with_new_names(values, saved=True, typed_keys=keys)
+    _take_back(present)
     return RunSettings(file, present, tuple(told))
+
+
+def _take_back(values: dict[str, Any]) -> None:
+    """Put settings back for which `parallel.elastic` has chosen others: the next start chooses."""
+    parallel = values.get("parallel")
+    for word in parallel.pop("replaced", None) or () if isinstance(parallel, dict) else ():
+        try:
+            key, _, text = word.partition("=")
+            *sections, name = key.split(".")
+            section = values
+            for each in sections:
+                section = section[each]
+            if name not in section:
+                raise KeyError(name)
+            section[name] = yaml.safe_load(text)
+        except (AttributeError, LookupError, TypeError, yaml.YAMLError):
+            rule = "is no setting that parallel.elastic replaces"
+            raise ConfigError("parallel.replaced", word, rule) from None
 
 
 @ctrl_c_held_back()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from app.advice.elastic import told
 from app.choices import Dtype, Source
 from app.cli.options.arguments import Typed, key_of
 from app.cli.options.continued import RunSettings
@@ -27,6 +28,7 @@ def notices(run: Run, typed: Typed, *, trains: bool = True) -> Iterator[str]:
     if RunSettings.of(typed) is None:  # a run that is continued keeps what it was begun with
         yield from usual_rate(run, typed)
         yield from chosen_alone(run, typed)
+    yield from told(run)
     if trains:
         yield from trial_data(run)
         yield from kept_adapters(run)

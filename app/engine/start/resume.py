@@ -87,7 +87,9 @@ BIAS_RATE = "model.moe.bias_update_rate"
 # Keys of a source that may differ: its share, and its place, whose contents count instead.
 SHARES = ("weight", "after_end", "path", "name")
 LENGTH = ("train.steps", "train.epochs")  # saved as steps, which the data decide with epochs
-UNREPORTED = ("run_dir", "resume", "parallel.world_size", "data.accept_changed")
+UNREPORTED = (
+    "run_dir", "resume", "parallel.world_size", "parallel.replaced", "data.accept_changed",
+)  # fmt: skip
 READ_OTHERWISE = (
     "read exactly as written now; the program that saved the checkpoint rewrote texts of JSON that "
     "look like times and kept byte order marks, so that other tokens may follow"

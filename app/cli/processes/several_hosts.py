@@ -1,0 +1,91 @@
+"""Rendezvous of torchrun's agents on several hosts, which nodes may leave and join.
+
+torch's own (2.11 to 2.13) publishes the address of the ranks' store only in its first round: a node
+that joins in a later round waits for it until a timeout, and nodes that stay would keep that of a
+node that is lost. Here ranks use the store of the rendezvous itself, whose address all know.
+Nor does torch's agent notice a lost node while its own ranks wait for those of that node, and it
+starts its ranks again and again for a second spare node.
+"""
+
+from __future__ import annotations
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousInfo
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    create_handler,
+)
+
+BACKEND = "several-hosts"  # its name for torchrun's --rdzv-backend, in place of c10d
+
+
+class SeveralHosts(DynamicRendezvousHandler):
+    """torch's dynamic rendezvous, in which lost nodes are noticed and spare ones can join."""
+
+    _members: frozenset[object] = frozenset()  # nodes of the last round
+
+    @classmethod
+    def create(cls, parameters: RendezvousParameters) -> SeveralHosts:
+        """Build it from torchrun's settings. Raises RendezvousError without a connection."""
+        backend, store = create_backend(parameters)
+        made = create_handler(store, backend, parameters)
+        own = cls(made._this_node, made._settings, backend.name, store, made._state_holder)
+        if isinstance(store, TCPStore):
+            own._bootstrap_store_info = RendezvousStoreInfo(store.host, store.port)
+            own._shared_tcp_store_server = store
+        return own
+
+    def get_backend(self) -> str:
+        """Return the name of this backend."""
+        return BACKEND
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Join the next round, and remember its nodes. Raises RendezvousError."""
+        while True:
+            try:
+                info = super().next_rendezvous()
+                break
+            except RendezvousTimeoutError:
+                if not self.spare:  # torch lets some of the nodes wait that find no room
+                    raise
+        self._members = frozenset(self._state_holder.state.participants)
+        return info
+
+    def num_nodes_waiting(self) -> int:
+        """Return the number of nodes for which this one should start its ranks again: those that
+        wait for the next round, if it has room, and those that are lost. Raises RendezvousError.
+        """
+        waiting = int(super().num_nodes_waiting())
+        return self.lost() + (0 if self._full else waiting)
+
+    def lost(self) -> int:
+        """Return how many nodes of this round have given no sign of life for `silence_s`; 0 once
+        the run has ended on any node.
+        """
+        state = self._state_holder.state
+        return 0 if state.closed else len(self._members - set(state.participants) - state.wait_list)
+
+    def joining(self) -> int:
+        """Return how many nodes wait for the next round that are not in this one."""
+        return len(self._state_holder.state.wait_list - self._members)
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds without a sign of life after which a node counts as lost."""
+        settings = self._settings
+        return settings.keep_alive_interval.total_seconds() * settings.keep_alive_max_attempt
+
+    @property
+    def spare(self) -> bool:
+        """True if this node waits for one of the run's to be lost."""
+        return self._full and self._this_node not in self._state_holder.state.participants
+
+    @property
+    def _full(self) -> bool:
+        return len(self._state_holder.state.participants) >= self._settings.max_nodes
