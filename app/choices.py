@@ -331,6 +331,8 @@ class OnCorruption(Enum):
 
     stop = "stop"  # end the run
     rollback = "rollback"  # return to the newest checkpoint, once for each rank at fault
+    # end the ranks of its node; the others start again, with a spare node or fewer ranks
+    leave = "leave"
 
 
 class Device(Enum):

@@ -294,6 +294,10 @@ DIVERGED = os.EX_DATAERR
 CORRUPTED = os.EX_OSERR
 
 
+# of ranks whose node leaves a run because of corrupt data; torchrun ends it with CORRUPTED
+LEAVES = os.EX_OSFILE
+
+
 class Diverged(Exception):
     """End of training for a reason of its own, as non-finite numbers; the text names the step."""
 
@@ -301,6 +305,10 @@ class Diverged(Exception):
 
 
 class Corrupted(Diverged):
-    """End of training because of corrupt data."""
+    """End of training because of corrupt data; `ranks` computed or hold it, or may."""
 
     code = CORRUPTED
+
+    def __init__(self, text: str, ranks: Sequence[int]) -> None:
+        self.ranks = tuple(ranks)
+        super().__init__(text)

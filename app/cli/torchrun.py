@@ -57,11 +57,11 @@ from app.engine.ranks.address import LOOPBACK
 from app.engine.ranks.meeting import CONNECT_S, join_store
 from app.engine.report.lasting import print_every_character
 from app.engine.watchdog.watchdog import EXIT_STUCK
-from app.errors import CORRUPTED, DIVERGED, OwnError
+from app.errors import CORRUPTED, DIVERGED, LEAVES, OwnError
 
 # exit codes that train.py explains itself: a mistake, a diverged or corrupted run, a stop, Ctrl-C,
 # a closed pipe
-SAID = (2, DIVERGED, CORRUPTED, os.EX_TEMPFAIL, INTERRUPTED, ENDED_WITH_READER)
+SAID = (2, DIVERGED, CORRUPTED, LEAVES, os.EX_TEMPFAIL, INTERRUPTED, ENDED_WITH_READER)
 PASSED_ON = stop_signals()
 NODES = "--nnodes"
 AGAIN = "starting the ranks again"
@@ -168,6 +168,8 @@ class Agent(LocalElasticAgent):
                 failure.exitcode = exit_code(-failure.exitcode)
             elif len(self._presses) > 1:
                 failure.exitcode = INTERRUPTED
+            if failure.exitcode == LEAVES and self._nodes:
+                self._nodes.leaves = True
             if failure.exitcode in SAID or self._told is not None:
                 self._remaining_restarts = 0
             elif self._remaining_restarts:
@@ -229,6 +231,7 @@ def main(arguments: Sequence[str]) -> int:
         code = error.get_first_failure()[1].exitcode
         if code not in SAID:
             _say(_ended(error))
+        code = CORRUPTED if code == LEAVES else code
         return code if code > 0 else 128 - code
     except SignalException as error:
         return 128 + error.sigval

@@ -112,7 +112,7 @@ def check_replays(run: Run) -> None:
 
 def check_rollback(run: Run) -> None:
     """Refuse rollback without checkpoints."""
-    if run.train.on_corruption is OnCorruption.rollback and not run.checkpoint.interval:
+    if run.train.on_corruption is not OnCorruption.stop and not run.checkpoint.interval:
         rule = "goes back to checkpoints, and checkpoint.interval=0 saves none"
         near = ("stop", Instead("checkpoint=default"))
         raise ConfigError("train.on_corruption", run.train.on_corruption, rule, nearest=near)

@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from app.cli.processes.several_hosts import BACKEND, SeveralHosts
 from app.engine.files.checkpoints import newest_checkpoint
 from app.engine.files.run_folder import read_metrics
+from app.errors import CORRUPTED
 from tests.distributed import run_distributed
 from tests.ports import free_port
 from tests.processes.stop import launched
@@ -64,6 +65,8 @@ def test_a_range_of_nodes_needs_a_rendezvous(tmp_path: Path):
 class Nodes:
     """Agents of a run; the first one keeps the rendezvous."""
 
+    program = ROOT / "train.py"
+
     def __init__(self, folder: Path, count: str, *words: str) -> None:
         self.folder, self.words, self.agents = folder, words, list[subprocess.Popen[bytes]]()
         self.run_dir = folder / "run"
@@ -74,7 +77,7 @@ class Nodes:
         number = len(self.agents)
         conf = f"--rdzv-conf=is_host={int(number == 0)},last_call_timeout=2"
         line = ["-m", "app.cli.torchrun", *self.meeting, conf, "--local-addr=127.0.0.1"]
-        program = [str(ROOT / "train.py"), *self.words, "run_dir=run", "resume=auto"]
+        program = [str(self.program), *self.words, "run_dir=run", "resume=auto"]
         with (self.folder / f"{number}.txt").open("wb") as out:
             agent = subprocess.Popen(
                 [sys.executable, *line, "--max-restarts=3", *program],
@@ -172,3 +175,53 @@ def step(nodes: Nodes) -> int:
     rows = (nodes.run_dir / "metrics.jsonl").read_text().splitlines()
     found = re.findall(r'"step": (\d+)', rows[-2] if len(rows) > 1 else "")
     return int(found[0]) if found else 0
+
+
+STRUCK = """
+from app.cli.commands import train
+from app.engine.run.trainer import Trainer
+
+take = Trainer.step
+
+def struck(self, stopwatch):
+    report = take(self, stopwatch)
+    if self.engine.groups.rank == 1 and report.step == 6:
+        self.engine.gather_all_params()
+        self.engine.optimizer.shards[0][0].params[0] += 1
+    return report
+
+Trainer.step = struck
+train()
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        (
+            "1:2",
+            (
+                "log.console=true",
+                "train.steps=20",
+                "checkpoint.interval=5",
+                "parallel.dp=2",
+                "parallel.elastic=true",
+                "precision=bf16",
+                "train.replay_every=3",
+                "train.on_corruption=leave",
+            ),
+        )
+    ],
+    indirect=True,
+)
+def test_a_node_with_corrupt_data_leaves(nodes: Nodes):
+    nodes.program = nodes.folder / "struck.py"
+    nodes.program.write_text(STRUCK)
+    nodes.start()
+    nodes.start()
+    assert nodes.ends() == [0, CORRUPTED], nodes.said(0)
+    said = nodes.said(0)
+    assert "step 6: rank 1 (" in said and "holds wrong bits" in said, said
+    assert "1 rank now: parallel.dp=1 (was 2)" in said, said
+    assert nodes.resumed() == [5] and len(losses(nodes.run_dir)) == 20

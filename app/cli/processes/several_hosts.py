@@ -29,6 +29,7 @@ class SeveralHosts(DynamicRendezvousHandler):
     """torch's dynamic rendezvous, in which lost nodes are noticed and spare ones can join."""
 
     _members: frozenset[object] = frozenset()  # nodes of the last round
+    leaves = False  # this node ends, and the others start again without it
 
     @classmethod
     def create(cls, parameters: RendezvousParameters) -> SeveralHosts:
@@ -56,6 +57,10 @@ class SeveralHosts(DynamicRendezvousHandler):
                     raise
         self._members = frozenset(self._state_holder.state.participants)
         return info
+
+    def shutdown(self) -> bool:
+        """End the run on all nodes, unless this one leaves it."""
+        return True if self.leaves else super().shutdown()
 
     def num_nodes_waiting(self) -> int:
         """Return the number of nodes for which this one should start its ranks again: those that

@@ -24,7 +24,7 @@ class CorruptionGuard:
     config: TrainConfig
     rollbacks: int = 0
     named: set[int] = field(default_factory=set)  # ranks that were at fault before
-    last: str = ""  # what was found last
+    last: Corruption = field(default_factory=lambda: Corruption((), ""))
 
     @classmethod
     def of(cls, step: TrainingStep, config: TrainConfig) -> CorruptionGuard | None:
@@ -40,11 +40,13 @@ class CorruptionGuard:
         found = self.check.after(step, batches, now=saves)
         if found is None:
             return False
-        self.last = found.text
-        if self.config.on_corruption is OnCorruption.stop:
-            raise Corrupted(f"step {step}: {found.text} (train.on_corruption=stop)")
+        self.last = found
+        policy = self.config.on_corruption
+        if policy is not OnCorruption.rollback:
+            text = f"step {step}: {found.text} (train.on_corruption={policy.value})"
+            raise Corrupted(text, found.ranks)
         if again := self._again(found):
-            raise Corrupted(f"step {step}: {found.text}, {again}")
+            raise Corrupted(f"step {step}: {found.text}, {again}", found.ranks)
         self.named.update(found.ranks)
         self.rollbacks += 1
         return True

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from app.choices import OnCorruption
 from app.config import Run
 from app.data.corpora import Corpora
 from app.engine.build import build_engine
@@ -35,7 +36,7 @@ from app.engine.start.start import (
 from app.engine.step.engine import Engine
 from app.engine.watchdog.heartbeats import Heartbeats
 from app.engine.watchdog.watchdog import Watchdog
-from app.errors import Diverged, warn
+from app.errors import LEAVES, Corrupted, Diverged, warn
 from app.hf.adapter import SavedAdapter
 from app.planner.plan import Plan
 
@@ -136,11 +137,25 @@ def train_together(
             except Diverged as end:
                 if rank == 0:
                     attempt.tell(str(end))
-                trainer.engine.groups.barrier()
-                return end.code
+                return _code_of(end, trainer.engine, rank - local_rank)
     if not finished:
         trainer.request.hand_on()  # to submitit's handler, which requeues the job
     return 0 if finished else exit_code(trainer.request.signal)
+
+
+def _code_of(end: Diverged, engine: Engine, node: int) -> int:
+    """Return the exit code of this rank, of a node that its first rank names.
+
+    With train.on_corruption=leave ranks of the other nodes fail, and are thus started again.
+    """
+    nodes = [node] * engine.groups.host.size()
+    if len(nodes) > 1:
+        dist.all_gather_object(nodes, node, engine.groups.host)  # also waits for all
+    leaves = engine.plan.run.train.on_corruption is OnCorruption.leave
+    faulty = {nodes[rank] for rank in end.ranks} if isinstance(end, Corrupted) and leaves else set()
+    if not faulty or faulty == set(nodes):
+        return end.code
+    return LEAVES if node in faulty else 1
 
 
 def watch_over(run: Run, rank: int, store: dist.Store) -> Watchdog:

@@ -222,7 +222,8 @@ class Trainer:
             self.saver.wait()
             newest = newest_checkpoint(self.run_dir)
             left = f"the newest checkpoint is {newest}" if newest else "nothing was saved"
-            raise type(end)(f"{end}; {left}") from None
+            end.args = (f"{end}; {left}",)
+            raise
         with self._telling_save():
             self.saver.wait()
         # torchrun kills the other ranks as soon as one exits with a non-zero code
@@ -448,11 +449,12 @@ class Trainer:
         """Load the newest checkpoint and its data cursor. Raises Corrupted without one."""
         bad = self.progress.step
         nothing = "there is no checkpoint to go back to (train.on_corruption=rollback)"
-        state = self._load_newest(Corrupted(f"step {bad}: {corruption.last}, and {nothing}"))
+        text, ranks = corruption.last.text, corruption.last.ranks
+        state = self._load_newest(Corrupted(f"step {bad}: {text}, and {nothing}", ranks))
         self.feed = self._feed_from(Cursor.from_state(state))
         report = CorruptionReport(self.progress.step, bad, corruption.rollbacks)
         for sink in sinks:
-            sink.note(f"step {bad}/{self.run.steps}  {corruption.last}")
+            sink.note(f"step {bad}/{self.run.steps}  {text}")
             sink.rollback(report)
 
     def _load_newest(self, otherwise: Diverged) -> dict[str, Any]:
