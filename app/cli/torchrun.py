@@ -21,7 +21,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 import uuid
 from argparse import Namespace
@@ -165,10 +164,10 @@ def main(arguments: Sequence[str]) -> int:
     logging.disable(logging.ERROR)  # failed ranks are reported below, in one line
     try:
         _settle_meeting_point(options)
-        with tempfile.TemporaryDirectory(prefix="graphfold-torchrun-") as scratch:
-            # torch would make a log folder in /tmp and leave it there
-            options.log_dir = options.log_dir or scratch
-            run(options)
+        if options.log_dir is None and options.redirects == options.tee == "0":
+            # torch would make a folder in /tmp for logs, which nobody has asked for, and leave it
+            options.log_dir = os.devnull
+        run(options)
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
         if code not in SAID:

@@ -12,4 +12,4 @@ class Life:
 
     restarts: int = 0  # processes of this rank before
     died_at: float = 0.0  # when the one before died, seconds since 1970; 0: there was none
-    progress: Path | None = None  # file that tells the supervisor of progress
+    progress: Path | None = None  # its supervisor's file; not empty after progress
