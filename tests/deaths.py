@@ -34,7 +34,9 @@ from tests.training import ROOT
 LAYOUTS = {2: ("dp=2", "tp=2", "pp=2", "dp=2 ep=2"), 4: ("tp=2 dp=2 ep=2", "pp=2 dp=2 ep=2")}
 LAUNCHES = {"own": 3, "torchrun": 2, "nodes": 3}  # by whom the ranks are started: weight
 ENDS_S = 120.0  # seconds after which a run that should end is stuck
+APART_S = 5.0  # seconds that a node outlives another one before it is told to end, as srun does
 LEFT_S = 10.0  # seconds that processes and files may outlive the programs that were started
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # as in scripts/train.sbatch
 SHARED = Path("/dev/shm")
 SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "stop": signal.SIGTERM}
 
@@ -101,6 +103,7 @@ class Programs:
     running: list[Forked | subprocess.Popen[bytes]]
     said: Path
     hits: list[dict[str, Any]] = field(default_factory=list)
+    told: bool = False  # a node was told to end, as another one had failed
 
     @property
     def alive(self) -> bool:
@@ -159,7 +162,7 @@ class Trial:
                 program = make(
                     [sys.executable, *line],
                     cwd=self.place,
-                    env={**os.environ, **paths, "OMP_NUM_THREADS": "1"},
+                    env={**os.environ, **paths, "OMP_NUM_THREADS": "1", **QUIET},
                     stdout=file.fileno(),
                     stderr=file.fileno(),
                     start_new_session=True,
@@ -191,9 +194,7 @@ class Trial:
     def _settle(self, programs: Programs) -> None:
         """Wait for the end of a start, and hold it to what is promised."""
         try:
-            deadline = time.monotonic() + ENDS_S
-            while programs.alive and time.monotonic() < deadline:
-                time.sleep(POLL_S)
+            self._await(programs)
             codes = [each.poll() for each in programs.running]
             self._record(programs, codes)
             assert None not in codes, f"stuck: {[command(p) for p in below(os.getpid())]}"
@@ -211,13 +212,29 @@ class Trial:
             print(programs.said.read_text(errors="replace"))
             raise
 
+    def _await(self, programs: Programs) -> None:
+        """Wait for the ends of all programs; tell a node to end when another one has failed."""
+        deadline, apart = time.monotonic() + ENDS_S, 0.0
+        while programs.alive and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            if not apart and any(each.poll() for each in programs.running):
+                apart = time.monotonic() + APART_S
+            if apart and time.monotonic() > apart:
+                apart = deadline  # once
+                for each in programs.running:
+                    if each.poll() is None:
+                        programs.told = True
+                        each.send_signal(signal.SIGTERM)
+
     def _record(self, programs: Programs, codes: Sequence[int | None]) -> None:
         said = programs.said.read_bytes()
         for record, after in zip(programs.hits, [*programs.hits[1:], None], strict=False):
             part = said[record.pop("said") : after["said"] if after else None]
             texts = {"in place": b"ranks started again: ", "again": b"starting the ranks again"}
             seen = [name for name, text in texts.items() if text in part]
-            self.records.append({**record, "outcome": seen or ["next" if after else str(codes)]})
+            told = ["other node told"] if programs.told and not after else []
+            ends = ["hit again" if after else f"ends {codes}"]
+            self.records.append({**record, "outcome": [*seen, *(told or ends)]})
 
 
 def _strike(group: Sequence[int], hit: Hit) -> None:

@@ -67,8 +67,10 @@ class Generations:
 
     def begin(self) -> dist.Store:
         """Meet all ranks; return a store for them alone. Raises EndedError if the others have ended
-        the run, and TimeoutError if some do not come.
+        the run or the launcher with the store has, and TimeoutError if some do not come.
         """
+        if self.met:
+            self._check_store()
         self._before = set(_sockets())
         self._ours = None
         self.over.clear()
@@ -176,6 +178,13 @@ class Generations:
             if store.check([f"{part}/arrivals"]):
                 return part, int(store.get(f"{part}/arrivals"))
         raise AssertionError("waits until it returns or raises")
+
+    def _check_store(self) -> None:
+        """Raise EndedError if the store is gone: a new connection would wait for another one."""
+        try:
+            self._counts.add("arrivals", 0)
+        except RuntimeError:
+            raise EndedError("the launcher that keeps the store of the ranks has ended") from None
 
     def _check_end(self, store: dist.Store) -> None:
         if store.check(["ended"]):
