@@ -31,13 +31,13 @@ from app.engine.recovery.copies import Agreed, Copies, Offer
 from app.engine.recovery.generations import Generations
 from app.engine.report.lasting import lasting_output
 from app.engine.report.metrics import Stopwatch
-from app.engine.report.sinks import Sink
+from app.engine.report.sinks import JsonLines, Sink
 from app.engine.run.ready import StartTimes
 from app.engine.run.train import Beginning, on_device, train_together
 from app.engine.run.trainer import Trainer
 from app.engine.start.start import Data, Start
 from app.engine.step.engine import Engine
-from app.engine.step.records import StepReport
+from app.engine.step.records import RecoveryReport, StepReport
 from app.errors import warn
 from app.plan.partners import shift_of
 from app.planner.plan import Plan
@@ -142,8 +142,9 @@ class Remembering(Beginning):
         memory = self.memory
         memory.end("rejoin")
         life = attempt.life
+        died_at = life.died_at if memory.generations.met == 1 else 0.0  # known since then
         memory.agreed, memory.offers = memory.copies.agree(
-            groups, restarts=life.restarts, died_at=life.died_at, step=memory.step
+            groups, restarts=life.restarts, died_at=died_at, step=memory.step
         )
         if memory.noticed:
             died_at = max(each.died_at for each in memory.offers)
@@ -185,9 +186,10 @@ class RecoveringTrainer(Trainer):
         memory.request = self.request
         memory.wait_for_saves = self.saver.wait
         self.back_from = max((each.step for each in memory.offers), default=0)
+        self.back_to = self.progress.step
         self.again = [rank for rank, each in enumerate(memory.offers) if each.died_at]
-        if memory.agreed is not None:
-            memory.end("state")
+        self.tells = bool(self.again or self.back_from)  # False at the start of all ranks
+        memory.end("state")
 
     def _restored(self) -> tuple[Progress, Cursor]:
         if self.memory.agreed is None:
@@ -207,22 +209,40 @@ class RecoveringTrainer(Trainer):
 
     def _tell_ready(self, sinks: Any) -> None:
         super()._tell_ready(sinks)
-        if self.memory.agreed is not None and self.training_step.taken == 1:
-            self.memory.end("first step")
-            self._tell_recovery(sinks)
+        if not self.tells:
+            return
+        memory, recorder = self.memory, self.engine.recorder
+        if self.training_step.taken == 1:
+            memory.end("first step")
+        if recorder is not None and recorder.seconds:
+            memory.phases["capture"] = recorder.seconds
+        captures = recorder is not None and "capture" not in memory.phases
+        if captures and self.training_step.taken <= self.run.cuda_graph.warmup_steps:
+            if not (self._is_last_step or self.stops):
+                return  # tell it with the time of the capture
+        self.tells = False
+        self._tell_recovery(sinks)
 
     def _tell_recovery(self, sinks: list[Sink]) -> None:
         """Report which rank was started again, how far back, and the seconds of each phase."""
-        memory = self.memory
-        assert memory.agreed is not None
+        phases = self.memory.phases
         who = " and ".join(map(str, self.again)) or "none"
-        seconds = ", ".join(f"{name} {each:.2f}" for name, each in memory.phases.items())
+        seconds = ", ".join(f"{name} {each:.2f}" for name, each in phases.items())
+        whole = sum(phases.values())
+        place = "the newest checkpoint" if self.start.checkpoint else "the beginning"
+        place = "copies in memory" if self.memory.agreed else place
         text = (
-            f"ranks started again: {who}; back from step {self.back_from} to {memory.agreed.step}, "
-            f"from copies in memory, in {sum(memory.phases.values()):.2f} s: {seconds}"
+            f"ranks started again: {who}; back from step {self.back_from} to {self.back_to}, "
+            f"from {place}, in {whole:.2f} s: {seconds}"
+        )
+        named = {f"recovery_{name.replace(' ', '_')}_s": each for name, each in phases.items()}
+        report = RecoveryReport(
+            self.back_to, self.back_from, len(self.again), recovery_s=whole, **named
         )
         for sink in sinks:
             sink.note(f"step {self.progress.step}/{self.run.steps}  {text}")
+            if isinstance(sink, JsonLines):
+                sink.recovery(report)
 
     def _save_if_due(self) -> None:
         super()._save_if_due()
