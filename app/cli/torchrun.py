@@ -66,11 +66,12 @@ class Agent(LocalElasticAgent):
         super().__init__(*arguments, **options)
         self._told: int | None = None  # the signal that has asked this launch to end
         self._presses: list[float] = []  # times of Ctrl-C; monotonic clock, seconds
+        self._meets = False  # True while it waits for the other nodes, up to ten minutes
         for number in PASSED_ON:
             signal.signal(number, self._pass_on)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        if self._pcontext is None:  # no ranks yet
+        if self._pcontext is None or self._meets:  # there are no ranks
             sys.exit(exit_code(number))
         if number == signal.SIGINT:
             now = time.monotonic()
@@ -91,6 +92,13 @@ class Agent(LocalElasticAgent):
             with suppress(ProcessLookupError):
                 # A second Ctrl-C kills: a rank that waits in a collective runs no handler.
                 os.kill(pid, signal.SIGKILL if len(self._presses) > 1 else number)
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._meets = True
+        try:
+            super()._rendezvous(worker_group)
+        finally:
+            self._meets = False
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         super()._restart_workers(worker_group)
