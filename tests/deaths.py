@@ -109,6 +109,11 @@ class Programs:
         """Return whether any of the programs runs."""
         return any(each.poll() is None for each in self.running)
 
+    @property
+    def ending(self) -> bool:
+        """Return whether no program runs, or one has failed, without which no other continues."""
+        return not self.alive or any(each.poll() for each in self.running)
+
     def targets(self, hit: Hit) -> list[list[int]]:
         """The groups of processes that a hit may meet now."""
         alive = [each.pid for each in self.running if each.poll() is None]
@@ -175,7 +180,7 @@ class Trial:
         phase = hit if not soon else replace(hit, phase="step" if not programs.hits else "start")
         happens, seconds = moment(phase, Sight(self.folder), start_s)
         while not (happens() and programs.targets(hit)):
-            if not programs.alive:
+            if programs.ending:
                 return False
             time.sleep(POLL_S)
         time.sleep(seconds)
@@ -216,7 +221,7 @@ class Trial:
         deadline, apart = time.monotonic() + ENDS_S, 0.0
         while programs.alive and time.monotonic() < deadline:
             time.sleep(POLL_S)
-            if not apart and any(each.poll() for each in programs.running):
+            if not apart and programs.ending:
                 apart = time.monotonic() + APART_S
             if apart and time.monotonic() > apart:
                 apart = deadline  # once
