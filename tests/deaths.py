@@ -111,8 +111,8 @@ class Programs:
 
     @property
     def ending(self) -> bool:
-        """Return whether no program runs, or one has failed, without which no other continues."""
-        return not self.alive or any(each.poll() for each in self.running)
+        """Return whether a program has ended, without which no other continues."""
+        return any(each.poll() is not None for each in self.running)
 
     def targets(self, hit: Hit) -> list[list[int]]:
         """The groups of processes that a hit may meet now."""
@@ -222,7 +222,8 @@ class Trial:
         while programs.alive and time.monotonic() < deadline:
             time.sleep(POLL_S)
             if not apart and programs.ending:
-                apart = time.monotonic() + APART_S
+                failed = any(each.poll() for each in programs.running)
+                apart = time.monotonic() + (APART_S if failed else 6 * APART_S)
             if apart and time.monotonic() > apart:
                 apart = deadline  # once
                 for each in programs.running:
@@ -297,7 +298,9 @@ class Alone:
         """The result of a layout, started by train.py without copies in memory."""
         if setup.layout not in self.found:
             place = self.place / f"alone-{len(self.found)}"
-            trial = Trial(replace(setup, launch="own", memory=None), self.corpus, place, fresh=False)
+            trial = Trial(
+                replace(setup, launch="own", memory=None), self.corpus, place, fresh=False
+            )
             assert trial.endured([]) == []
             self.found[setup.layout] = result(trial.folder)
         return self.found[setup.layout]

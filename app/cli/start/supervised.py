@@ -23,7 +23,7 @@ from typing import Any
 from app.cli.processes.launcher import Launch
 from app.cli.processes.parent import bound
 from app.config import Run
-from app.engine.files.life import Life
+from app.engine.files.life import ENDED_WITH, Life
 from app.engine.files.signals import handled, stop_signals
 from app.errors import ConfigError
 from app.programs import speaker
@@ -92,8 +92,11 @@ def supervise(launch: Launch, env: Mapping[str, str]) -> int:
             )
             code = children[-1].wait()
             died_at = time.time()
-            idle = 0 if os.fstat(file.fileno()).st_size else idle + 1
+            said = Path(progress).read_text()
             file.truncate(0)
+            if code < 0 and said.startswith(ENDED_WITH):  # killed after its work was done
+                return int(said.removeprefix(ENDED_WITH))
+            idle = 0 if said else idle + 1
             if code >= 0 or told or -code in stop_signals():
                 break
             if idle > 1 or restarts == MOST_RESTARTS:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+ENDED_WITH = "ended with "  # before the exit code of a run, in the supervisor's file
+
 
 @dataclass(frozen=True, slots=True)
 class Life:

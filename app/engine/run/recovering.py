@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,13 +23,14 @@ from app.data.corpora import Corpora
 from app.data.feed import Cursor
 from app.engine.checkpoint.load import Progress
 from app.engine.files.attempt import Attempt
+from app.engine.files.checkpoints import newest_checkpoint, step_of
 from app.engine.files.run_folder import FolderLock
 from app.engine.files.signals import StopRequest
 from app.engine.ranks.agreement import rank_zero_says
 from app.engine.ranks.groups import Groups
 from app.engine.recovery.copier import Copier
 from app.engine.recovery.copies import Agreed, Copies, Offer
-from app.engine.recovery.generations import Generations
+from app.engine.recovery.generations import EndedError, Generations
 from app.engine.report.lasting import lasting_output
 from app.engine.report.metrics import Stopwatch
 from app.engine.report.sinks import JsonLines, Sink
@@ -96,8 +98,13 @@ def train_recovering(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -
                     times=times,
                     beginning=Remembering(memory),
                 )
-                memory.generations.end_run()
+                attempt.ended(code)
+                memory.generations.end_run(code)
                 return code
+            except EndedError as error:
+                if error.code is None:
+                    raise
+                return error.code  # it died when the others were about to exit
             except Exception as error:
                 if memory.request.signal is not None or not memory.generations.is_cause(error):
                     raise
@@ -123,6 +130,12 @@ def _leave(memory: Memory, device: torch.device) -> None:
     memory.end("abort")
 
 
+def _saved_since(folder: Path | None, agreed: Agreed) -> bool:
+    """Return whether a run folder has a checkpoint of a later step than the copies."""
+    newest = folder and newest_checkpoint(folder)
+    return newest is not None and step_of(newest) > agreed.step
+
+
 @dataclass(frozen=True, slots=True)
 class Remembering(Beginning):
     """Beginning of a generation: from copies in memory where all ranks have some."""
@@ -138,20 +151,29 @@ class Remembering(Beginning):
         attempt: Attempt,
         sources: Callable[[], Corpora],
     ) -> Start:
-        """Agree on copies; without any, choose as a restart does."""
+        """Agree on copies; without any, or with a newer checkpoint, choose as a restart does."""
         memory = self.memory
         memory.end("rejoin")
         life = attempt.life
         died_at = life.died_at if memory.generations.met == 1 else 0.0  # known since then
-        memory.agreed, memory.offers = memory.copies.agree(
+        agreed, memory.offers = memory.copies.agree(
             groups, restarts=life.restarts, died_at=died_at, step=memory.step
         )
+        # Records after the copies are dropped: a later checkpoint would continue without them.
+        newer = rank_zero_says(
+            groups, lambda: agreed and _saved_since(attempt.earlier(run), agreed)
+        )
+        memory.agreed = None if newer else agreed
         if memory.noticed:
             died_at = max(each.died_at for each in memory.offers)
             memory.phases = {"notice": max(0.0, memory.noticed - died_at), **memory.phases}
         if memory.agreed is None:
             start = Beginning.choose(self, run, groups, lock, attempt=attempt, sources=sources)
-            if groups.rank == 0 and any(each.restarts or each.step for each in memory.offers):
+            if (
+                not newer
+                and groups.rank == 0
+                and any(each.restarts or each.step for each in memory.offers)
+            ):
                 where = start.checkpoint or "the beginning: there is no checkpoint"
                 warn(f"no step has a whole copy of every rank in memory; continuing from {where}")
             return start
