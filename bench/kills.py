@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from tests.deaths import Alone, endure
+from tests.deaths import Alone, draw, endure
 from tests.training import corpus_in
 
 HITS = 3  # of a seed
@@ -85,8 +85,9 @@ def main() -> int:
             try:
                 with contextlib.redirect_stdout(said):
                     work = Path(place) / f"seed-{seed}"
-                    for record in endure(seed, HITS, alone, work, fresh=args.fresh):
-                        records.append(record)
+                    setup, hits = draw(seed, HITS)
+                    for record in endure(setup, hits, alone, work, fresh=args.fresh):
+                        records.append({"seed": seed, **record})
             except Exception:
                 trace = traceback.format_exc()
                 failures.append({"seed": seed, "error": trace.splitlines()[-1]})

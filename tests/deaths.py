@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def draw(seed: int, count: int) -> tuple[Setup, list[Hit]]:
     chance = random.Random(seed)
     ranks = chance.choice((2, 2, 2, 4))
     (launch,) = chance.choices(list(LAUNCHES), list(LAUNCHES.values()))
-    memory = chance.choice((None, 1, 1, 3))
+    memory = chance.choice((None, 1, 1, 5))
     setup = Setup(ranks, chance.choice(LAYOUTS[ranks]), launch, memory)
     targets = {each: 1 for each in setup.levels} | {"rank": 4, "pair": 1}
     if launch == "nodes":
@@ -307,20 +307,19 @@ class Alone:
 
 
 def endure(
-    seed: int, count: int, alone: Alone, place: Path, *, fresh: bool = False
+    setup: Setup, hits: Sequence[Hit], alone: Alone, place: Path, *, fresh: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Put runs through drawn hits; those that come too late for one run meet another. Yields what
-    has come of each hit.
+    """Put runs through hits; those that come too late for one run meet another. Yields what has
+    come of each hit.
     """
-    setup, hits = draw(seed, count)
     expected = alone.of(setup)
-    print(f"seed {seed}: {setup}", flush=True)
+    print(setup, flush=True)
     with adopting():
-        for number in range(1 + 4 * count):
+        for number in range(1 + 4 * len(hits)):
             trial = Trial(setup, alone.corpus, place / f"run-{number}", fresh=fresh)
             hits = [hit.sooner() for hit in trial.endured(hits)]
             for record in trial.records:
-                yield {"seed": seed, **setup.__dict__, **record}
+                yield {**asdict(setup), **record}
             assert numbers(trial.folder) == expected
             if not hits:
                 return
