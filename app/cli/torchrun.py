@@ -95,6 +95,8 @@ class Agent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._meets = True
+        if self._told is not None:  # after the ranks had ended
+            sys.exit(exit_code(self._told))
         try:
             super()._rendezvous(worker_group)
         finally:

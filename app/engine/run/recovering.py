@@ -238,10 +238,10 @@ class RecoveringTrainer(Trainer):
             memory.end("first step")
         if recorder is not None and recorder.seconds:
             memory.phases["capture"] = recorder.seconds
-        captures = recorder is not None and "capture" not in memory.phases
-        if captures and self.training_step.taken <= self.run.cuda_graph.warmup_steps:
-            if not (self._is_last_step or self.stops):
-                return  # tell it with the time of the capture
+        ends = self._is_last_step or self.stops
+        warms_up = self.training_step.taken <= self.run.cuda_graph.warmup_steps
+        if recorder is not None and warms_up and not ends:
+            return  # tell it with the time of the capture
         self.tells = False
         self._tell_recovery(sinks)
 
