@@ -42,7 +42,7 @@ def counted(records: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
         outcome = "; ".join(record["outcome"])
         row = {"kind": f"{number} {kind}", "target": target, "phase": phase}
         row |= {"layout": record["layout"], "launch": record["launch"], "copies": copies}
-        row |= {"outcome": outcome}
+        row |= {f"outcome of {target}, {'with' if record['memory'] else 'without'} copies": outcome}
         for name, value in row.items():
             found.setdefault(name, Counter())[value] += 1
     return {name: dict(each.most_common()) for name, each in found.items()}
