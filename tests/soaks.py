@@ -74,10 +74,11 @@ def held(pid: int) -> dict[str, float]:
 def folder_of(run: Path) -> dict[str, float]:
     """Number and bytes of a run's files, without metrics.jsonl."""
     sizes = []
-    for path in run.rglob("*"):
-        with suppress(OSError):
-            if path.is_file() and path.name != METRICS:
-                sizes.append(path.stat().st_size)
+    for folder, _, names in os.walk(run):  # passes over what is removed meanwhile
+        for name in names:
+            with suppress(OSError):
+                if name != METRICS:
+                    sizes.append(Path(folder, name).stat().st_size)
     return {"files": len(sizes), "bytes": sum(sizes)}
 
 
@@ -91,6 +92,18 @@ def soak(
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
     )
+    try:
+        found = _watch(program, run, steps, tell)
+        assert program.wait() == 0
+    finally:
+        program.kill()
+        program.wait()
+    return found
+
+
+def _watch(
+    program: subprocess.Popen[bytes], run: Path, steps: int, tell: Callable[[str], object]
+) -> Watched:
     sight, found = Sight(run), Watched()
     for part in range(1, 11):
         first = steps * part // 10 - 4 * WINDOW  # a sample every third step, on its average
@@ -115,7 +128,6 @@ def soak(
             found.folder.setdefault(key, []).append(median(size[key] for size, _ in sizes))
         found.metrics.append(median(each for _, each in sizes))
         tell(f"step {found.steps[-1]}: {found.growth()}")
-    assert program.wait() == 0
     return found
 
 
