@@ -43,11 +43,11 @@ class Watched:
     folder: dict[str, list[float]] = field(default_factory=dict)
     metrics: list[float] = field(default_factory=list)  # bytes of metrics.jsonl per step
 
-    def growth(self) -> dict[str, dict[str, float]]:
-        """Return last minus first median of everything."""
+    def growth(self, since: int = 0) -> dict[str, dict[str, float]]:
+        """Return the last median minus that of a window, for everything."""
         rows = {**self.processes, "folder": self.folder, "metrics": {"per_step": self.metrics}}
         return {
-            name: {key: values[-1] - values[0] for key, values in row.items()}
+            name: {key: values[-1] - values[since] for key, values in row.items()}
             for name, row in rows.items()
         }
 
