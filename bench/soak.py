@@ -10,14 +10,13 @@ is train.py, 1 torchrun, 2 supervisors, 3 ranks. Numbers are medians (tests/soak
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import tempfile
 from pathlib import Path
 
 import torch
 
-from tests.soaks import SETTINGS, soak
+from tests.soaks import SETTINGS, growth, soak
 from tests.training import corpus_in
 
 
@@ -32,8 +31,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="soak-") as place:
         corpus = corpus_in(Path(place) / "corpus")
         seen = soak(corpus, Path(place) / "run", args.steps)
-    facts = {"torch": torch.__version__, "settings": SETTINGS}
-    said = {**facts, **dataclasses.asdict(seen), "growth": seen.growth()}
+    facts = {"torch": torch.__version__, "settings": SETTINGS, "steps": args.steps}
+    tenths = {key: [row.get(key) for row in seen] for key in seen[-1]}
+    said = {**facts, "tenths": tenths, "growth": growth(seen)}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(said) + "\n")
 

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -24,7 +24,18 @@ from app.engine.files.checkpoints import newest_checkpoint
 from app.engine.files.run_folder import has_ended
 from tests.checkpoints import verify_checkpoint
 from tests.kills import SETTINGS, Hit, Sight, committed, moment
-from tests.ordeals import POLL_S, STARTS_S, Result, adopting, below, children, result
+from tests.ordeals import (
+    ORPHANS_S,
+    POLL_S,
+    STARTS_S,
+    Result,
+    adopting,
+    below,
+    children,
+    command,
+    reap,
+    result,
+)
 from tests.ports import free_port
 from tests.programs import Forked, ForkedTree
 from tests.training import ROOT
@@ -32,8 +43,7 @@ from tests.training import ROOT
 LAYOUTS = {2: ("dp=2", "tp=2", "pp=2", "dp=2 ep=2"), 4: ("tp=2 dp=2 ep=2", "pp=2 dp=2 ep=2")}
 LAUNCHES = {"own": 3, "torchrun": 2, "nodes": 3}  # by whom the ranks are started: weight
 ENDS_S = 120.0  # seconds after which a run that should end is stuck
-APART_S = 5.0  # seconds that a node outlives another one before it is told to end, as srun does
-LEFT_S = 10.0  # seconds that processes and files may outlive the programs that were started
+APART_S = 5.0  # seconds that a node outlives one that has failed; six times that without any rank
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # as in scripts/train.sbatch
 SHARED = Path("/dev/shm")
 SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "stop": signal.SIGTERM}
@@ -101,7 +111,7 @@ class Programs:
     running: list[Forked | subprocess.Popen[bytes]]
     said: Path
     hits: list[dict[str, Any]] = field(default_factory=list)
-    told: bool = False  # a node was told to end, as another one had failed
+    told: str = ""  # signal that a node got after another one had ended
 
     @property
     def alive(self) -> bool:
@@ -113,17 +123,17 @@ class Programs:
         """Return whether a program has ended, without which no other continues."""
         return any(each.poll() is not None for each in self.running)
 
-    def targets(self, hit: Hit) -> list[list[int]]:
+    def targets(self, target: str) -> list[list[int]]:
         """The groups of processes that a hit may meet now."""
         alive = [each.pid for each in self.running if each.poll() is None]
-        if hit.target == "node":
+        if target == "node":
             return [[pid, *sorted(below(pid))] for pid in alive]
         levels = self.setup.levels
         found = alive
-        for _ in range(levels.index("rank" if hit.target == "pair" else hit.target)):
+        for _ in range(levels.index("rank" if target == "pair" else target)):
             found = [child for pid in found for child in children(pid)]
         found.sort()
-        if hit.target != "pair":
+        if target != "pair":
             return [[pid] for pid in found]
         return [found[at : at + 2] for at in range(len(found) - 1)]
 
@@ -138,8 +148,7 @@ class Trial:
         self.scratch.mkdir(parents=True)
         self.others = below(os.getpid())
         self.shared = set(SHARED.iterdir())
-        self.starts = 0
-        self.records: list[dict[str, Any]] = []
+        self.starts, self.records = 0, list[dict[str, Any]]()
 
     def endured(self, hits: Sequence[Hit]) -> list[Hit]:
         """Start it until it has ended; returns the hits that came too late for it."""
@@ -158,19 +167,19 @@ class Trial:
         self.starts += 1
         make = subprocess.Popen if self.fresh else ForkedTree
         said = self.place / f"said-{self.starts}"
-        paths = {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.scratch)}
-        running = []
+        env = {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.scratch), "OMP_NUM_THREADS": "1"}
         with said.open("ab") as file:
-            for line in self.setup.lines(self.corpus, self.folder):
-                program = make(
+            running = [
+                make(
                     [sys.executable, *line],
                     cwd=self.place,
-                    env={**os.environ, **paths, "OMP_NUM_THREADS": "1", **QUIET},
+                    env={**os.environ, **env, **QUIET},
                     stdout=file.fileno(),
                     stderr=file.fileno(),
                     start_new_session=True,
                 )
-                running.append(program)
+                for line in self.setup.lines(self.corpus, self.folder)
+            ]
         return Programs(self.setup, running, said)
 
     def _meets(self, programs: Programs, hit: Hit, start_s: float) -> bool:
@@ -178,20 +187,21 @@ class Trial:
         soon = hit.phase == "soon"
         phase = hit if not soon else replace(hit, phase="step" if not programs.hits else "start")
         happens, seconds = moment(phase, Sight(self.folder), start_s)
-        while not (happens() and programs.targets(hit)):
-            if programs.ending:
+        deadline = time.monotonic() + ENDS_S
+        while not (happens() and programs.targets(hit.target)):
+            if programs.ending or time.monotonic() > deadline:
                 return False
             time.sleep(POLL_S)
         time.sleep(seconds)
-        groups = programs.targets(hit)
+        groups = programs.targets(hit.target)
         if not groups:
             return False
         group = groups[int(hit.draws[1] * len(groups))]
-        record = {"hit": str(hit), "start": self.starts, "saved": committed(self.folder)}
-        record |= {"said": programs.said.stat().st_size}
+        size = programs.said.stat().st_size
+        record = {"hit": str(hit), "saved": committed(self.folder), "said": size}
         print(f"  start {self.starts}: {hit}: {group}", flush=True)
-        _strike(group, hit)
         programs.hits.append(record)
+        _strike(group, hit)
         return True
 
     def _settle(self, programs: Programs) -> None:
@@ -203,32 +213,39 @@ class Trial:
             assert None not in codes, f"stuck: {[command(p) for p in below(os.getpid())]}"
             assert 2 not in codes, "refused"
             assert programs.hits or codes == [0] * len(codes), "nobody has hit it"
-            _wait(lambda: not below(os.getpid()) - self.others)
-            left = [command(pid) for pid in below(os.getpid()) - self.others]
-            assert not left, f"processes left: {left}"
-            assert not [*self.scratch.iterdir()], f"temporary files: {[*self.scratch.rglob('*')]}"
-            shared = [each for each in set(SHARED.iterdir()) - self.shared if not _is_open(each)]
-            assert not shared, f"shared memory left: {shared}"
-            if newest := newest_checkpoint(self.folder):
-                verify_checkpoint(newest)
+            self._check_left()
         except AssertionError:
             print(programs.said.read_text(errors="replace"))
             raise
 
-    def _await(self, programs: Programs) -> None:
-        """Wait for the ends of all programs; tell a node to end when another one has failed."""
-        deadline, apart = time.monotonic() + ENDS_S, 0.0
-        while programs.alive and time.monotonic() < deadline:
+    def _check_left(self) -> None:
+        deadline = time.monotonic() + ORPHANS_S
+        while (left := below(os.getpid()) - self.others) and time.monotonic() < deadline:
             time.sleep(POLL_S)
-            if not apart and programs.ending:
-                failed = any(each.poll() for each in programs.running)
-                apart = time.monotonic() + (APART_S if failed else 6 * APART_S)
-            if apart and time.monotonic() > apart:
-                apart = deadline  # once
+        assert not left, f"processes left: {[command(pid) for pid in left]}"
+        reap()
+        assert not [*self.scratch.iterdir()], f"temporary files: {[*self.scratch.rglob('*')]}"
+        shared = [each for each in set(SHARED.iterdir()) - self.shared if not _is_open(each)]
+        assert not shared, f"shared memory left: {shared}"
+        if newest := newest_checkpoint(self.folder):
+            verify_checkpoint(newest)
+
+    def _await(self, programs: Programs) -> None:
+        """Wait for the ends of all programs. As srun does, tell a node to end when another one has
+        ended, or no rank has run for a while, and kill it later.
+        """
+        deadline, since = time.monotonic() + ENDS_S, time.monotonic()
+        signals = [signal.SIGTERM, signal.SIGKILL] if len(programs.running) > 1 else []
+        while programs.alive and time.monotonic() < deadline:
+            time.sleep(10 * POLL_S)
+            failed = any(each.poll() for each in programs.running)
+            if not programs.ending and programs.targets("rank"):
+                since = time.monotonic()
+            if signals and time.monotonic() - since > (APART_S if failed else 6 * APART_S):
+                programs.told, since = signals[0].name, time.monotonic()
                 for each in programs.running:
-                    if each.poll() is None:
-                        programs.told = True
-                        each.send_signal(signal.SIGTERM)
+                    each.send_signal(signals[0])
+                signals.pop(0)
 
     def _record(self, programs: Programs, codes: Sequence[int | None]) -> None:
         said = programs.said.read_bytes()
@@ -236,7 +253,7 @@ class Trial:
             part = said[record.pop("said") : after["said"] if after else None]
             texts = {"in place": b"ranks started again: ", "again": b"starting the ranks again"}
             seen = [name for name, text in texts.items() if text in part]
-            told = ["other node told"] if programs.told and not after else []
+            told = [f"other node {programs.told}"] if programs.told and not after else []
             ends = ["hit again" if after else f"ends {codes}"]
             self.records.append({**record, "outcome": [*seen, *(told or ends)]})
 
@@ -244,31 +261,14 @@ class Trial:
 def _strike(group: Sequence[int], hit: Hit) -> None:
     """Send the signals of a hit; processes of a frozen group are killed some time later."""
     later = hit.kind == "freeze"
-    numbers = [signal.SIGSTOP, signal.SIGKILL] if later or len(group) > 1 else [hit.number]
-    if hit.kind == "stop":
-        numbers = [hit.number]
+    # all of a group are frozen first: none may see another one die
+    numbers = [hit.number] if hit.kind == "stop" else [signal.SIGSTOP, signal.SIGKILL]
     for number in numbers:
         for pid in group:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
         if later and number == signal.SIGSTOP:
             time.sleep(0.5 * hit.draws[2])
-
-
-def _wait(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LEFT_S
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-    with suppress(ChildProcessError):  # let adopted processes that have ended go
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-
-
-def command(pid: int) -> str:
-    """Number and command line of a process."""
-    with suppress(OSError):
-        return f"{pid}: {Path(f'/proc/{pid}/cmdline').read_text().replace(chr(0), ' ')}"
-    return str(pid)
 
 
 def _is_open(path: Path) -> bool:

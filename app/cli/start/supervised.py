@@ -92,7 +92,7 @@ def supervise(launch: Launch, env: Mapping[str, str]) -> int:
             )
             code = children[-1].wait()
             died_at = time.time()
-            said = Path(progress).read_text()
+            said = Path(progress).read_text(encoding="utf-8")
             file.truncate(0)
             if code < 0 and said.startswith(ENDED_WITH):  # killed after its work was done
                 return int(said.removeprefix(ENDED_WITH))

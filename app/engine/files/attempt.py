@@ -79,7 +79,7 @@ class Attempt:
     def ended(self, code: int) -> None:
         """Tell the supervisor with which code the run has ended, should this process be killed."""
         if self.life.progress is not None:
-            self.life.progress.write_text(f"{ENDED_WITH}{code}")
+            self.life.progress.write_text(f"{ENDED_WITH}{code}", encoding="utf-8")
 
     def note(self, folder: Path) -> None:
         """Record the run folder for the parent, and for later attempts with a secret word that is
