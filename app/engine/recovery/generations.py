@@ -10,13 +10,12 @@ the connections of its rank, so that a collective under way raises.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -28,7 +27,6 @@ from app.engine.ranks.meeting import TIMEOUT
 LOOK_S = 0.2  # seconds between looks at the count of arrivals
 POLL_S = 0.02  # seconds between looks at a meeting
 GRACE_S = 0.5  # seconds for a rank's own error to say more than that its connections were closed
-CONNECT_S = 10.0  # seconds for a rank to notice that its generation is over while it connects
 FILES = Path("/proc/self/fd")
 # Texts of errors by which gloo, NCCL and torch's store tell of a process at the other end.
 LOST = (
@@ -68,7 +66,6 @@ class Generations:
         self.over = threading.Event()  # set once another rank has come to a later meeting
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
-        self._connects = False  # the main thread connects groups
         self._before: set[int] = set()  # sockets from before this generation
         self._ours: set[int] | None = None  # sockets of its groups; None: all that are newer
 
@@ -86,24 +83,12 @@ class Generations:
         store.add("arrivals", 1)
         part, arrivals = self._lead(store, own) if self.rank == 0 else self._follow(store, own)
         self.met += 1
-        self._connects = True
         self._end = threading.Event()
         self._thread = threading.Thread(
             target=self._look, args=(arrivals, self._end), daemon=True, name="arrivals"
         )
         self._thread.start()
         return dist.PrefixStore(part, store)
-
-    def connected(self) -> None:
-        """Note that the groups are connected, which begins after a meeting."""
-        self._connects = False
-
-    @contextmanager
-    def connecting(self) -> Iterator[None]:
-        """Connect another group within the block."""
-        self._connects = True
-        yield
-        self._connects = False
 
     def settle(self) -> None:
         """Count the connections up to now, and no later ones, as those of the groups."""
@@ -157,10 +142,6 @@ class Generations:
                 if not end.wait(GRACE_S):
                     self._wake()
                     _abort_nccl()
-                # gloo waits for a dead rank's connection without a socket that could be closed
-                while not end.wait(CONNECT_S):
-                    if self._connects:
-                        os.kill(os.getpid(), signal.SIGKILL)  # the supervisor starts it again
                 return
 
     def _wake(self) -> None:

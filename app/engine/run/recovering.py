@@ -154,7 +154,6 @@ class Remembering(Beginning):
         """Agree on copies; without any, or with a newer checkpoint, choose as a restart does."""
         memory = self.memory
         memory.end("rejoin")
-        memory.generations.connected()
         life = attempt.life
         died_at = life.died_at if memory.generations.met == 1 else 0.0  # known since then
         agreed, memory.offers = memory.copies.agree(
@@ -205,8 +204,7 @@ class RecoveringTrainer(Trainer):
         every = self.run.checkpoint.memory_every
         assert every is not None, "chosen by this key"
         self.every = every
-        with memory.generations.connecting():
-            self.copier = memory.copier = Copier(engine, memory.copies, self._origin())
+        self.copier = memory.copier = Copier(engine, memory.copies, self._origin())
         memory.request = self.request
         memory.wait_for_saves = self.saver.wait
         self.back_from = max((each.step for each in memory.offers), default=0)
