@@ -191,9 +191,9 @@ class Ordeal:
         deadline = time.monotonic() + ORPHANS_S
         while (left := below(os.getpid()) - self.others) and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        assert not left, f"orphans: {[_command(pid) for pid in left]}"
+        assert not left, f"orphans: {[command(pid) for pid in left]}"
         assert not (start.cut_short and has_ended(self.folder)), "orphans have trained to the end"
-        _reap()
+        reap()
 
     def _check_code(self, code: int, start: Start) -> None:
         kinds = {hit.kind for hit in start.hits} - {"pause"}
@@ -211,7 +211,8 @@ class Ordeal:
             assert code != 2, "refused"
 
 
-def _command(pid: int) -> str:
+def command(pid: int) -> str:
+    """Number and command line of a process."""
     with suppress(OSError):
         return f"{pid}: {Path(f'/proc/{pid}/cmdline').read_text().replace(chr(0), ' ')}"
     return f"{pid}"
@@ -229,7 +230,7 @@ def _send(hit: Hit, process: int) -> bool:
     return True
 
 
-def _reap() -> None:
+def reap() -> None:
     """Let adopted processes that have ended go."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:

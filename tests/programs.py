@@ -9,6 +9,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -202,6 +203,8 @@ class Forked:
             sys.stdout.reconfigure(encoding=encoding)
             sys.stderr.reconfigure(encoding=encoding, errors="backslashreplace")
             os.chdir(cwd or ".")
+            tempfile.tempdir = None  # TMPDIR may be another
+            sys.orig_argv = list(self.args)
             warnings.resetwarnings()
             self.prepare()
             _run(self.args[1:])
@@ -239,6 +242,7 @@ def _interpret(line: list[str]) -> None:
             sys.modules.pop(module, None)
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         case [parent.__file__, starter, _, *rest]:  # would become another program
+            sys.orig_argv = [sys.executable, *rest]
             end_with_parent(int(starter))
             _interpret(rest)
         case [script, *rest]:

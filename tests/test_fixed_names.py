@@ -12,7 +12,7 @@ import pytest
 
 from app.cli.options.compose import load_overrides
 from app.cli.options.keys import all_keys
-from app.engine.step.records import RollbackReport, StepReport, ValidationReport
+from app.engine.step.records import RecoveryReport, RollbackReport, StepReport, ValidationReport
 from app.planner.export import plan_json
 from app.planner.plan import Plan
 
@@ -129,7 +129,7 @@ def key_paths(value: object, above: str = "") -> Iterator[str]:
 def keys_now() -> set[str]:
     """Every key that users type, or that programs read in what a run writes."""
     plan = Plan(load_overrides(PLANNED))
-    reports = (StepReport, ValidationReport, RollbackReport)
+    reports = (StepReport, ValidationReport, RollbackReport, RecoveryReport)
     metrics = {field.name for report in reports for field in dataclasses.fields(report)}
     return {
         *(f"config {key}" for key in all_keys()),

@@ -22,7 +22,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 import uuid
 from argparse import Namespace
@@ -79,11 +78,12 @@ class Agent(LocalElasticAgent):
         self._presses: list[float] = []  # times of Ctrl-C; monotonic clock, seconds
         handler = self._worker_group.spec.rdzv_handler
         self._nodes = handler if isinstance(handler, several_hosts.SeveralHosts) else None
+        self._meets = False  # True while it waits for the other nodes, up to ten minutes
         for number in PASSED_ON:
             signal.signal(number, self._pass_on)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        if self._pcontext is None:  # no ranks yet
+        if self._pcontext is None or self._meets:  # there are no ranks
             sys.exit(exit_code(number))
         if number == signal.SIGINT:
             now = time.monotonic()
@@ -118,6 +118,15 @@ class Agent(LocalElasticAgent):
             _say("the launch has ended, and this node was spare")
             result = RunResult(WorkerState.SUCCEEDED)
         return result
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._meets = True
+        if self._told is not None:  # after the ranks had ended
+            sys.exit(exit_code(self._told))
+        try:
+            super()._rendezvous(worker_group)
+        finally:
+            self._meets = False
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY and self._nodes:  # for other nodes
@@ -223,10 +232,10 @@ def main(arguments: Sequence[str]) -> int:
     logging.disable(logging.ERROR)  # failed ranks are reported below, in one line
     try:
         _settle_meeting_point(options)
-        with tempfile.TemporaryDirectory(prefix="graphfold-torchrun-") as scratch:
-            # torch would make a log folder in /tmp and leave it there
-            options.log_dir = options.log_dir or scratch
-            run(options)
+        if options.log_dir is None and options.redirects == options.tee == "0":
+            # torch would make a folder in /tmp for logs, which nobody has asked for, and leave it
+            options.log_dir = os.devnull
+        run(options)
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
         if code not in SAID:

@@ -185,8 +185,12 @@ def _graphs(plan: Plan) -> dict[str, Any]:
 
 
 def _memory(plan: Plan) -> list[dict[str, Any]]:
+    host = {copies.pp_rank: {"host_copies": copies.held} for copies in plan.host_copies}
     return [
-        asdict(rank) | {"total": rank.total, "allocated": rank.allocated} for rank in plan.memory
+        asdict(rank)
+        | {"total": rank.total, "allocated": rank.allocated}
+        | host.get(rank.pp_rank, {})
+        for rank in plan.memory
     ]
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from app.engine.files.checkpoints import complete_checkpoints, newest_checkpoint
 from app.engine.report.trackers import NAMES
-from app.engine.step.records import RollbackReport, StepReport, ValidationReport
+from app.engine.step.records import RecoveryReport, RollbackReport, StepReport, ValidationReport
 from app.version import Version
 from tests.cases import chosen
 from tests.programs import Forked, ForkedTree, run_forked
@@ -131,7 +131,7 @@ def test_metrics_are_the_documented_ones(whole: tuple[Path, str]):
     page = (ROOT / "docs/metrics.md").read_text()
     cells = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", page, re.MULTILINE)
     documented = {key for cell in cells for key in re.findall(r"\w+", cell)}
-    reports = (StepReport, ValidationReport, RollbackReport)
+    reports = (StepReport, ValidationReport, RollbackReport, RecoveryReport)
     fields = {field for report in reports for field in report.__dataclass_fields__}
     assert documented == fields - {"by_source", "parts"}  # listed with their labels
     written = {key for row in metrics(whole[0]) for key in row}
@@ -139,7 +139,8 @@ def test_metrics_are_the_documented_ones(whole: tuple[Path, str]):
     clones = {"moe_rank_load_before", "moe_rank_load_after", "moe_clones"}
     in_8 = {key for key in documented if key.startswith("fp8_")}
     asked_for = {"moe_dropped", "reruns", "loss_scale", *clones, *graphs, *in_8}
-    assert len(graphs) == 6
+    recovered = {key for key in documented if key.startswith("recovery_")}
+    assert len(graphs) == 6 and len(recovered) == 9
     assert documented - written == {
         "mfu",
         "joules_per_token",
@@ -150,6 +151,7 @@ def test_metrics_are_the_documented_ones(whole: tuple[Path, str]):
         "gpu_others",
         "rollback_from",
         "rollbacks",
+        *recovered,
         *asked_for,
     }
 

@@ -143,6 +143,12 @@ def test_actions_can_be_read_back():
     assert [[parse_action(word) for word in text.split()] for text in texts] == plan.actions
 
 
+def test_memory_has_the_host_bytes_of_copies():
+    plan = plan_of(*PIPELINE, "checkpoint.memory_every=2")
+    found = [rank["host_copies"] for rank in plan_json(plan, "memory")["memory"]]
+    assert found == [copies.held for copies in plan.host_copies] and all(found)
+
+
 def test_memory_and_verdict():
     plan = plan_of(*PIPELINE, "hardware.gpu_memory_gib=0.5")
     advice = Suggestion(("parallel.dp=2",), 7, 1.5, cost="twice the GPUs")

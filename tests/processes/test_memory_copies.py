@@ -99,7 +99,7 @@ def test_second_arrival_ends_a_generation(tmp_path: Path):
         thread.join()
     assert len(met) == 2 * WORLD and not again.over.is_set()
     for each in (ranks[0], again):
-        each.end_run()
+        each.end_run(0)
     with pytest.raises(EndedError):
         ranks[1].begin()
 

@@ -94,6 +94,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
     return [
         {key: value for key, value in row.items() if key not in TIMED and "ms" not in key}
         for row in read_metrics(folder)
+        if "recovery_s" not in row
     ]
 
 
@@ -141,5 +142,13 @@ def test_killed_ranks_change_no_bit(name: str, tmp_path: Path):
     assert len(back) == 2, said
     most = 3 if "memory_every" in words else 1
     assert all(int(step) - int(to) <= most for step, to in back), said
+    told = [row for row in read_metrics(killed) if "recovery_s" in row]
+    assert [(row["recovery_from"], row["step"]) for row in told] == [
+        (int(step), int(to)) for step, to in back
+    ]
+    captured = "cuda_graph" in words
+    assert captured == ("capture_s" in str(told[0])) == (", capture " in said)
+    assert all(row["recovery_ranks"] == 1 for row in told)
+    assert all("recovery_rejoin_s" in row and "recovery_state_s" in row for row in told)
     same_numbers(plain, killed)
     assert not supervised(killed)

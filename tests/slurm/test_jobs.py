@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 
 from app.engine.files.checkpoints import complete_checkpoints, newest_checkpoint
+from app.engine.files.run_folder import METRICS, read_metrics
 from tests.slurm.conftest import JOB_S, Cluster
 from tests.training import LONG, losses, wait_for
 
 pytestmark = pytest.mark.slurm
 
 
-def ranks_of(job: str) -> list[int]:
-    """Process ids of a job's ranks, in rank order."""
+def ranks_of(job: str, marked: bytes = b"RANK") -> list[int]:
+    """Process ids of a job's ranks, in rank order, that have a variable."""
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -36,6 +37,7 @@ def ranks_of(job: str) -> list[int]:
             b"train.py" in command
             and b"app.cli.torchrun" not in command
             and env.get(b"SLURM_JOB_ID") == job.encode()
+            and marked in env
         ):
             found[int(env[b"RANK"])] = int(process.name)
     return [found[rank] for rank in sorted(found)]
@@ -69,6 +71,30 @@ def test_over_two_nodes_a_rank_killed_and_the_time_over(
     assert cluster.ended(job) == "COMPLETED" and cluster.facts(job)["Restarts"] == "1"
     assert losses(run_dir) == undisturbed
     assert re.search("2 processes of .*: dp 2, ep 2$", cluster.log(job), re.MULTILINE)
+
+
+def test_rank_killed_over_two_nodes_continues_in_place(
+    cluster: Cluster, corpus: tuple[str, ...], undisturbed: dict[int, float]
+):
+    copies = ("checkpoint.memory_every=1", "checkpoint.interval=1000")
+    job = cluster.train(*corpus, *LONG, *copies, "log.console=true")
+    run_dir = cluster.folder / f"runs/slurm-{job}"
+    metrics = run_dir / METRICS
+    cluster.meanwhile(job, lambda: metrics.exists() and len(read_metrics(run_dir)) > 20)
+    before = ranks_of(job, b"GRAPHFOLD_RANK_RESTARTS")
+    os.kill(before[1], signal.SIGKILL)
+    cluster.meanwhile(job, lambda: "ranks started again: 1; back from" in cluster.log(job))
+    after = ranks_of(job, b"GRAPHFOLD_RANK_RESTARTS")
+    assert after[0] == before[0] and after[1] != before[1]
+    assert cluster.ended(job) == "COMPLETED" and cluster.facts(job)["Restarts"] == "0"
+    said = cluster.log(job)
+    told = f"train.py: rank 1 (process {before[1]}) was ended by SIGKILL; starting it again"
+    assert told in said and "starting the ranks again" not in said
+    step, to, phases = re.search(r"back from step (\d+) to (\d+), from copies (.*)", said).groups()
+    assert int(step) - int(to) <= 1
+    assert re.fullmatch(r"in memory, in .* s: notice .*, abort .*, rejoin .*, state .*", phases)
+    print(f"recovery over two nodes: {phases}")
+    assert losses(run_dir) == undisturbed
 
 
 def test_preempted_and_then_cancelled(

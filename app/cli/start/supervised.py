@@ -13,7 +13,6 @@ import resource
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,13 +23,13 @@ from typing import Any
 from app.cli.processes.launcher import Launch
 from app.cli.processes.parent import bound
 from app.config import Run
-from app.engine.files.life import Life
+from app.engine.files.life import ENDED_WITH, Life
 from app.engine.files.signals import handled, stop_signals
 from app.errors import ConfigError
 from app.programs import speaker
 
 # Variables of a supervised rank: processes of this rank before, when the last one died (seconds
-# since 1970), and the file that the rank touches at its first copy in memory.
+# since 1970), and the file into which the rank writes at its first copy in memory.
 RESTARTS, DIED_AT, PROGRESS = (
     "GRAPHFOLD_RANK_RESTARTS",
     "GRAPHFOLD_RANK_DIED_AT",
@@ -82,21 +81,22 @@ def supervise(launch: Launch, env: Mapping[str, str]) -> int:
             children[-1].send_signal(number)
 
     restarts, died_at, idle = 0, 0.0, 0
-    with (
-        tempfile.TemporaryDirectory(prefix="graphfold-rank-") as scratch,
-        handled(stop_signals(), pass_on),
-    ):
-        progress = Path(scratch) / "progress"
+    # in memory: nothing stays behind if this process is killed
+    with os.fdopen(os.memfd_create("progress"), "wb") as file, handled(stop_signals(), pass_on):
+        progress = f"/proc/{os.getpid()}/fd/{file.fileno()}"
         while True:
-            ours = {RESTARTS: str(restarts), DIED_AT: str(died_at), PROGRESS: str(progress)}
+            ours = {RESTARTS: str(restarts), DIED_AT: str(died_at), PROGRESS: progress}
             command = bound([sys.executable, *sys.orig_argv[1:]])
             children.append(
                 subprocess.Popen(command, env={**env, **_placed(launch), **ours}),
             )
             code = children[-1].wait()
             died_at = time.time()
-            idle = 0 if progress.exists() else idle + 1
-            progress.unlink(missing_ok=True)
+            said = Path(progress).read_text(encoding="utf-8")
+            file.truncate(0)
+            if code < 0 and said.startswith(ENDED_WITH):  # killed after its work was done
+                return int(said.removeprefix(ENDED_WITH))
+            idle = 0 if said else idle + 1
             if code >= 0 or told or -code in stop_signals():
                 break
             if idle > 1 or restarts == MOST_RESTARTS:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from app.config import Run
-from app.engine.files.life import Life
+from app.engine.files.life import ENDED_WITH, Life
 from app.engine.files.run_folder import CONFIG
 from app.engine.files.signals import INTERRUPTED, STOPPED
 from app.engine.ranks.meeting import TIMEOUT, join_store, meet
@@ -75,7 +75,12 @@ class Attempt:
     def progressed(self) -> None:
         """Tell the supervisor that this process has done more than start."""
         if self.life.progress is not None:
-            self.life.progress.touch()
+            self.life.progress.write_bytes(b"1")
+
+    def ended(self, code: int) -> None:
+        """Tell the supervisor with which code the run has ended, should this process be killed."""
+        if self.life.progress is not None:
+            self.life.progress.write_text(f"{ENDED_WITH}{code}", encoding="utf-8")
 
     def note(self, folder: Path) -> None:
         """Record the run folder for the parent, and for later attempts with a secret word that is

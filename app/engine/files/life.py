@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+ENDED_WITH = "ended with "  # before the exit code of a run, in the supervisor's file
+
 
 @dataclass(frozen=True, slots=True)
 class Life:
@@ -12,4 +14,4 @@ class Life:
 
     restarts: int = 0  # processes of this rank before
     died_at: float = 0.0  # when the one before died, seconds since 1970; 0: there was none
-    progress: Path | None = None  # file that tells the supervisor of progress
+    progress: Path | None = None  # its supervisor's file; not empty after progress

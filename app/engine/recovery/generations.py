@@ -41,7 +41,11 @@ LOST = (
 
 
 class EndedError(RuntimeError):
-    """The other ranks have ended the run."""
+    """The other ranks have ended the run, with this exit code; None: the launcher has ended."""
+
+    def __init__(self, text: str, code: int | None = None) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 class LostRankError(RuntimeError):
@@ -67,8 +71,10 @@ class Generations:
 
     def begin(self) -> dist.Store:
         """Meet all ranks; return a store for them alone. Raises EndedError if the others have ended
-        the run, and TimeoutError if some do not come.
+        the run or the launcher with the store has, and TimeoutError if some do not come.
         """
+        if self.met:
+            self._check_store()
         self._before = set(_sockets())
         self._ours = None
         self.over.clear()
@@ -88,11 +94,11 @@ class Generations:
         """Count the connections up to now, and no later ones, as those of the groups."""
         self._ours = set(_sockets()) - self._before
 
-    def end_run(self) -> None:
-        """Tell a rank that comes later that this rank has nothing left to do."""
+    def end_run(self, code: int) -> None:
+        """Tell a rank that comes later that this rank is about to exit with this code."""
         self._stop()
         with suppress(RuntimeError):  # the store is gone, and with it whoever would ask
-            self._counts.add("ended", 1)
+            self._counts.set("ended", str(code))
 
     def leave(self) -> None:
         """Close the connections of this generation, which wakes the ranks at their other ends, and
@@ -177,9 +183,17 @@ class Generations:
                 return part, int(store.get(f"{part}/arrivals"))
         raise AssertionError("waits until it returns or raises")
 
+    def _check_store(self) -> None:
+        """Raise EndedError if the store is gone: a new connection would wait for another one."""
+        try:
+            self._counts.add("arrivals", 0)
+        except RuntimeError:
+            raise EndedError("the launcher that keeps the store of the ranks has ended") from None
+
     def _check_end(self, store: dist.Store) -> None:
         if store.check(["ended"]):
-            raise EndedError("the other ranks have ended the run")
+            code = int(store.get("ended"))
+            raise EndedError("the other ranks have ended the run", code)
 
 
 def _patiently(what: str) -> Iterator[None]:

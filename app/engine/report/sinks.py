@@ -19,7 +19,7 @@ from app.config import Run
 from app.engine.files.metric_lines import line_of
 from app.engine.files.run_folder import METRICS, identity
 from app.engine.report.live_line import GAP, LiveLine
-from app.engine.step.records import RollbackReport, StepReport, ValidationReport
+from app.engine.step.records import RecoveryReport, RollbackReport, StepReport, ValidationReport
 from app.errors import ConfigError, warn, writing
 from app.own_files import make_own, open_own
 from app.plan.formatting import amount, count_of
@@ -82,6 +82,10 @@ class JsonLines:
         """Append a line to the new file, in which lines of repeated steps were dropped."""
         os.close(self._file)
         self._open()
+        self._write(report.metrics())
+
+    def recovery(self, report: RecoveryReport) -> None:
+        """Append a line."""
         self._write(report.metrics())
 
     def note(self, text: str) -> None:

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,22 +23,23 @@ from app.data.corpora import Corpora
 from app.data.feed import Cursor
 from app.engine.checkpoint.load import Progress
 from app.engine.files.attempt import Attempt
+from app.engine.files.checkpoints import newest_checkpoint, step_of
 from app.engine.files.run_folder import FolderLock
 from app.engine.files.signals import StopRequest
 from app.engine.ranks.agreement import rank_zero_says
 from app.engine.ranks.groups import Groups
 from app.engine.recovery.copier import Copier
 from app.engine.recovery.copies import Agreed, Copies, Offer
-from app.engine.recovery.generations import Generations
+from app.engine.recovery.generations import EndedError, Generations
 from app.engine.report.lasting import lasting_output
 from app.engine.report.metrics import Stopwatch
-from app.engine.report.sinks import Sink
+from app.engine.report.sinks import JsonLines, Sink
 from app.engine.run.ready import StartTimes
 from app.engine.run.train import Beginning, on_device, train_together
 from app.engine.run.trainer import Trainer
 from app.engine.start.start import Data, Start
 from app.engine.step.engine import Engine
-from app.engine.step.records import StepReport
+from app.engine.step.records import RecoveryReport, StepReport
 from app.errors import warn
 from app.plan.partners import shift_of
 from app.planner.plan import Plan
@@ -96,8 +98,13 @@ def train_recovering(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -
                     times=times,
                     beginning=Remembering(memory),
                 )
-                memory.generations.end_run()
+                attempt.ended(code)
+                memory.generations.end_run(code)
                 return code
+            except EndedError as error:
+                if error.code is None:
+                    raise
+                return error.code  # it died when the others were about to exit
             except Exception as error:
                 if memory.request.signal is not None or not memory.generations.is_cause(error):
                     raise
@@ -123,6 +130,12 @@ def _leave(memory: Memory, device: torch.device) -> None:
     memory.end("abort")
 
 
+def _saved_since(folder: Path | None, agreed: Agreed) -> bool:
+    """Return whether a run folder has a checkpoint of a later step than the copies."""
+    newest = folder and newest_checkpoint(folder)
+    return newest is not None and step_of(newest) > agreed.step
+
+
 @dataclass(frozen=True, slots=True)
 class Remembering(Beginning):
     """Beginning of a generation: from copies in memory where all ranks have some."""
@@ -138,19 +151,29 @@ class Remembering(Beginning):
         attempt: Attempt,
         sources: Callable[[], Corpora],
     ) -> Start:
-        """Agree on copies; without any, choose as a restart does."""
+        """Agree on copies; without any, or with a newer checkpoint, choose as a restart does."""
         memory = self.memory
         memory.end("rejoin")
         life = attempt.life
-        memory.agreed, memory.offers = memory.copies.agree(
-            groups, restarts=life.restarts, died_at=life.died_at, step=memory.step
+        died_at = life.died_at if memory.generations.met == 1 else 0.0  # known since then
+        agreed, memory.offers = memory.copies.agree(
+            groups, restarts=life.restarts, died_at=died_at, step=memory.step
         )
+        # Records after the copies are dropped: a later checkpoint would continue without them.
+        newer = rank_zero_says(
+            groups, lambda: agreed and _saved_since(attempt.earlier(run), agreed)
+        )
+        memory.agreed = None if newer else agreed
         if memory.noticed:
             died_at = max(each.died_at for each in memory.offers)
             memory.phases = {"notice": max(0.0, memory.noticed - died_at), **memory.phases}
         if memory.agreed is None:
             start = Beginning.choose(self, run, groups, lock, attempt=attempt, sources=sources)
-            if groups.rank == 0 and any(each.restarts or each.step for each in memory.offers):
+            if (
+                not newer
+                and groups.rank == 0
+                and any(each.restarts or each.step for each in memory.offers)
+            ):
                 where = start.checkpoint or "the beginning: there is no checkpoint"
                 warn(f"no step has a whole copy of every rank in memory; continuing from {where}")
             return start
@@ -185,9 +208,10 @@ class RecoveringTrainer(Trainer):
         memory.request = self.request
         memory.wait_for_saves = self.saver.wait
         self.back_from = max((each.step for each in memory.offers), default=0)
+        self.back_to = self.progress.step
         self.again = [rank for rank, each in enumerate(memory.offers) if each.died_at]
-        if memory.agreed is not None:
-            memory.end("state")
+        self.tells = bool(self.again or self.back_from)  # False at the start of all ranks
+        memory.end("state")
 
     def _restored(self) -> tuple[Progress, Cursor]:
         if self.memory.agreed is None:
@@ -207,22 +231,40 @@ class RecoveringTrainer(Trainer):
 
     def _tell_ready(self, sinks: Any) -> None:
         super()._tell_ready(sinks)
-        if self.memory.agreed is not None and self.training_step.taken == 1:
-            self.memory.end("first step")
-            self._tell_recovery(sinks)
+        if not self.tells:
+            return
+        memory, recorder = self.memory, self.engine.recorder
+        if self.training_step.taken == 1:
+            memory.end("first step")
+        if recorder is not None and recorder.seconds:
+            memory.phases["capture"] = recorder.seconds
+        ends = self._is_last_step or self.stops
+        warms_up = self.training_step.taken <= self.run.cuda_graph.warmup_steps
+        if recorder is not None and warms_up and not ends:
+            return  # tell it with the time of the capture
+        self.tells = False
+        self._tell_recovery(sinks)
 
     def _tell_recovery(self, sinks: list[Sink]) -> None:
         """Report which rank was started again, how far back, and the seconds of each phase."""
-        memory = self.memory
-        assert memory.agreed is not None
+        phases = self.memory.phases
         who = " and ".join(map(str, self.again)) or "none"
-        seconds = ", ".join(f"{name} {each:.2f}" for name, each in memory.phases.items())
+        seconds = ", ".join(f"{name} {each:.2f}" for name, each in phases.items())
+        whole = sum(phases.values())
+        place = "the newest checkpoint" if self.start.checkpoint else "the beginning"
+        place = "copies in memory" if self.memory.agreed else place
         text = (
-            f"ranks started again: {who}; back from step {self.back_from} to {memory.agreed.step}, "
-            f"from copies in memory, in {sum(memory.phases.values()):.2f} s: {seconds}"
+            f"ranks started again: {who}; back from step {self.back_from} to {self.back_to}, "
+            f"from {place}, in {whole:.2f} s: {seconds}"
+        )
+        named = {f"recovery_{name.replace(' ', '_')}_s": each for name, each in phases.items()}
+        report = RecoveryReport(
+            self.back_to, self.back_from, len(self.again), recovery_s=whole, **named
         )
         for sink in sinks:
             sink.note(f"step {self.progress.step}/{self.run.steps}  {text}")
+            if isinstance(sink, JsonLines):
+                sink.recovery(report)
 
     def _save_if_due(self) -> None:
         super()._save_if_due()

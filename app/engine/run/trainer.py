@@ -165,7 +165,8 @@ class Trainer:
         advice = self.meter.advice()
         if self.run.checkpoint.export_hf:
             self._export()
-        if self.is_rank_zero:
+
+        def conclude() -> None:
             sum_up(
                 self.run,
                 self.run_dir,
@@ -178,6 +179,10 @@ class Trainer:
                 ),
             )
             note_end(self.run_dir, self.progress.step)
+
+        self.engine.watchdog.rest("summing up the run")
+        # All wait: if rank 0 dies before the end is noted, none of the others may be gone.
+        rank_zero_says(self.engine.groups, conclude)
         return True
 
     def _print_opening(self, settings: str | None) -> None:

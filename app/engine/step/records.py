@@ -209,6 +209,28 @@ def _with_parts(
 
 
 @dataclass(frozen=True, slots=True)
+class RecoveryReport:
+    """Return of all ranks to an earlier step in place, after some have died; seconds of rank 0."""
+
+    step: int  # of the copies or of the checkpoint; training continues after it
+    recovery_from: int  # last step that a rank had taken
+    recovery_ranks: int  # ranks started again
+    recovery_s: float  # the phases together
+    # from the death until rank 0 noticed it, and until it had left its engine; None: it died itself
+    recovery_notice_s: float | None = None
+    recovery_abort_s: float | None = None
+    recovery_rejoin_s: float | None = None  # until all ranks had met
+    recovery_state_s: float | None = None  # until each had its state
+    recovery_first_step_s: float | None = None
+    recovery_capture_s: float | None = None  # in a later step; None without graphs
+    time: float = field(default_factory=time.time)  # when this was reported, seconds since 1970
+
+    def metrics(self) -> dict[str, float]:
+        """Metric key -> value, for metrics.jsonl."""
+        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
 class RollbackReport:
     """Rollback to a checkpoint after a non-finite step."""
 
