@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from app.config import CheckpointConfig, ParallelConfig
 from app.engine.checkpoint.load import Progress
@@ -114,3 +116,15 @@ def test_second_arrival_ends_a_generation(tmp_path: Path):
 def test_copies_that_nothing_can_hold_are_refused(parallel: ParallelConfig, rule: str):
     with pytest.raises(ConfigError, match=rule):
         make_run(parallel=parallel, checkpoint=CheckpointConfig(memory_every=1))
+
+
+def test_groups_are_numbered_from_the_start_after_some_could_not_connect():
+    """As they are on a rank that has just been started: otherwise the two would never meet."""
+    store = dist.HashStore()
+    ranks = Generations(0, 1, lambda: store)
+    with pytest.raises(RuntimeError):
+        soon = datetime.timedelta(milliseconds=100)
+        dist.init_process_group("gloo", rank=0, world_size=2, store=store, timeout=soon)
+    assert c10d._world.group_count == 1
+    ranks.leave()
+    assert c10d._world.group_count == 0

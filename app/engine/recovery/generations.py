@@ -112,6 +112,9 @@ class Generations:
         with suppress(Exception):
             if dist.is_initialized():
                 dist.destroy_process_group()
+        # torch names groups by their number, the same on all ranks. Groups that could not connect
+        # have been counted here, but not on a rank that has just been started.
+        c10d._world.group_count = 0
 
     def check(self) -> None:
         """Raise LostRankError if the generation is over."""
@@ -139,10 +142,12 @@ class Generations:
                 return
             if came > arrivals:
                 self.over.set()
-                if not end.wait(GRACE_S):
-                    self._wake()
-                    _abort_nccl()
-                return
+                break
+        wait = GRACE_S
+        while not end.wait(wait):  # again and again: a rank may still open connections
+            self._wake()
+            _abort_nccl()
+            wait = LOOK_S
 
     def _wake(self) -> None:
         """Shut down this generation's connections."""
