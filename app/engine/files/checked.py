@@ -6,6 +6,7 @@ A schema is a `Kind`: a function of a field's name and value that raises `FieldE
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
@@ -117,9 +118,13 @@ def boolean(field: str, value: Any) -> None:
         raise FieldError(field, value, "true or false")
 
 
+# surrogates but for those that stand for bytes of file names (PEP 383)
+UNREADABLE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+
+
 def text(field: str, value: Any) -> None:
-    """Accept text that UTF-8 can hold."""
-    if not isinstance(value, str) or any("\ud800" <= letter <= "\udfff" for letter in value):
+    """Accept text, also with bytes of file names that the locale cannot read."""
+    if not isinstance(value, str) or UNREADABLE.search(value):
         raise FieldError(field, value, "text")
 
 

@@ -230,7 +230,7 @@ def _check_yaml(content: bytes) -> None:
     aliases, which a few lines multiply without end, and deep nesting.
     """
     depth = 0
-    for event in yaml.parse(content, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+    for event in yaml.parse(content, yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if isinstance(event, yaml.AliasEvent):
