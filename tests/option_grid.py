@@ -212,6 +212,8 @@ LEFT_OUT = {
     "data.num_proc": HOST,
     "data.cache_dir": HOST,
     "data.accept_changed": HOST,
+    "parallel.elastic": "of a launcher of other ranks; tests/plan/test_elastic.py",
+    "parallel.replaced": "set by parallel.elastic",
     "train.eval_interval": HOST,
     "train.stop_after_worse": HOST,
     "train.tokens": HOST,

@@ -11,7 +11,7 @@ import pytest
 from app.data.corpora import HeldOut
 from app.data.feed import DataSplit
 from app.data.packing import PackedSequences
-from app.engine.run.trainer import Trainer
+from app.engine.run.validations import Validations
 from app.errors import ConfigError
 from tests.distributed import run_distributed
 from tests.processes.test_blended_runs import trained, write_lines
@@ -42,13 +42,13 @@ DATA = {
 
 
 def test_validation_without_a_loss_is_refused():
-    trainer = object.__new__(Trainer)
+    validations = object.__new__(Validations)
     split = DataSplit(PackedSequences.__new__(PackedSequences), None)
-    trainer.run = make_run()
-    trainer.held_out = [(HeldOut("talk", 1.0, split), [])]  # type: ignore[list-item]
-    trainer.validations = {0: lambda batches: (0.0, 0)}  # type: ignore[dict-item]
+    validations.run = make_run()
+    validations.sets = [(HeldOut("talk", 1.0, split), [])]  # type: ignore[list-item]
+    validations.by_count = {0: lambda batches: (0.0, 0)}  # type: ignore[dict-item]
     with pytest.raises(ConfigError, match=r"eval_sequences=.*validation of talk has no token with"):
-        trainer._validate(())
+        validations.report(step=1)
 
 
 @pytest.mark.full
