@@ -74,6 +74,7 @@ FIXED: Values = {
     "optim.lr": 1e-2,
 }
 NUMBERS: dict[str, tuple[Value, ...]] = {
+    "train.replay_every": (None, 1),
     "model.num_layers": (2, 3),
     "model.num_kv_heads": (2, 4),
     "model.head_dim": (None, 16),
@@ -222,7 +223,6 @@ LEFT_OUT = {
     "train.on_bad_step": HOST,
     "train.max_bad_steps": HOST,
     "train.max_rollbacks": HOST,
-    "train.replay_every": "changes nothing; tests/processes/test_integrity.py",
     "train.on_corruption": HOST,
     "train.profile": "records three steps; tests/processes/test_profiled_steps.py",
     "train.seed": SIZE,

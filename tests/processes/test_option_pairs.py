@@ -31,6 +31,7 @@ from app.cli.options.compose import all_keys
 from app.config import CudaGraphConfig, RecomputeConfig, Run
 from app.config.experts import StaticConfig
 from app.data.feed import Batch, make_batch
+from app.engine.integrity.check import IntegrityCheck
 from app.engine.report.metrics import Meter
 from app.engine.step.step import TrainingStep, Validation
 from app.errors import Diverged
@@ -64,18 +65,23 @@ def trained(rank: int, run: Run, steps: int) -> dict[str, Any]:
     engine = engine_of(run, rank)
     dp_rank = engine.groups.dp_rank
     step, meter, seen = TrainingStep(engine), Meter(engine, first_step=1), []
+    every = run.train.replay_every
+    replays = None if every is None else IntegrityCheck(step, every)
     held_out = batches_of(run, 100, dp_rank)[: run.eval_microbatches]
     validation = Validation(engine, len(held_out))
     for number in range(1, steps + 1):
         rates = lr_at(number, run), run.optim.weight_decay
         try:
-            report, totals = step(batches_of(run, number, dp_rank), *rates)
+            given = batches_of(run, number, dp_rank)
+            report, totals = step(given, *rates)
         except Diverged:
             moe = run.model.moe
             assert moe is not None and moe.static.on_overflow is StaticOverflow.stop
             engine.release()
             return {"seen": seen}
         meter.count(totals)
+        if replays is not None and number < steps:  # it overwrites gradients
+            assert replays.after(number, given) is None
         counts = {place: counts_E.tolist() for place, counts_E in totals.counts.items()}
         seen.append((report.loss, report.grad_norm, report.aux_loss, report.z_loss, counts))
         seen.append(validation(held_out))
@@ -113,7 +119,7 @@ def plainly(run: Run) -> Run:
             overlap_grads=run.optim.overlap_grads or run.optim.overlap_params,
             overlap_params=False,
         ),
-        "train": dataclasses.replace(run.train, deterministic=True),
+        "train": dataclasses.replace(run.train, deterministic=True, replay_every=None),
     }
     return check(dataclasses.replace(run, **plain))
 
