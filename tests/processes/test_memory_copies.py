@@ -118,7 +118,7 @@ def test_copies_that_nothing_can_hold_are_refused(parallel: ParallelConfig, rule
         make_run(parallel=parallel, checkpoint=CheckpointConfig(memory_every=1))
 
 
-def test_groups_are_numbered_from_the_start_after_some_could_not_connect():
+def test_groups_are_numbered_anew_after_a_failed_connection():
     """As they are on a rank that has just been started: otherwise the two would never meet."""
     store = dist.HashStore()
     ranks = Generations(0, 1, lambda: store)
