@@ -74,7 +74,7 @@ def with_and_without(rank: int, run: Run) -> bool:
     return losses == plain and all((params[name] == expected[name]).all() for name in expected)
 
 
-@pytest.mark.parametrize("layout", chosen(LAYOUTS, ["one rank", "pp2 vpp2", "ep2", "tp2"]))
+@pytest.mark.parametrize("layout", chosen(LAYOUTS, ["dp2", "pp2 vpp2", "ep2", "tp2"]))
 @pytest.mark.parametrize(
     "graph",
     chosen(

@@ -24,9 +24,11 @@ from app.engine.step.records import StepInput
 from app.engine.step.step import Loader, TrainingStep, step_input
 from app.model.layers.weight_grads import WeightGrad
 from app.optim.distributed import DistributedOptimizer
+from app.plan.groups import DP_CP, EDP
 from app.plan.partners import repeaters
 
 T = TypeVar("T")
+PARAMETERS = (DP_CP.name, EDP.name)  # groups that gather parameters: each rank sends its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,7 @@ class Replay:
     def _run(self, step: StepInput, graphs: PartialGraphs | None) -> tuple[Tensor, ...]:
         engine, trace = self.engine, self.trace
         groups = engine.groups.named().items()
-        names = {str(group.group_name): name for name, group in groups}
+        names = {str(each.group_name): name for name, each in groups if name not in PARAMETERS}
         engine.optimizer.begin()
         engine.optimizer.zero_grad()
         for state in engine.states:

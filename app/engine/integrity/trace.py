@@ -54,7 +54,7 @@ class ValueTrace:
 
     @contextmanager
     def watching(self, names: Mapping[str, str]) -> Iterator[None]:
-        """Note the collectives of the block. `names`: torch's names of groups -> ours."""
+        """Note the collectives of groups that `names` has (torch's name -> ours) in the block."""
         self.values, self.sums, self.counts = [], [], Counter()
         with _SeesMessages(self, names):
             yield
@@ -63,7 +63,7 @@ class ValueTrace:
         self, operation: str, group: dist.ProcessGroup, names: Mapping[str, str]
     ) -> tuple[str, list[int]]:
         """Return the name of the next collective of a group, and the ranks of it."""
-        name = names.get(group.group_name, group.group_name)
+        name = names[group.group_name]
         self.counts[name] += 1
         return f"{operation} {self.counts[name]} of {name}", dist.get_process_group_ranks(group)
 
@@ -98,7 +98,7 @@ class _SeesMessages(TorchDispatchMode):
         if operation is None or operation == "barrier":
             return call(*args, **given)
         group = dist.ProcessGroup.unbox(values["process_group"])
-        if group.size() == 1:
+        if group.size() == 1 or group.group_name not in self.names:
             return call(*args, **given)
         name, ranks = self.trace.collective(operation, group, self.names)
         into, of = _tensors_of(values)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _disable_current_modes
 
 # backends whose backward can add in a fixed order
 DETERMINISTIC_BACKENDS = [
@@ -220,4 +221,5 @@ def _last_rows(queries: int, keys: int) -> Tensor:
     # brings torch's compiler along, two seconds few runs need
     from torch.nn.attention.bias import causal_lower_right
 
-    return causal_lower_right(queries, keys)
+    with _disable_current_modes():  # torch cannot make one while a mode watches operations
+        return causal_lower_right(queries, keys)
