@@ -218,7 +218,8 @@ def count(folder: Path, size: int) -> Callable[[], object]:
             return super().write(take(memoryview(data).cast("B")))
 
     def open_counted(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
-        if not str(file).startswith(str(folder)) or mode[0] not in "wa":
+        place = os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else str(file)
+        if not place.startswith(str(folder)) or mode[0] not in "wa":
             return opened(file, mode, *args, **options)
         binary = io.BufferedWriter(Counted(file, mode[0]))
         return binary if "b" in mode else io.TextIOWrapper(binary)
