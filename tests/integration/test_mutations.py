@@ -287,8 +287,8 @@ BUGS = {
     ),
     "damaged checkpoint files that are loaded": Bug(
         "engine/files/checkpoints.py",
-        'hexdigest() != manifest["files"][name]["sha256"]',
-        'hexdigest() == ""',
+        'found != manifest["files"][name]["sha256"]',
+        'found == ""',
         "processes/test_checkpoint.py",
     ),
     "imported weights upside down": Bug(
