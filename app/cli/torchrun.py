@@ -78,7 +78,8 @@ class Agent(LocalElasticAgent):
         self._presses: list[float] = []  # times of Ctrl-C; monotonic clock, seconds
         handler = self._worker_group.spec.rdzv_handler
         self._nodes = handler if isinstance(handler, several_hosts.SeveralHosts) else None
-        self._meets = False  # True while it waits for the other nodes, up to ten minutes
+        # True while it waits for the other nodes, up to ten minutes, and if they do not come
+        self._meets = False
         for number in PASSED_ON:
             signal.signal(number, self._pass_on)
 
@@ -111,7 +112,7 @@ class Agent(LocalElasticAgent):
         try:
             result = super().run(role)
         except RendezvousError:  # also where the node that keeps the rendezvous ended first
-            if self._pcontext is not None or not (self._nodes and self._nodes.spare):
+            if not self._is_spare:
                 raise
             result = None
         if result is None:
@@ -123,10 +124,13 @@ class Agent(LocalElasticAgent):
         self._meets = True
         if self._told is not None:  # after the ranks had ended
             sys.exit(exit_code(self._told))
-        try:
-            super()._rendezvous(worker_group)
-        finally:
-            self._meets = False
+        super()._rendezvous(worker_group)
+        self._meets = False
+
+    @property
+    def _is_spare(self) -> bool:
+        """True if it waits for ranks, and others are as many nodes as the run takes."""
+        return self._meets and self._nodes is not None and self._nodes.spare
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY and self._nodes:  # for other nodes
@@ -144,7 +148,7 @@ class Agent(LocalElasticAgent):
         try:
             return super()._invoke_run(role)
         except RendezvousError:
-            if self._pcontext is None:
+            if self._pcontext is None or self._is_spare:  # two spare nodes may be faster than it
                 raise
         # The node that hosts the rendezvous has ended. The ranks here will fail too; wait for
         # them, because their exit code says more than the lost rendezvous.
