@@ -100,6 +100,8 @@ def test_second_arrival_ends_a_generation(tmp_path: Path):
     for thread in threads:
         thread.join()
     assert len(met) == 2 * WORLD and not again.over.is_set()
+    for each in (*ranks, again):  # else their threads close connections of other tests
+        each._stop()
     for each in (ranks[0], again):
         each.end_run(0)
     with pytest.raises(EndedError):
