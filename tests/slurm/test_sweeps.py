@@ -107,7 +107,7 @@ def test_what_slurm_refuses_costs_a_line_and_stays_on_record(cluster: Cluster, t
 
 def test_the_commands_of_the_pages(cluster: Cluster):
     """In their order, in one shell, each after the jobs of those before it have ended."""
-    assert len(BLOCKS) == 6
+    assert len(BLOCKS) == 7
     script = "set -eo pipefail\n" + "".join(block + WAIT for block in BLOCKS)
     before = set(cluster.folder.glob("slurm-*.log"))
     done = subprocess.run(
@@ -130,7 +130,7 @@ def test_the_commands_of_the_pages(cluster: Cluster):
         if (path / "loss.png").exists()
     ]
     finished = [path for path in folders if read_metrics(path)[-1]["step"] == 10]
-    assert len(finished) == 1 + 2 + 2 + 1 + 1, (
-        "a job, two tasks of an array, two jobs of submitit, a torchrun, a run with memory copies"
+    assert len(finished) == 1 + 2 + 2 + 3, (
+        "a job, two tasks of an array, two jobs of submitit, the three runs of reliability.md"
     )
     assert "optim.lr=0.003" in done.stdout and "parallel=dp2" in done.stdout
