@@ -174,7 +174,8 @@ def _by_present_names(file: Path, values: dict[str, Any], keys: Collection[str])
 def _take_back(values: dict[str, Any]) -> None:
     """Put settings back for which `parallel.elastic` has chosen others: the next start chooses."""
     parallel = values.get("parallel")
-    for word in parallel.pop("replaced", None) or () if isinstance(parallel, dict) else ():
+    words = parallel.pop("replaced", None) or () if isinstance(parallel, dict) else ()
+    for word in words if isinstance(words, list | tuple) else [words]:
         try:
             key, _, text = word.partition("=")
             *sections, name = key.split(".")
