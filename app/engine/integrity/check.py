@@ -107,7 +107,7 @@ def conclude(found: Sequence[Findings]) -> Corruption | None:
     weights = [each for of_rank in found for each in of_rank.weights]
     if weights:
         worst = weights[0]
-        return Corruption(worst.ranks, f"{_named(worst.ranks, found)} {_holds(worst)}")
+        return Corruption(worst.ranks, f"{_named(worst.ranks, found)} holds wrong bits: {worst}")
     differences = [each for of_rank in found for each in of_rank.differences]
     if not differences:
         return None
@@ -116,10 +116,6 @@ def conclude(found: Sequence[Findings]) -> Corruption | None:
     how = "when it repeated a microbatch" if shown.beside is None else "than the other replica"
     text = f"{_named(ranks, found)} {verb} other bits {how}: {shown.value.name}"
     return Corruption(tuple(ranks), text)
-
-
-def _holds(wrong: WrongWeights) -> str:
-    return f"holds wrong bits: {wrong}"
 
 
 def _named(ranks: Sequence[int], found: Sequence[Findings]) -> str:

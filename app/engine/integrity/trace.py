@@ -12,11 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.engine.integrity.bits import bits_of
 from app.engine.step.executor import Transport
-from app.engine.watchdog.marks import COLLECTIVES
+from app.engine.watchdog.marks import SeesCollectives
 from app.plan.actions import P2POp
 
 
@@ -68,42 +67,28 @@ class ValueTrace:
         return f"{operation} {self.counts[name]} of {name}", dist.get_process_group_ranks(group)
 
 
-class _SeesMessages(TorchDispatchMode):
-    """Notes what goes into collectives and comes out, also in autograd's threads."""
+class _SeesMessages(SeesCollectives):
+    """Notes what goes into collectives and comes out."""
 
     def __init__(self, trace: ValueTrace, names: Mapping[str, str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch
+        super().__init__()
         self.trace, self.names = trace, names
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled functions run as they would without it."""
-        return True
-
-    def __torch_dispatch__(
+    def around(
         self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        operation: str,
+        group: dist.ProcessGroup,
+        values: Mapping[str, Any],
+        call: Callable[[], Any],
     ) -> Any:
-        """Run the operation; note its tensors if it is a collective of several ranks."""
-        given = kwargs or {}
-        call: Callable[..., Any] = func
-        if func.namespace != "c10d":
-            return call(*args, **given)
-        operation = COLLECTIVES.get(func._schema.name.partition("::")[2])
-        names = [argument.name for argument in func._schema.arguments]
-        values = {**dict(zip(names, args, strict=False)), **given}
-        if operation is None or operation == "barrier":
-            return call(*args, **given)
-        group = dist.ProcessGroup.unbox(values["process_group"])
-        if group.size() == 1 or group.group_name not in self.names:
-            return call(*args, **given)
+        """Run a collective; note its tensors if it sends any."""
+        alone = group.size() == 1 or operation == "barrier"
+        if alone or group.group_name not in self.names:
+            return call()
         name, ranks = self.trace.collective(operation, group, self.names)
         into, of = _tensors_of(values)
         self.trace.add(ValueKind.sent, name, of, ranks)
-        done = call(*args, **given)
+        done = call()
         if not values.get("async_op", True):
             dist.Work.unbox(_work_in(done)).wait()
             self.trace.add(ValueKind.received, name, into, ranks)

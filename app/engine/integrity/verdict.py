@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from app.engine.integrity.replay import Replayed
 from app.engine.integrity.trace import TracedValue, ValueKind
@@ -33,8 +34,13 @@ def first_difference(
     rank: int, one: Replayed, two: Replayed, beside: int | None = None
 ) -> FirstDifference | None:
     """Compare two replays of the same microbatches; None if they are equal."""
-    for index, (value, other) in enumerate(zip(one.values, two.values, strict=True)):
-        if (value.kind, one.sums[index]) != (other.kind, two.sums[index]):
+    met = [
+        [(value.kind, total) for value, total in zip(each.values, each.sums, strict=True)]
+        for each in (one, two)
+    ]
+    for index, (here, there) in enumerate(zip_longest(*met)):
+        if here != there:
+            value = (one.values[index:] or two.values[index:])[0]
             until = index + (value.kind is ValueKind.received)
             return FirstDifference(rank, value, one.values[:until], beside)
     return None

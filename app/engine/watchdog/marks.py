@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -178,7 +179,7 @@ class Marks:
         """Put marks into the graph while the block runs."""
         self.current = graph
         try:
-            with _SeesCollectives(self):
+            with _MarksCollectives(self):
                 graph.begin(Mark(self.activity.doing))
                 yield
                 graph.put(Mark("the end"), last=True)
@@ -247,12 +248,21 @@ class Marks:
         return counts
 
 
-class _SeesCollectives(TorchDispatchMode):
-    """Marks collectives as they are called, also from autograd's threads, which inherit it."""
+class SeesCollectives(TorchDispatchMode):
+    """Mode that shows each collective to `around`, also in autograd's threads, which inherit it."""
 
-    def __init__(self, marks: Marks) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch
-        self.marks = marks
+
+    def around(
+        self,
+        operation: str,
+        group: dist.ProcessGroup,
+        values: Mapping[str, Any],
+        call: Callable[[], Any],
+    ) -> Any:
+        """Run `call`, a collective of a group with these arguments by name; return its result."""
+        raise NotImplementedError
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -266,17 +276,37 @@ class _SeesCollectives(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the operation; mark it before if it is a collective."""
+        """Run an operation of torch."""
         given = kwargs or {}
+        call: Callable[[], Any] = partial(func, *args, **given)
+        operation = None
         if func.namespace == "c10d":
             operation = COLLECTIVES.get(func._schema.name.partition("::")[2])
-            names = (argument.name for argument in func._schema.arguments)
-            values = {**dict(zip(names, args, strict=False)), **given}
-            if operation is not None:
-                group = dist.ProcessGroup.unbox(values["process_group"])
-                self.marks.collective(operation, group, beside=values.get("async_op", True))
-        call: Callable[..., Any] = func
-        return call(*args, **given)
+        if operation is None:
+            return call()
+        names = (argument.name for argument in func._schema.arguments)
+        values = {**dict(zip(names, args, strict=False)), **given}
+        group = dist.ProcessGroup.unbox(values["process_group"])
+        return self.around(operation, group, values, call)
+
+
+class _MarksCollectives(SeesCollectives):
+    """Marks collectives as they are called."""
+
+    def __init__(self, marks: Marks) -> None:
+        super().__init__()
+        self.marks = marks
+
+    def around(
+        self,
+        operation: str,
+        group: dist.ProcessGroup,
+        values: Mapping[str, Any],
+        call: Callable[[], Any],
+    ) -> Any:
+        """Mark the collective, then run it."""
+        self.marks.collective(operation, group, beside=values.get("async_op", True))
+        return call()
 
 
 def _words(action: str, place: str) -> str:
