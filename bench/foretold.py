@@ -1,7 +1,8 @@
 """Planned seconds of steps that nobody has measured yet, committed before they are.
 
     python bench/foretold.py plan                    writes bench/results/foretold.json
-    python bench/foretold.py measure GPUS OUT.jsonl  runs bench/step_profile.py on this host's GPUs
+    python bench/foretold.py measure GPUS OUT.jsonl  runs bench/step_profile.py on this host's GPUs;
+                                                     (every other row from the 2nd: 1/2 last)
     python bench/foretold.py compare OUT.jsonl …     measured steps beside what was written
 
 No constant of a profile is fitted to these rows, and `plan` refuses to write over its file. Rows
@@ -81,6 +82,9 @@ def main(words: list[str]) -> None:
             _write()
         case ["measure", gpus, out]:
             _measure(int(gpus), Path(out))
+        case ["measure", gpus, out, share]:
+            first, step = map(int, share.split("/"))
+            _measure(int(gpus), Path(out), slice(first, None, step))
         case ["compare", *files] if files:
             _compare([Path(each) for each in files])
         case _:
@@ -111,13 +115,14 @@ def _write() -> None:
     FILE.write_text("[\n" + ",\n".join(json.dumps(row) for row in found) + "\n]\n")
 
 
-def _measure(gpus: int, out: Path) -> None:
+def _measure(gpus: int, out: Path, share: slice = slice(None)) -> None:
     """Run the rows of this number of GPUs that OUT lacks, as many in one program as end well; a row
     that fails is said and left out.
     """
     lines = out.read_text().splitlines() if out.exists() else []
     done = {tuple(json.loads(line)["overrides"]) for line in lines}
-    left = [each for count, each in _rows().values() if count == gpus and tuple(each) not in done]
+    own = [each for count, each in _rows().values() if count == gpus][share]
+    left = [each for each in own if tuple(each) not in done]
     start = [sys.executable]
     if gpus > 1:
         start += [*["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"], str(gpus)]

@@ -102,6 +102,7 @@ def main() -> None:
         ):
             found = {
                 "overrides": chosen,
+                "gpu": torch.cuda.get_device_name().split()[1],
                 **train(chosen, launch, device, steps=args.steps, top=args.top),
             }
             if launch.rank == 0:

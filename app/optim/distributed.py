@@ -121,6 +121,9 @@ class DistributedOptimizer:
         # callback when parameters have changed, or will have when captured work is replayed;
         # replaced by users that cache something derived from parameters
         self.changed: Callable[[], None] = nothing
+        # callback before shards change, within a captured update too; replaced by users that copy
+        # them beside training
+        self.changing: Callable[[], None] = nothing
         if full_iteration:  # capture needs NCCL connections: the first eager step makes them
             for shard in self._in_use_order:
                 self._param_gather.updated(shard)
@@ -238,6 +241,7 @@ class DistributedOptimizer:
         whole gradient, over all ranks. `scale`: the loss scale contained in gradients and `norm`. A
         norm that is not finite skips the update: parameters, moments and step counts are unchanged.
         """
+        self.changing()
         skip = (~norm.isfinite()).float()
         divisor = grad_divisor(norm, self.config.clip_norm, scale)
         for update, shards in self._updates:
@@ -311,4 +315,4 @@ class NoGrads:
 
 
 def nothing() -> None:
-    """No-op: nothing depends on the parameters."""
+    """No-op: nothing depends on the parameters, or reads shards."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from app.engine.checkpoint.load import Progress
 from app.engine.checkpoint.save import current_state
+from app.engine.files.names import part_name
 from app.engine.ranks.groups import host_group
 from app.engine.recovery.copies import Copies
 from app.engine.step.engine import Engine
@@ -23,10 +24,11 @@ JOIN_S = 60.0  # seconds for the thread to end once its connections are closed
 class Copier:
     """Copier of one engine's state: at most one copy is under way.
 
-    The state must not change while the host reads it. So the call returns when the host has it:
-    on a GPU all copies run on a stream of their own, which the next step waits for on the device.
-    Sum and messages follow in a thread, over a process group of its own, so that they and training
-    never wait for each other's collectives.
+    The state must not change before the host has it. On a CPU `take` returns then. On a GPU shards
+    are copied on a stream of its own, beside the passes of the next step, and the next update waits
+    for them on the device; with captured updates the whole step waits. Sum and messages follow in a
+    thread, over a process group of its own, so that they and training never wait for each other's
+    collectives. Only the next `take` waits for them.
     """
 
     def __init__(self, engine: Engine, copies: Copies, origin: Mapping[str, Any]) -> None:
@@ -39,6 +41,10 @@ class Copier:
         self._error: Exception | None = None
         cuda = engine.device.type == "cuda"
         self._side = torch.cuda.Stream(engine.device) if cuda else None
+        self._read: torch.cuda.Event | None = None  # after it the host has the shards
+        # an update within a graph cannot wait for what is copied outside of it
+        self._beside = not engine.plan.run.cuda_graph.optimizer
+        engine.optimizer.changing = self._before_update
 
     def take(self, progress: Progress, cursor: dict[str, Any]) -> None:
         """Begin a copy of the present state. All ranks call it, after the same step."""
@@ -55,35 +61,56 @@ class Copier:
         names = {name for name, _ in state.parts}
         assert len(names) == len(state.parts), "each parameter has one part on a rank"
         slot = self.copies.own[(self.copies.serial + 1) % 2]
-        done = self._copy(state.tensors, slot.lay_out(state))
+        shards = self.engine.optimizer.param_shards()
+        updated = {part_name(each.spec.name, key) for each in shards for key in each.state}
+        done = self._copy(state.tensors, slot.lay_out(state), updated)
         self.copies.serial += 1
         self._thread = threading.Thread(
-            target=self._send, args=(done,), daemon=True, name="copies in memory"
+            target=self._send,
+            args=(done, state.tensors),
+            daemon=True,
+            name="copies in memory",
         )
         self._thread.start()
 
     def _copy(
-        self, tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]
+        self, tensors: Mapping[str, Tensor], into: Mapping[str, Tensor], updated: Collection[str]
     ) -> torch.cuda.Event | None:
-        """Copy tensors to the host; return the event after which they are there, on a GPU."""
+        """Copy tensors to the host; return the event after which they are there, on a GPU.
+
+        `updated`: names of those that only an update changes; passes may change the others.
+        """
+        for name in tensors.keys() - updated:
+            into[name].copy_(tensors[name], non_blocking=True)
         if self._side is None:
-            for name, tensor in tensors.items():
-                into[name].copy_(tensor)
+            for name in updated:
+                into[name].copy_(tensors[name])
             return None
-        main = torch.cuda.current_stream(self.engine.device)
-        self._side.wait_stream(main)
+        self._side.wait_stream(torch.cuda.current_stream(self.engine.device))
         with torch.cuda.stream(self._side):
-            for name, tensor in tensors.items():
-                into[name].copy_(tensor, non_blocking=True)
+            for name in updated:
+                into[name].copy_(tensors[name], non_blocking=True)
             done = torch.cuda.Event()
             done.record()
-        main.wait_event(done)  # the next step changes the tensors
+        self._read = done
+        if not self._beside:
+            self._wait_on_device()
         return done
 
-    def _send(self, done: torch.cuda.Event | None) -> None:
+    def _before_update(self) -> None:
+        if self._beside:
+            self._wait_on_device()
+
+    def _wait_on_device(self) -> None:
+        if self._read is not None:
+            torch.cuda.current_stream(self.engine.device).wait_event(self._read)
+            self._read = None
+
+    def _send(self, done: torch.cuda.Event | None, read: dict[str, Tensor]) -> None:
         try:
             if done is not None:
                 done.synchronize()
+            read.clear()  # until here the allocator must not give their memory to others
             slot = self.copies.own[self.copies.serial % 2]
             slot.crc = slot.sum()
             slot.serial = self.copies.serial
@@ -97,6 +124,10 @@ class Copier:
             self.engine.watchdog.rest("waiting for the copies in memory")
             self._thread.join()
             self._thread = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise what the sending of a copy raised, if that has happened."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error

@@ -268,7 +268,10 @@ class RecoveringTrainer(Trainer):
 
     def _save_if_due(self) -> None:
         super()._save_if_due()
-        self.copier.wait()
-        if self.progress.step % self.every == 0 and not (self._is_last_step or self.stops):
+        if self._is_last_step or self.stops:
+            self.copier.wait()
+            return
+        self.copier.check()
+        if self.progress.step % self.every == 0:
             self.copier.take(self.progress, self.feed.cursor.state())
             self.memory.attempt.progressed()
