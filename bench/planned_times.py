@@ -153,6 +153,8 @@ def recorded(path: Path) -> Iterator[tuple[list[str], dict[str, Any]]]:
     if _has(content, ("step_ms",)):
         yield content["overrides"], content
     for setting in content.get("settings", ()):
+        if not isinstance(setting, dict):  # of a benchmark that is no comparison
+            continue
         times = [row for row in setting["rounds"] if row.get("step_ms")]
         if setting["who"] == "ours" and times:
             step = statistics.median(row["step_ms"] for row in times)

@@ -13,7 +13,7 @@ Shapes as in `app.model.layers.linear`; r rank, P adapters of one weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -192,6 +192,8 @@ GEMMS = TorchGroupedLinear()
 class _Added(torch.autograd.Function):
     """Add adapters' outputs to those of a layer, in place; backward passes its gradient on.
 
+    One GEMM multiplies the middle values of all adapters by one matrix, which is zero where an
+    adapter has no outputs: outputs and their gradient are read and written once, in order.
     `ends_E`: ends of experts' rows; None for a linear layer.
     """
 
@@ -207,10 +209,12 @@ class _Added(torch.autograd.Function):
         ctx.save_for_backward(mid, ends_E)
         ctx.layer, ctx.b = layer, b
         ctx.mark_dirty(out)
-        for pair, matrix, part in zip(layer.pairs, b, mid.chunk(len(b), dim=-1), strict=True):
-            made = F.linear(part, matrix) if ends_E is None else GEMMS.output(part, matrix, ends_E)
-            own = adapted_outputs(pair.adapter, out)
-            own.add_(made.view(own.shape), alpha=layer.scale)
+        if ends_E is None:
+            second_OR = side_by_side(layer.pairs, b, out.shape[-1])
+            out.view(-1, out.shape[-1]).addmm_(_rows(mid), second_OR.T, alpha=layer.scale)
+        else:
+            second_ERO = side_by_side(layer.pairs, b, out.shape[-1])
+            out.add_(GEMMS.output(mid, second_ERO, ends_E), alpha=layer.scale)
         return out
 
     @staticmethod
@@ -218,17 +222,57 @@ class _Added(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mid, ends_E = ctx.saved_tensors
         layer: LoraLinear | LoraGroupedLinear = ctx.layer
-        to_mid, to_b = [], []
-        parts = mid.chunk(len(ctx.b), dim=-1)
-        for pair, matrix, part in zip(layer.pairs, ctx.b, parts, strict=True):
-            own = adapted_outputs(pair.adapter, grad).flatten(-2) * layer.scale
-            if ends_E is None:
-                to_mid.append(own @ matrix)
-                to_b.append(own.flatten(0, -2).T @ part.flatten(0, -2))
-            else:
-                to_mid.append(GEMMS.input_grad(own, matrix, ends_E))
-                to_b.append(GEMMS.weight_grad(own, part, ends_E)())
-        return grad, torch.cat(to_mid, dim=-1), None, None, *to_b
+        grad = grad.contiguous()
+        second = side_by_side(layer.pairs, ctx.b, grad.shape[-1])
+        if ends_E is None:
+            rows, nothing = _rows(grad), grad.new_empty(())
+            to_mid = torch.addmm(nothing, rows, second, beta=0, alpha=layer.scale).view_as(mid)
+            made = torch.addmm(nothing, rows.T, _rows(mid), beta=0, alpha=layer.scale)
+        else:
+            to_mid = GEMMS.input_grad(grad, second, ends_E).mul_(layer.scale)
+            made = GEMMS.weight_grad(grad, mid, ends_E)().mul_(layer.scale)
+        return grad, to_mid, None, None, *apart(layer.pairs, made)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return the last dimension's rows as a matrix."""
+    return x.flatten(0, -2)
+
+
+def side_by_side(pairs: Sequence[AdapterPair], b: Sequence[Tensor], outputs: int) -> Tensor:
+    """Return the second matrices of all adapters of a weight as one: O × R, and E × R × O of
+    experts, for R ranks together; zero where an adapter has no outputs.
+    """
+    if len(pairs) == 1 and pairs[0].adapter.of == 1:
+        return b[0]
+    experts = pairs[0].adapter.a.expert
+    count = sum(each.shape[-2 if experts else -1] for each in b)
+    whole = b[0].new_zeros((b[0].shape[0], count, outputs) if experts else (outputs, count))
+    for pair, matrix, part in zip(pairs, b, _parts(whole, b, experts), strict=True):
+        own = adapted_outputs(pair.adapter, part)
+        own.copy_((matrix if experts else matrix.T).unflatten(-1, own.shape[-2:]))
+    return whole
+
+
+def apart(pairs: Sequence[AdapterPair], whole: Tensor) -> list[Tensor]:
+    """Return each adapter's part of the gradient of `side_by_side`'s matrix, in its own shape."""
+    if len(pairs) == 1 and pairs[0].adapter.of == 1:
+        return [whole]
+    experts = pairs[0].adapter.a.expert
+    found = []
+    for pair, part in zip(pairs, _parts(whole, [p.b for p in pairs], experts), strict=True):
+        own = adapted_outputs(pair.adapter, part).flatten(-2)
+        found.append(own if experts else own.T)
+    return found
+
+
+def _parts(whole: Tensor, b: Sequence[Tensor], experts: bool) -> Iterator[Tensor]:
+    """Yield views of each adapter's ranks, with outputs last."""
+    start = 0
+    for each in b:
+        stop = start + each.shape[-2 if experts else -1]
+        yield whole[:, start:stop] if experts else whole[:, start:stop].T
+        start = stop
 
 
 def _with_adapter(

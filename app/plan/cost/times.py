@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log, sqrt
+from math import exp, log, sqrt
+from statistics import NormalDist
 
 from app.choices import GraphImpl
 from app.config import HardwareProfile, Run
@@ -30,7 +31,7 @@ from app.plan.memory.overheads import BACKWARD_KERNELS
 from app.plan.parts.dispatcher import busiest_load, run_dispatcher
 from app.plan.parts.known import KnownParts
 from app.plan.parts.stage import fold_stages, sizes_of
-from app.plan.parts.trace import Operation, Work
+from app.plan.parts.trace import ONCE, Operation, Work
 from app.plan.phases import PhaseName
 from app.plan.select import captured_phases
 from app.plan.stages import Stage
@@ -39,6 +40,11 @@ from app.plan.stages import Stage
 # 128 experts on two ranks the busier one had 1.07 times the mean (docs/moe.md).
 SPREAD = 1.0
 CLONED_LOAD = 1.03  # load of the busiest rank with clones of hot experts (docs/moe.md)
+# seconds of attention to documents as long as web pages: per token as many keys as their lengths'
+# mean square over their mean, at the speed of short sequences, and a share of the sequence for the
+# blocks that have none (bench/LOG.md)
+SHORT_DOCUMENTS, EMPTY_BLOCKS = 2.27, 0.1
+DOCUMENT_MEDIAN, DOCUMENT_SPREAD = 400, 1.18  # tokens; deviation of the logarithm
 # forward phases whose launches the GPU waits for after a host sync
 BEHIND_WAIT = (PhaseName.preprocess, PhaseName.dispatch)
 
@@ -93,6 +99,19 @@ def stage_times(
     elif pipeline is not None:
         found = at_clocks(found, pipeline, profile)
     return once_each(found, PartTimes.hosted)
+
+
+def documents_share(length: int) -> float:
+    """Return the time of attention to documents over that to one document of `length` tokens.
+
+    Lengths of web pages are taken to be log-normal; longer ones are cut.
+    """
+    normal, spread = NormalDist(), DOCUMENT_SPREAD
+    longer = log(length / DOCUMENT_MEDIAN) / spread
+    square = DOCUMENT_MEDIAN**2 * exp(2 * spread**2) * normal.cdf(longer - 2 * spread)
+    square += length**2 * (1 - normal.cdf(longer))
+    keys = square / (DOCUMENT_MEDIAN * exp(spread**2 / 2))
+    return min(1.0, SHORT_DOCUMENTS * keys / length + EMPTY_BLOCKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +225,7 @@ class _Clock:
                     inputs[RECOMPUTED] += kernels.quantised(eight.inputs, eight.recipe)
         elif op.work in ATTENTION:
             own = self._attention(op)[1] + kernels.started(2)
-        elif op.reads and (op.work is Work.loss or not op.passes):
+        elif op.reads and (op.work is Work.loss or not op.passes or op.moves != ONCE):
             own = kernels.moved(self._touched_back(op), op.work, backward=True)
             own += kernels.started(op.kernels)
         elif op.weight and op.trained:
@@ -224,7 +243,9 @@ class _Clock:
         if op.window is not None:
             # queries see as many keys as those of a sequence so long without a window, on the mean
             length = min(length, 2 * op.window)
-        return self.kernels.attention(op, run.model.head_width, length)
+        forward, backward = self.kernels.attention(op, run.model.head_width, length)
+        share = documents_share(length) if run.data.document_mask else 1.0
+        return share * forward, share * backward
 
     def _summed(self, op: Operation) -> float:
         """Return reads and writes of the main gradient per microbatch, relative to one
@@ -252,14 +273,14 @@ class _Clock:
         """Return bytes that a forward reads and writes; sends are timed apart."""
         if op.work is Work.loss:
             return self._logit_passes[0] * op.reads
-        if op.kernels == 0 or (op.sends and op.work is not Work.rows):
+        if op.moves == ONCE and (op.kernels == 0 or (op.sends and op.work is not Work.rows)):
             return 0.0
-        return op.used * (op.reads + op.makes)
+        return op.moves[0] * op.used * (op.reads + op.makes)
 
     def _touched_back(self, op: Operation) -> float:
         """Return bytes that a backward reads and writes."""
         if op.work is Work.loss:
             return self._logit_passes[1] * op.reads
-        if op.sends and op.work is not Work.rows:
+        if op.sends and op.work is not Work.rows and op.moves == ONCE:
             return 0.0
-        return op.used * (op.reads + op.makes + max(op.saves, op.restores))
+        return op.moves[1] * op.used * (op.reads + op.makes + max(op.saves, op.restores))

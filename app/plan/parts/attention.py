@@ -24,6 +24,9 @@ from app.plan.parts.trace import Sends, Sizes, Trace, Work
 
 BLOCK_SCORES = 2**27  # scores of a block of queries, of all heads, where scores are capped
 MOST_QUERIES = 512  # of a block: of longer ones half of the scores would be masked
+# passes of torch's kernels (bench/LOG.md): norms over all heads and rotary positions in fp32, and
+# copies that join parts of heads
+WHOLE_NORM_MOVES, ROTARY_MOVES, JOINED_MOVES = (16.0, 16.0), (8.0, 8.0), (6.0, 6.0)
 
 
 def attends_by_matrices(run: Run) -> bool:
@@ -76,7 +79,8 @@ def grouped_attention(
             # in plain torch: two fp32 copies, sums of squares all-reduced over tp
             wide = q // s.size * 4
             sends = s.tp_sends(2 * 4 * s.local, forward=2, backward=2)
-            t.op(Work.other, qkv, qkv, qkv, scratch=(wide, 2 * wide), kernels=14, sends=sends)
+            t.op(Work.other, qkv, qkv, qkv, scratch=(wide, 2 * wide), kernels=14, sends=sends,
+                 moves=WHOLE_NORM_MOVES)  # fmt: skip
         normed = weights.q_norm is not None and not spec.qk_norm_whole
         t.op(Work.heads, qkv, qkv, qkv if normed else 0)
         # a gate's backward reads the heads' outputs, which no projection does then
@@ -111,8 +115,9 @@ def latent_attention(
         # rotary positions in plain torch; then queries, keys and padded values of one width
         for rotated in (q * mla.qk_rope_head_dim // mla.key_width, key):
             wide = rotated // s.size * 4
-            t.op(Work.other, rotated, rotated, scratch=(rotated + 3 * wide, 2 * wide), kernels=8)
-        t.op(Work.other, q + kv + key, 3 * q, kernels=3)
+            t.op(Work.other, rotated, rotated, scratch=(rotated + 3 * wide, 2 * wide), kernels=8,
+                 moves=ROTARY_MOVES)  # fmt: skip
+        t.op(Work.other, q + kv + key, 3 * q, kernels=3, moves=JOINED_MOVES)
         out = attend_all(t, spec, q, q, q, saved=not weights.wo.keeps_input)
         values = q * mla.v_head_dim // mla.key_width
         if values < out:  # cuts off the padding

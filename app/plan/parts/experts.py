@@ -15,7 +15,13 @@ from app.plan.model.weight import Weight
 from app.plan.parts.dispatch_record import PlannedDispatcher, Tokens
 from app.plan.parts.dispatcher import run_dispatcher
 from app.plan.parts.fp8 import SCALE, Fp8Work
-from app.plan.parts.linear import adapters, column_parallel, feed_forward, norm
+from app.plan.parts.linear import (
+    adapters,
+    column_parallel,
+    feed_forward,
+    norm,
+    second_matrices,
+)
 from app.plan.parts.trace import Trace, Work
 from app.plan.phases import PhaseName
 
@@ -209,13 +215,15 @@ def grouped_adapters(
     s, size = t.sizes, t.sizes.size
     first = sum(s.weight(each.a) for each in weight.adapters)
     second = sum(s.weight(each.b) for each in weight.adapters)
-    experts, inputs, _ = s.shape(weight)
+    experts, inputs, outputs = s.shape(weight)
     width = first // (experts * inputs * size)  # ranks of all adapters together
     rows = x // (inputs * size)
     mid, used = rows * width * size, min(1.0, filled / rows)
     joined = first if len(weight.adapters) > 1 else 0
     t.op(Work.grouped, x, mid, x if saved else 0, weight=first, stored=True, used=used,
          scratch=(joined, joined), flops=2 * filled * width * inputs)  # fmt: skip
-    t.op(Work.grouped, mid, out, mid + joined, weight=second, stored=True, used=used,
-         scratch=(out, out), flops=2 * filled * second // (experts * size), passes=True,
-         kernels=2 * len(weight.adapters))  # fmt: skip
+    whole = experts * width * outputs * size
+    both, (front, back), copies = second_matrices(weight.adapters, whole, second)
+    t.op(Work.grouped, mid, out, mid + joined, weight=both, stored=True, used=used,
+         scratch=(out + front, back), flops=2 * filled * second // (experts * size), passes=True,
+         kernels=2 + copies)  # fmt: skip

@@ -9,11 +9,19 @@ from `app.plan.model` alone. All sizes are bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from app.choices import Recompute
 from app.plan.model.mlp import MlpWeights
-from app.plan.model.weight import Weight
+from app.plan.model.weight import Adapter, Weight
 from app.plan.parts.fp8 import RECIPES, Fp8Work, fp8_copy
 from app.plan.parts.trace import Trace, Work
+
+# passes of torch's kernels that add a bias to rows, and sum up rows for its gradient (bench/LOG.md)
+BIAS_MOVES = 3.6, 1.45
+# what GEMMs with matrices of adapters take beyond other GEMMs, as they are bound by memory; the
+# gradients of an input with adapters are added up
+FIRST_MOVES, SECOND_MOVES = (0.3, 2.1), (0.75, 0.6)
 
 
 def norm(t: Trace, x: int, *, rerun: bool = False, saved: bool = True) -> int:
@@ -121,10 +129,27 @@ def adapters(t: Trace, x: int, out: int, weight: Weight, *, saved: bool, gathers
     t.op(Work.gemm, x, whole, x if saved else 0, weight=first, stored=True,
          scratch=scratch, flops=2 * tokens * width * inputs, sends=sends,
          kernels=kernels)  # fmt: skip
-    flops = 2 * (whole // (width * size)) * (second // size)
-    t.op(Work.gemm, whole, out, whole + joined, weight=second, stored=True, scratch=(out, out),
-         flops=flops, passes=True, kernels=2 * len(weight.adapters))  # fmt: skip
+    made = s.shape(weight)[0]
+    both, scratch, copies = second_matrices(weight.adapters, made * width * size, second)
+    flops = 2 * (whole // (width * size)) * (second // size)  # without those by zeros
+    t.op(Work.gemm, whole, out, whole + joined, weight=both, stored=True, scratch=scratch,
+         flops=flops, passes=True, kernels=1 + copies)  # fmt: skip
+    t.op(Work.other, x, x, passes=True, kernels=0, moves=FIRST_MOVES)
+    t.op(Work.other, out, out, passes=True, kernels=0, moves=SECOND_MOVES)
     return out
+
+
+def second_matrices(
+    adapters: Sequence[Adapter], whole: int, second: int
+) -> tuple[int, tuple[int, int], int]:
+    """Return the bytes of the matrix that a GEMM takes for the second matrices of adapters, memory
+    of it in forward, of it and the matrices' gradients in backward, and kernels that fill it.
+
+    `whole`: bytes of all outputs' ranks. `second`: of the matrices.
+    """
+    if len(adapters) == 1 and adapters[0].of == 1:
+        return second, (0, 0), 0
+    return whole, (whole, whole + second), 1 + len(adapters)
 
 
 def scattered(t: Trace, whole: int) -> int:
@@ -150,4 +175,7 @@ def feed_forward(
 
 def bias(t: Trace, x: int, weight: Weight | None) -> int:
     """Add a bias, if there is one, in place."""
-    return x if weight is None else t.op(Work.other, x, x, passes=True)
+    if weight is None:
+        return x
+    moves = BIAS_MOVES[0], BIAS_MOVES[1] * weight.trained
+    return t.op(Work.other, x, x, passes=True, moves=moves)

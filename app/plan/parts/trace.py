@@ -24,6 +24,8 @@ from app.plan.parts.known import KnownSizes
 from app.plan.recompute import NOTHING, RecomputeChoice, RecomputePolicy
 from app.plan.sharding.blocks import ShardCoords
 
+# forward and backward of an operation whose kernels read and write each of its tensors once
+ONCE = 1.0, 1.0
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 
 
@@ -87,6 +89,9 @@ class Operation:
     window: int | None = None  # most keys that a query sees; None: all before it
     summed: bool = False  # added to the residual stream, whose gradient is its output's
     trained: bool = True  # its parameter, if any, has a gradient
+    # how often its kernels pass over what it reads and makes, forward and backward, at the speed of
+    # those that read and write in order: more than once if it is many kernels
+    moves: tuple[float, float] = ONCE
     reached: bool = True  # backward reaches it: a parameter at or before it is trained
 
     @property
@@ -243,6 +248,7 @@ class Trace:
         used: float = 1.0,
         window: int | None = None,
         trained: bool = True,
+        moves: tuple[float, float] = ONCE,
     ) -> int:
         """Add an operation; return the bytes that it makes.
 
@@ -280,6 +286,7 @@ class Trace:
                 used=used,
                 window=window,
                 trained=trained,
+                moves=moves,
             )
         )
         self._input = 0
