@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from app.choices import Dtype
 from app.config import LossConfig, ModelConfig
+from app.model.layers.frozen import FrozenLinear
 from app.model.layers.linear import TorchLinear
 from app.model.layers.logits import logits_of
 from app.model.layers.loss import PLAIN, PlainLogits, summed_loss, token_losses
@@ -90,6 +91,28 @@ def test_padded_logits_have_the_same_values(
     assert {*plain.strides} == {(vocab, 1)}
     assert {*padded.strides} == {(-(-vocab // 64) * 64, 1)}
     assert all(map(torch.equal, found, wanted)) and found[3].any()
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_padded_logits_of_a_frozen_head(chunk: int | None):
+    generator = torch.Generator().manual_seed(0)
+    h, table = (torch.randn(*shape, generator=generator) for shape in ((B, S, D), (131, D)))
+    labels = torch.randint(131, (B, S), generator=generator)
+    found = []
+    for frozen in (True, False):
+        weight, leaf = nn.Parameter(table, requires_grad=not frozen), h.clone().requires_grad_()
+        total, _ = summed_loss(
+            leaf,
+            weight,
+            labels,
+            backend=FrozenLinear() if frozen else TorchLinear(),
+            chunk_tokens=chunk,
+            logits=logits_of(MAPS["plain"], 131),
+        )
+        total.backward()
+        assert (weight.grad is None) == frozen
+        found.append((total, leaf.grad))
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("rows", [8, 264, 50304, 32008])
