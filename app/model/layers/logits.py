@@ -1,4 +1,4 @@
-"""What lies between the head's GEMM and the loss: padding of rows, a scale and a softcap.
+"""Padding of rows, a scale and a softcap between the head's GEMM and the loss.
 
 Shapes: C tokens, V rows of this rank of the vocabulary.
 """
