@@ -99,7 +99,7 @@ class Chunk(nn.Module):
             self.embedding = embedding_table(rows, layer_groups, model.embedding_scale)
         untied = head and not model.tie_embeddings
         self.head = ColumnParallelLinear(rows, layer_groups) if untied else None
-        self.logit_map = logits_of(model)
+        self.logit_map = logits_of(model, layer_groups.coords.shape(rows)[0])
         self.lora: LoraConfig | None = None  # set where adapters are added
         # replaced with optim.overlap_params, where the head's table may still be gathered
         self.wait_for_head: Callable[[], None] = nothing

@@ -219,6 +219,13 @@ def test_full_iteration_graph_with_full_recompute():
     assert same(captured, eager)
 
 
+def test_padded_logits_are_captured():
+    with process_world(0, 1, torch.device("cpu")):
+        model = dataclasses.replace(FOUR, vocab_size=267)
+        eager, captured = (trained(0, run_of(model, chosen)) for chosen in (EAGER, WHOLE))
+    assert same(captured, eager)
+
+
 def test_validation_is_captured_beside_training():
     run = run_of(FOUR, WHOLE)
     with process_world(0, 1, torch.device("cpu")):

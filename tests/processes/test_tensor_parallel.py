@@ -16,10 +16,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from app.config import ModelConfig
+from app.model.chunk import Chunk
 from app.model.layers import linear as linear_layers
 from app.model.layers.layer_groups import LayerGroups
 from app.model.layers.layers import Mlp
 from app.model.layers.linear import ColumnParallelLinear, TorchLinear, VocabParallelEmbedding
+from app.model.layers.loss import PLAIN as UNPADDED
 from app.model.layers.loss import summed_loss
 from app.model.layers.weight_grads import MainGradSink, WeightGrad, WeightGradQueue
 from app.plan.model.mlp import MlpWeights
@@ -70,6 +73,34 @@ def test_loss_equals_golden(case: dict[str, Any], chunk: int | None):
     total = torch.tensor(case["loss_per_rank"][0]).sum().item()
     assert set(losses) == {losses[0]}
     expect_sums({"loss": losses[0]}, {"loss": total}, terms=2 * vocab)
+
+
+def odd_losses(rank: int, vocab: int) -> tuple[bool, bool]:
+    """Whether this rank pads its logits, and has the values of unpadded ones."""
+    model = ModelConfig(num_layers=1, hidden_size=16, vocab_size=vocab)
+    head = Chunk(
+        model, {}, embedding=False, head=True, layer_groups=LayerGroups(tp=dist.group.WORLD)
+    )
+    generator = torch.Generator().manual_seed(0)
+    weight_VD = torch.randn(vocab, 16, generator=generator)
+    head.table.weight.data = weight_VD.chunk(dist.get_world_size())[rank].clone()
+    h, labels_BS = (
+        torch.randn(2, 4, 16, generator=generator),
+        torch.randint(-1, vocab, (2, 8), generator=generator),
+    )
+    context, found = head.context(torch.arange(8).expand(2, 8), None), []
+    padded = head.logit_map is not UNPADDED
+    for logits in (head.logit_map, UNPADDED):
+        head.logit_map, leaf = logits, h.clone().requires_grad_()
+        loss = head.loss(leaf, labels_BS, context)
+        grads = torch.autograd.grad(loss, (leaf, head.table.weight))
+        found.append((loss, *grads, head.losses(h, labels_BS)))
+    return padded, all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize(("vocab", "pads"), [(270, True), (272, False)])
+def test_odd_part_of_a_vocabulary_is_padded(vocab: int, pads: bool):
+    assert run_distributed(odd_losses, 2, vocab) == [(pads, True)] * 2
 
 
 def embedded(rank: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -40,16 +40,20 @@ def column_parallel(
     saved: bool = True,
     stored: bool = False,
     shared: bool = False,
+    stride: int | None = None,
 ) -> int:
     """Linear layer of all tokens, gathered over tp; of a rank's own ones if the weight is whole.
 
     saved: its input stays for the weight gradient of a trained weight, and no other operation has
     saved it. stored: the weight gradient is stored even if GEMMs could accumulate it. shared: a
-    GEMM before has kept the same input until its own weight gradient.
+    GEMM before has kept the same input until its own weight gradient. stride: elements from one
+    row of the output to the next; None: its width.
     """
     gathers = weight.tp is not None and t.sizes.layout.tp > 1
     saved = saved and not shared
-    return _linear(t, x, weight, saved=saved, gathers=gathers, stored=stored, shared=shared)
+    return _linear(
+        t, x, weight, saved=saved, gathers=gathers, stored=stored, shared=shared, stride=stride
+    )
 
 
 def row_parallel(t: Trace, x: int, weight: Weight, *, saved: bool = True) -> int:
@@ -66,6 +70,7 @@ def _linear(
     gathers: bool,
     stored: bool = False,
     shared: bool = False,
+    stride: int | None = None,
 ) -> int:
     s = t.sizes
     made, taken = s.shape(weight)
@@ -73,7 +78,7 @@ def _linear(
     # gathered tokens of several sequences are copied into the order of the tokens
     copies = min(s.run.train.micro_batch, 2)
     rows = (whole or x) // (taken * s.size)
-    out = rows * made * s.size
+    out = rows * (stride or made) * s.size
     fp8, launches, keeps, waits = None, 0, x if saved and weight.trained else 0, out
     waits += 0 if shared else x
     again = copies if weight.trained else 0  # gathers the tokens for the weight gradient

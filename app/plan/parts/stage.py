@@ -17,7 +17,7 @@ from app.plan.model.fp8 import parts_in_fp8
 from app.plan.model.layer import LayerWeights
 from app.plan.model.lora import adapted
 from app.plan.model.norm import NormWeights
-from app.plan.model.vocabulary import table
+from app.plan.model.vocabulary import logits_stride, table
 from app.plan.model.weight import Weight
 from app.plan.parts.attention import attention
 from app.plan.parts.dispatcher import busiest_load
@@ -264,13 +264,14 @@ def head(s: Sizes, weight: Weight) -> list[Operation]:
     if s.model.mtp.layers:
         h, tokens = h * (1 + s.model.mtp.layers), tokens * (1 + s.model.mtp.layers)
         t.op(Work.other, h, h)
+    stride = logits_stride(s.shape(weight)[0])
     # slopes of capped logits, fp32, of some tokens at a time (`app.model.layers.logits`)
     slopes = 0
     if s.model.logit_softcap is not None:
         slopes = 2 * 4 * min(SLOPE_TOKENS, tokens) * s.shape(weight)[0]
     if s.run.loss.chunk_tokens is None:
         # backward overwrites the logits with their gradient
-        logits = column_parallel(t, h, weight, stored=s.model.tie_embeddings)
+        logits = column_parallel(t, h, weight, stored=s.model.tie_embeddings, stride=stride)
         saves = logits + PER_LABEL * tokens
         scratch = 0, slopes
         t.op(Work.loss, logits, 4, saves, scratch=scratch, passes=True, kernels=LOSS_KERNELS)
@@ -279,7 +280,7 @@ def head(s: Sizes, weight: Weight) -> list[Operation]:
     chunk = min(s.run.loss.chunk_tokens, tokens)
     whole = s.layout.tp * h
     table_sum = 4 * s.weight(weight) // s.size * weight.trained
-    logits = chunk * s.shape(weight)[0] * s.size
+    logits = chunk * stride * s.size
     following = logits if chunk < tokens else 0  # made before these are freed
     # beside the chunk's weight gradient
     least = logits + max(following, s.weight(weight) * weight.trained)
