@@ -64,8 +64,10 @@ SAID = (2, DIVERGED, CORRUPTED, LEAVES, os.EX_TEMPFAIL, INTERRUPTED, ENDED_WITH_
 PASSED_ON = stop_signals()
 NODES = "--nnodes"
 AGAIN = "starting the ranks again"
+ENDED = "graphfold/ended"  # key that counts the nodes of a round whose ranks have ended
 JOIN_S = 5.0  # seconds in which a node that has ended its ranks waits for the next round
 FOLLOW_S = 60  # seconds in which the other ranks must end once one has
+LOOK_S = 0.5  # seconds between looks at the other nodes, when this one's ranks have ended
 POLL_S = 0.05  # seconds between checks of ranks that are ending
 
 
@@ -75,6 +77,7 @@ class Agent(LocalElasticAgent):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._told: int | None = None  # the signal that has asked this launch to end
+        self._counted = False  # True once other nodes know that the ranks of this one have ended
         self._presses: list[float] = []  # times of Ctrl-C; monotonic clock, seconds
         handler = self._worker_group.spec.rdzv_handler
         self._nodes = handler if isinstance(handler, several_hosts.SeveralHosts) else None
@@ -115,6 +118,10 @@ class Agent(LocalElasticAgent):
             if not self._is_spare:
                 raise
             result = None
+        finally:
+            if not self._counted:  # others that wait in `_others_end` need not wait for this node
+                with suppress(RuntimeError):
+                    self._count_ended()
         if result is None:
             _say("the launch has ended, and this node was spare")
             result = RunResult(WorkerState.SUCCEEDED)
@@ -135,7 +142,7 @@ class Agent(LocalElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY and self._nodes:  # for other nodes
             if self._nodes.lost():
-                _say(f"no sign of a node for {self._nodes.silence_s:.0f} s; {AGAIN}")
+                _say(f"{self._nodes.lost_words}; {AGAIN}")
                 # Ranks that wait for those of a lost node neither save nor heed SIGTERM.
                 self._shutdown(signal.SIGKILL)
             elif self._nodes.joining():
@@ -168,7 +175,8 @@ class Agent(LocalElasticAgent):
             self._let_all_end()
         self._kill_what_hangs()
         result: RunResult = super()._monitor_workers(worker_group)
-        if self._others_start_again(result):
+        succeeded = result.state == WorkerState.SUCCEEDED
+        if self._others_start_again(result) or (succeeded and not self._others_end()):
             return RunResult(WorkerState.HEALTHY)  # torch then starts them again, at no charge
         if result.is_failed():
             failures = result.failures
@@ -183,7 +191,7 @@ class Agent(LocalElasticAgent):
                 failure.exitcode = INTERRUPTED
             if failure.exitcode == LEAVES and self._nodes:
                 self._nodes.leaves = True
-            if failure.exitcode in SAID or self._told is not None:
+            if failure.exitcode in SAID or self._told is not None or self._others_are_over():
                 self._remaining_restarts = 0
             elif self._remaining_restarts:
                 _say(f"{_ended(error)}; {AGAIN}")
@@ -205,6 +213,56 @@ class Agent(LocalElasticAgent):
                 time.sleep(POLL_S)
             return waiting > 0
         return False
+
+    def _count_ended(self) -> None:
+        """Tell the other nodes of this round that the ranks of this one have ended."""
+        if self._store is not None:
+            self._store.add(ENDED, 1)
+
+    def _ended(self) -> int:
+        assert self._store is not None, "it has started the ranks"
+        return int(self._store.add(ENDED, 0))
+
+    def _others_end(self) -> bool:
+        """Wait until the ranks of all nodes have ended; False if another node starts its own again.
+
+        In place of torch's barrier at the end, which waits five minutes for a node whose ranks have
+        failed, since such a node does not enter it.
+        """
+        nodes = self._worker_group.group_world_size or 1
+        due = time.monotonic() + self._exit_barrier_timeout
+        with suppress(RendezvousError, RuntimeError):  # the node that keeps the store has ended
+            self._count_ended()
+            self._counted = True
+            while self._ended() < nodes and self._told is None:
+                if self._nodes is not None:
+                    self._nodes.num_nodes_waiting()  # reads the state
+                    if self._nodes.restarting():
+                        self._counted = False
+                        return False
+                    if self._nodes.lost():
+                        _say(f"{self._nodes.lost_words}; the ranks of this one have ended")
+                        break
+                if time.monotonic() > due:
+                    break
+                time.sleep(LOOK_S)
+        return True
+
+    def _others_are_over(self) -> bool:
+        """Return whether no node waits for ranks that are started again: with --master-addr nodes
+        do so one by one, and one whose ranks have ended does not.
+        """
+        group, deadline = self._worker_group, time.monotonic() + JOIN_S
+        if self._nodes is not None or group.group_world_size == 1 or not self._remaining_restarts:
+            return False
+        with suppress(RuntimeError):
+            while not (over := self._ended() > 0) and time.monotonic() < deadline:
+                time.sleep(LOOK_S)
+            return over
+        return True
+
+    def _exit_barrier(self) -> None:
+        """No-op: `_others_end` has waited."""
 
     def _kill_what_hangs(self) -> None:
         # When a rank's watchdog has ended it because others hang, torch would wait 30 s for those.
