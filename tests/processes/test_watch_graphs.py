@@ -353,7 +353,7 @@ def test_marks_without_room_are_left_out():
         assert len(marked.slots) == 4, "more memory was taken"
 
 
-def test_host_that_has_called_a_collective_may_wait_for_its_device():
+def test_hanging_device_behind_its_host_is_named():
     store = dist.HashStore()
     own, other = (Heartbeats.over(store, rank, 2) for rank in range(2))
     wait = CollectiveWait("all_to_all 7 of ep", 40.0, (0, 1),
