@@ -27,10 +27,12 @@ import uuid
 from argparse import Namespace
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed.launcher.api as launcher
+from torch.distributed import Store
 from torch.distributed.elastic.agent.server.api import (
     DEFAULT_ROLE,
     RunResult,
@@ -64,7 +66,8 @@ SAID = (2, DIVERGED, CORRUPTED, LEAVES, os.EX_TEMPFAIL, INTERRUPTED, ENDED_WITH_
 PASSED_ON = stop_signals()
 NODES = "--nnodes"
 AGAIN = "starting the ranks again"
-ENDED = "graphfold/ended"  # key that counts the nodes of a round whose ranks have ended
+# keys that count the nodes of a round: those whose ranks have ended, those that have noticed all
+ENDED, LEAVING = "graphfold/ended", "graphfold/leaving"
 JOIN_S = 5.0  # seconds in which a node that has ended its ranks waits for the next round
 FOLLOW_S = 60  # seconds in which the other ranks must end once one has
 LOOK_S = 0.5  # seconds between looks at the other nodes, when this one's ranks have ended
@@ -121,7 +124,8 @@ class Agent(LocalElasticAgent):
         finally:
             if not self._counted:  # others that wait in `_others_end` need not wait for this node
                 with suppress(RuntimeError):
-                    self._count_ended()
+                    self._count(ENDED)
+                    self._count(LEAVING)
         if result is None:
             _say("the launch has ended, and this node was spare")
             result = RunResult(WorkerState.SUCCEEDED)
@@ -214,14 +218,17 @@ class Agent(LocalElasticAgent):
             return waiting > 0
         return False
 
-    def _count_ended(self) -> None:
-        """Tell the other nodes of this round that the ranks of this one have ended."""
-        if self._store is not None:
-            self._store.add(ENDED, 1)
+    @property
+    def _shared(self) -> Store | None:
+        """The store of this round, as a type that torch does not declare."""
+        store: Any = self._store
+        return cast("Store | None", store)
 
-    def _ended(self) -> int:
-        assert self._store is not None, "it has started the ranks"
-        return int(self._store.add(ENDED, 0))
+    def _count(self, key: str) -> None:
+        """Count this node; the last one sets `key`/all."""
+        store = self._shared
+        if store is not None and store.add(key, 1) == self._worker_group.group_world_size:
+            store.set(f"{key}/all", "")
 
     def _others_end(self) -> bool:
         """Wait until the ranks of all nodes have ended; False if another node starts its own again.
@@ -229,12 +236,12 @@ class Agent(LocalElasticAgent):
         In place of torch's barrier at the end, which waits five minutes for a node whose ranks have
         failed, since such a node does not enter it.
         """
-        nodes = self._worker_group.group_world_size or 1
-        due = time.monotonic() + self._exit_barrier_timeout
+        store, due = self._shared, time.monotonic() + self._exit_barrier_timeout
+        assert store is not None, "it has started the ranks"
         with suppress(RendezvousError, RuntimeError):  # the node that keeps the store has ended
-            self._count_ended()
+            self._count(ENDED)
             self._counted = True
-            while self._ended() < nodes and self._told is None:
+            while not store.check([f"{ENDED}/all"]) and self._told is None:
                 if self._nodes is not None:
                     self._nodes.num_nodes_waiting()  # reads the state
                     if self._nodes.restarting():
@@ -242,23 +249,27 @@ class Agent(LocalElasticAgent):
                         return False
                     if self._nodes.lost():
                         _say(f"{self._nodes.lost_words}; the ranks of this one have ended")
-                        break
+                        return True
                 if time.monotonic() > due:
-                    break
+                    return True
                 time.sleep(LOOK_S)
+            self._count(LEAVING)
+            if self._told is None:  # all end at once: the store is gone with one of them
+                store.wait([f"{LEAVING}/all"], timedelta(seconds=JOIN_S))
         return True
 
     def _others_are_over(self) -> bool:
         """Return whether no node waits for ranks that are started again: with --master-addr nodes
         do so one by one, and one whose ranks have ended does not.
         """
-        group, deadline = self._worker_group, time.monotonic() + JOIN_S
-        if self._nodes is not None or group.group_world_size == 1 or not self._remaining_restarts:
+        store, deadline = self._shared, time.monotonic() + JOIN_S
+        alone = self._worker_group.group_world_size == 1
+        if store is None or self._nodes is not None or alone or not self._remaining_restarts:
             return False
         with suppress(RuntimeError):
-            while not (over := self._ended() > 0) and time.monotonic() < deadline:
+            while not (over := store.check([ENDED])) and time.monotonic() < deadline:
                 time.sleep(LOOK_S)
-            return over
+            return bool(over)
         return True
 
     def _exit_barrier(self) -> None:
