@@ -30,47 +30,52 @@ FILE = ROOT / "bench" / "results" / "foretold.json"
 GPUS = ("h100", "h200")
 DIFFERS = 1.05  # times as long: pairs of steps whose order counts
 WHOLE = "train.micro_batch=1 train.global_batch=8 cuda_graph=full_iteration"
-EAGER = "train.micro_batch=1 train.global_batch=8"
 DENSE, MOE = f"+experiment=small {WHOLE}", f"+experiment=smallmoe {WHOLE}"
 STATIC = "model.moe.dispatcher=static"
 ONE = {
-    "windows, gemma3": f"{DENSE} model=gemma3_4b model.num_layers=12",
-    "windows, olmo3": f"{DENSE} model=olmo3_7b model.num_layers=8",
-    "windows and sinks": f"{MOE} model=gpt_oss_20b model.num_layers=2 {STATIC}",
-    "softcapped, gemma2": f"+experiment=small {EAGER} model=gemma2_9b model.num_layers=6",
-    "adapters, llama3": f"{DENSE} model=llama3_8b model.num_layers=16 lora.rank=16"
-    " checkpoint.frozen=false",
-    "adapters of attention": f"{DENSE} model=qwen3_8b model.num_layers=16 lora.rank=64"
-    " lora.targets=[self_attn] checkpoint.frozen=false",
-    "adapters of experts": f"+experiment=smallmoe {EAGER} model=qwen3_30b_a3b model.num_layers=4"
-    " lora.rank=16 checkpoint.frozen=false",
-    "Muon, dense": f"{DENSE} model=llama3_8b model.num_layers=6 optim=muon",
-    "Muon, experts": f"{MOE} optim=muon {STATIC}",
-    "documents, dense": f"{DENSE} model=llama3_8b model.num_layers=6 data.document_mask=true",
-    "documents, long": f"{DENSE} model=qwen3_8b model.num_layers=6 train.seq_len=16384"
+    "windows": f"{DENSE} model=mistral_7b model.num_layers=6 train.seq_len=8192"
+    " train.global_batch=4",
+    "windows, gemma3": f"{DENSE} model=gemma3_12b model.num_layers=6",
+    "windows, odd vocabulary": f"{DENSE} model=olmo3_7b model.num_layers=6 train.seq_len=8192"
+    " train.global_batch=4",
+    "windows and documents": f"{DENSE} model=mistral_7b model.num_layers=6 train.seq_len=8192"
     " train.global_batch=4 data.document_mask=true",
-    "parallel block": f"{DENSE} model=pythia_1b",
-    "biases, LayerNorm": f"{DENSE} model=starcoder2_3b model.num_layers=12",
-    "multipliers": f"{DENSE} model=granite3_8b model.num_layers=8",
-    "latent attention": f"{MOE} model=deepseek_v2_lite model.num_layers=5 {STATIC}",
-    "tokens ahead": f"{MOE} model=glm4_5_air model.num_layers=2 model.moe.num_experts=32 {STATIC}",
-    "eager, dispatched": f"+experiment=smallmoe {EAGER}",
-    "recomputed": f"{DENSE} model=qwen3_8b model.num_layers=8 recompute.full=true"
+    "adapters, qwen3": f"{DENSE} model=qwen3_8b model.num_layers=12 lora.rank=32"
+    " checkpoint.frozen=false",
+    "adapters, mistral": f"{DENSE} model=mistral_7b model.num_layers=12 lora.rank=8"
+    " train.micro_batch=2 checkpoint.frozen=false",
+    "adapters, granite": f"{DENSE} model=granite3_8b model.num_layers=12 lora.rank=16"
+    " lora.targets=[mlp] checkpoint.frozen=false",
+    "Muon, dense": f"{DENSE} model=qwen3_8b model.num_layers=4 optim=muon",
+    "Muon, smollm3": f"{DENSE} model=smollm3_3b model.num_layers=10 optim=muon",
+    "documents": f"{DENSE} model=llama3_8b model.num_layers=6 train.seq_len=8192"
+    " train.global_batch=4 data.document_mask=true",
+    "documents, experts": f"{MOE} data.document_mask=true {STATIC}",
+    "odd vocabulary, multipliers": f"{DENSE} model=granite3_8b model.num_layers=10",
+    "two norms behind": f"{DENSE} model=olmo2_7b model.num_layers=6",
+    "partial rotary": f"{DENSE} model=phi4_mini model.num_layers=12",
+    "no gate": f"{DENSE} model=minitron_4b model.num_layers=10",
+    "experts, ernie": f"{MOE} model=ernie4_5_21b_a3b model.num_layers=4 {STATIC}",
+    "experts, small": f"{MOE} model=granite3_1b_a400m {STATIC}",
+    "latent attention": f"{MOE} model=glm4_7_flash model.num_layers=4 {STATIC}",
+    "biases of queries": f"{DENSE} model=seed_oss_36b model.num_layers=3",
+    "recomputed": f"{DENSE} model=mistral_7b model.num_layers=8 recompute=selective"
     " train.micro_batch=2",
 }  # name -> overrides, one GPU
 TWO = {
-    "windows, dp": f"{DENSE} model=gemma3_4b model.num_layers=12 parallel.dp=2",
-    "adapters, dp": f"{DENSE} model=llama3_8b model.num_layers=16 lora.rank=16"
+    "windows, dp": f"{DENSE} model=mistral_7b model.num_layers=8 parallel.dp=2",
+    "adapters, dp": f"{DENSE} model=qwen3_8b model.num_layers=16 lora.rank=32"
     " checkpoint.frozen=false parallel.dp=2",
-    "Muon, dp": f"{DENSE} model=llama3_8b model.num_layers=8 optim=muon parallel.dp=2",
-    "Muon, tp": f"{DENSE} model=llama3_8b model.num_layers=8 optim=muon parallel.tp=2",
-    "documents, cp": f"{DENSE} model=qwen3_8b model.num_layers=6 train.seq_len=16384"
+    "Muon, dp": f"{DENSE} model=qwen3_8b model.num_layers=6 optim=muon parallel.dp=2",
+    "Muon, experts, ep": f"{MOE} optim=muon {STATIC} parallel.dp=2 parallel.ep=2",
+    "documents, cp": f"{DENSE} model=llama3_8b model.num_layers=6 train.seq_len=16384"
     " train.global_batch=4 data.document_mask=true parallel.cp=2"
     " parallel.cp_comm_type=all_to_all",
-    "windows, pp": f"{DENSE} model=olmo3_7b model.num_layers=16 parallel.pp=2",
-    "windows and sinks, ep": f"{MOE} model=gpt_oss_20b model.num_layers=4 {STATIC} parallel.dp=2"
-    " parallel.ep=2",
-    "latent attention, ep": f"{MOE} model=deepseek_v2_lite model.num_layers=8 {STATIC}"
+    "odd vocabulary, pp": f"{DENSE} model=olmo3_7b model.num_layers=12 parallel.pp=2",
+    "partial rotary, tp": f"{DENSE} model=phi4_mini model.num_layers=16 parallel.tp=2",
+    "experts, ernie, ep": f"{MOE} model=ernie4_5_21b_a3b model.num_layers=6 {STATIC}"
+    " parallel.dp=2 parallel.ep=2",
+    "latent attention, ep": f"{MOE} model=glm4_7_flash model.num_layers=6 {STATIC}"
     " parallel.dp=2 parallel.ep=2",
 }  # name -> overrides, two GPUs of one host
 

@@ -27,10 +27,12 @@ import uuid
 from argparse import Namespace
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed.launcher.api as launcher
+from torch.distributed import Store
 from torch.distributed.elastic.agent.server.api import (
     DEFAULT_ROLE,
     RunResult,
@@ -64,8 +66,11 @@ SAID = (2, DIVERGED, CORRUPTED, LEAVES, os.EX_TEMPFAIL, INTERRUPTED, ENDED_WITH_
 PASSED_ON = stop_signals()
 NODES = "--nnodes"
 AGAIN = "starting the ranks again"
+# keys that count the nodes of a round: those whose ranks have ended, those that have noticed all
+ENDED, LEAVING = "graphfold/ended", "graphfold/leaving"
 JOIN_S = 5.0  # seconds in which a node that has ended its ranks waits for the next round
 FOLLOW_S = 60  # seconds in which the other ranks must end once one has
+LOOK_S = 0.5  # seconds between looks at the other nodes, when this one's ranks have ended
 POLL_S = 0.05  # seconds between checks of ranks that are ending
 
 
@@ -75,6 +80,7 @@ class Agent(LocalElasticAgent):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._told: int | None = None  # the signal that has asked this launch to end
+        self._counted = False  # True once other nodes know that the ranks of this one have ended
         self._presses: list[float] = []  # times of Ctrl-C; monotonic clock, seconds
         handler = self._worker_group.spec.rdzv_handler
         self._nodes = handler if isinstance(handler, several_hosts.SeveralHosts) else None
@@ -115,6 +121,11 @@ class Agent(LocalElasticAgent):
             if not self._is_spare:
                 raise
             result = None
+        finally:
+            if not self._counted:  # others that wait in `_others_end` need not wait for this node
+                with suppress(RuntimeError):
+                    self._count(ENDED)
+                    self._count(LEAVING)
         if result is None:
             _say("the launch has ended, and this node was spare")
             result = RunResult(WorkerState.SUCCEEDED)
@@ -135,7 +146,7 @@ class Agent(LocalElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY and self._nodes:  # for other nodes
             if self._nodes.lost():
-                _say(f"no sign of a node for {self._nodes.silence_s:.0f} s; {AGAIN}")
+                _say(f"{self._nodes.lost_words}; {AGAIN}")
                 # Ranks that wait for those of a lost node neither save nor heed SIGTERM.
                 self._shutdown(signal.SIGKILL)
             elif self._nodes.joining():
@@ -168,7 +179,8 @@ class Agent(LocalElasticAgent):
             self._let_all_end()
         self._kill_what_hangs()
         result: RunResult = super()._monitor_workers(worker_group)
-        if self._others_start_again(result):
+        succeeded = result.state == WorkerState.SUCCEEDED
+        if self._others_start_again(result) or (succeeded and not self._others_end()):
             return RunResult(WorkerState.HEALTHY)  # torch then starts them again, at no charge
         if result.is_failed():
             failures = result.failures
@@ -183,7 +195,7 @@ class Agent(LocalElasticAgent):
                 failure.exitcode = INTERRUPTED
             if failure.exitcode == LEAVES and self._nodes:
                 self._nodes.leaves = True
-            if failure.exitcode in SAID or self._told is not None:
+            if failure.exitcode in SAID or self._told is not None or self._others_are_over():
                 self._remaining_restarts = 0
             elif self._remaining_restarts:
                 _say(f"{_ended(error)}; {AGAIN}")
@@ -205,6 +217,63 @@ class Agent(LocalElasticAgent):
                 time.sleep(POLL_S)
             return waiting > 0
         return False
+
+    @property
+    def _shared(self) -> Store | None:
+        """The store of this round, as a type that torch does not declare."""
+        store: Any = self._store
+        return cast("Store | None", store)
+
+    def _count(self, key: str) -> None:
+        """Count this node; the last one sets `key`/all."""
+        store = self._shared
+        if store is not None and store.add(key, 1) == self._worker_group.group_world_size:
+            store.set(f"{key}/all", "")
+
+    def _others_end(self) -> bool:
+        """Wait until the ranks of all nodes have ended; False if another node starts its own again.
+
+        In place of torch's barrier at the end, which waits five minutes for a node whose ranks have
+        failed, since such a node does not enter it.
+        """
+        store, due = self._shared, time.monotonic() + self._exit_barrier_timeout
+        assert store is not None, "it has started the ranks"
+        with suppress(RendezvousError, RuntimeError):  # the node that keeps the store has ended
+            self._count(ENDED)
+            self._counted = True
+            while not store.check([f"{ENDED}/all"]) and self._told is None:
+                if self._nodes is not None:
+                    self._nodes.num_nodes_waiting()  # reads the state
+                    if self._nodes.restarting():
+                        self._counted = False
+                        return False
+                    if self._nodes.lost():
+                        _say(f"{self._nodes.lost_words}; the ranks of this one have ended")
+                        return True
+                if time.monotonic() > due:
+                    return True
+                time.sleep(LOOK_S)
+            self._count(LEAVING)
+            if self._told is None:  # all end at once: the store is gone with one of them
+                store.wait([f"{LEAVING}/all"], timedelta(seconds=JOIN_S))
+        return True
+
+    def _others_are_over(self) -> bool:
+        """Return whether no node waits for ranks that are started again: with --master-addr nodes
+        do so one by one, and one whose ranks have ended does not.
+        """
+        store, deadline = self._shared, time.monotonic() + JOIN_S
+        alone = self._worker_group.group_world_size == 1
+        if store is None or self._nodes is not None or alone or not self._remaining_restarts:
+            return False
+        with suppress(RuntimeError):
+            while not (over := store.check([ENDED])) and time.monotonic() < deadline:
+                time.sleep(LOOK_S)
+            return bool(over)
+        return True
+
+    def _exit_barrier(self) -> None:
+        """No-op: `_others_end` has waited."""
 
     def _kill_what_hangs(self) -> None:
         # When a rank's watchdog has ended it because others hang, torch would wait 30 s for those.

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from app.cli import torchrun
 from app.cli.processes.launcher import Launch
 from app.cli.start.supervised import supervise
+from tests.forks import Process
 from tests.ports import free_port
 from tests.training import ROOT, wait_for
 
@@ -37,6 +39,74 @@ def test_rank_killed_after_its_work_is_not_started_again(
     assert count.read_text() == "." * lives
 
 
+ENDS = """
+import os, pathlib, signal, sys, time
+rank, folder, end = os.environ["RANK"], pathlib.Path(sys.argv[1]), sys.argv[2]
+file = folder / f"began-{rank}-{len(list(folder.glob(f'began-{rank}-*')))}"
+file.with_suffix(".new").write_text(f"{os.getpid()} {os.getppid()}")
+file.with_suffix(".new").rename(file)
+first = [folder / f"began-{rank}-0" for rank in (0, 1)]
+while not all(each.exists() for each in first):
+    time.sleep(0.01)
+if rank == "0" or len(list(folder.glob("began-1-?"))) > 1:
+    sys.exit()
+other, launcher = map(int, first[0].read_text().split())
+while os.path.exists(f"/proc/{other}"):  # until its launcher has noticed its end
+    time.sleep(0.01)
+if end == "told":
+    os.kill(launcher, signal.SIGTERM)
+    while os.path.exists(f"/proc/{launcher}"):
+        time.sleep(0.01)
+    sys.exit()
+os.kill(os.getppid() if end == "lost" else os.getpid(), signal.SIGKILL if end == "lost" else 15)
+time.sleep(600)
+"""
+C10D = "--rdzv-backend=c10d --rdzv-id=x --rdzv-endpoint=127.0.0.1:{port} --local-addr=127.0.0.1"
+STATIC = "--master-addr=127.0.0.1 --master-port={port}"
+# with which of the launchers, and what hits rank 1 or a launcher when rank 0 has ended with 0:
+# exit codes, and starts of each rank
+ENDS_LATE = {
+    "killed": (C10D, 0, [0, 143], 1),
+    "killed, restarts": (C10D, 2, [0, 0], 2),
+    "killed, by address": (STATIC, 2, [0, 143], 1),
+    "told": (C10D, 0, [0, 0], 1),
+    "lost": (C10D, 2, [0, -signal.SIGKILL], 1),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=pytest.mark.full) if each == "lost" else each
+             for each in ENDS_LATE]
+)  # fmt: skip
+def test_launcher_waits_at_the_end_for_no_node_that_has_failed(case: str, tmp_path: Path):
+    """Not for the five minutes of torch's barrier."""
+    how, restarts, codes, starts = ENDS_LATE[case]
+    (tmp_path / "rank.py").write_text(ENDS)
+    words = [f"--max-restarts={restarts}", *how.format(port=free_port()).split()]
+    program = [str(tmp_path / "rank.py"), str(tmp_path), case.partition(",")[0]]
+
+    def launch(node: int) -> None:
+        own = f"--node-rank={node}" if how == STATIC else f"--rdzv-conf=is_host={1 - node}"
+        os.dup2(os.open(tmp_path / f"said-{node}", os.O_CREAT | os.O_WRONLY), 2)
+        os._exit(torchrun.main(["--nnodes=2", "--nproc-per-node=1", *words, own, *program]))
+
+    nodes = [Process(target=launch, args=(node,)) for node in (0, 1)]
+    try:
+        for node in nodes:
+            node.start()
+        for node in nodes:
+            node.join(60)
+        said = [(tmp_path / f"said-{node}").read_text() for node in (0, 1)]
+        assert [node.exitcode for node in nodes] == codes, said
+        assert sorted(path.name for path in tmp_path.glob("began-*")) == [
+            f"began-{rank}-{start}" for rank in (0, 1) for start in range(starts)
+        ]
+    finally:
+        for node in nodes:
+            node.kill()
+            node.join()
+
+
 NODE_LOST = """
 import os, signal, sys
 if os.environ["RANK"] == "1":
@@ -48,13 +118,13 @@ sys.exit(7)
 def test_launcher_that_waits_for_a_lost_node_ends_when_told(tmp_path: Path):
     (tmp_path / "rank.py").write_text(NODE_LOST)
     port = free_port()
-    torchrun = [sys.executable, "-m", "app.cli.torchrun", "--nnodes=2", "--max-restarts=3"]
-    torchrun += ["--rdzv-backend=c10d", "--rdzv-id=run", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    agent = [sys.executable, "-m", "app.cli.torchrun", "--nnodes=2", "--max-restarts=3"]
+    agent += ["--rdzv-backend=c10d", "--rdzv-id=run", f"--rdzv-endpoint=127.0.0.1:{port}"]
     said = tmp_path / "said"
     with said.open("wb") as file:
         nodes = [
             subprocess.Popen(
-                [*torchrun, f"--rdzv-conf=is_host={host}", "--local-addr=127.0.0.1", "rank.py"],
+                [*agent, f"--rdzv-conf=is_host={host}", "--local-addr=127.0.0.1", "rank.py"],
                 cwd=tmp_path,
                 env={**os.environ, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"},
                 stderr=file,

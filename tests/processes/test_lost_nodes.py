@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -31,7 +32,7 @@ ENDLESS = (
 )
 
 
-def test_a_node_without_a_sign_of_life_is_lost():
+def test_a_node_without_a_sign_of_life_is_lost(monkeypatch: pytest.MonkeyPatch):
     port = free_port()
     given = RendezvousParameters(BACKEND, f"127.0.0.1:{port}", "x", 1, 1, "here", is_host="1")
     rendezvous = SeveralHosts.create(given)
@@ -42,6 +43,9 @@ def test_a_node_without_a_sign_of_life_is_lost():
     state = rendezvous._state_holder.state
     (node,) = state.participants
     del state.participants[node]
+    monkeypatch.setattr("app.cli.processes.several_hosts.AWAY_S", math.inf)
+    assert rendezvous.num_nodes_waiting() == rendezvous.lost() == 0, "it may be about to wait"
+    monkeypatch.setattr("app.cli.processes.several_hosts.AWAY_S", 0)
     assert rendezvous.num_nodes_waiting() == rendezvous.lost() == 1
     state.wait_list.add(node)  # it starts its ranks again
     assert (rendezvous.lost(), rendezvous.joining()) == (0, 0)

@@ -9,6 +9,10 @@ starts its ranks again and again for a second spare node.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import (
@@ -23,12 +27,16 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 BACKEND = "several-hosts"  # its name for torchrun's --rdzv-backend, in place of c10d
+# Seconds that a node may be missing: one that starts its ranks again leaves a round before it waits
+# for the next one.
+AWAY_S = 2.0
 
 
 class SeveralHosts(DynamicRendezvousHandler):
     """torch's dynamic rendezvous, in which lost nodes are noticed and spare ones can join."""
 
     _members: frozenset[object] = frozenset()  # nodes of the last round
+    _away: Mapping[object, float] = MappingProxyType({})  # those missing, since (monotonic clock)
     leaves = False  # this node ends, and the others start again without it
 
     @classmethod
@@ -70,21 +78,29 @@ class SeveralHosts(DynamicRendezvousHandler):
         return self.lost() + (0 if self._full else waiting)
 
     def lost(self) -> int:
-        """Return how many nodes of this round have given no sign of life for `silence_s`; 0 once
+        """Return how many nodes of this round have given no sign of life (`lost_words`); 0 once
         the run has ended on any node.
         """
-        state = self._state_holder.state
-        return 0 if state.closed else len(self._members - set(state.participants) - state.wait_list)
+        state, now = self._state_holder.state, time.monotonic()
+        here = self._members if state.closed else {*state.participants} | state.wait_list
+        self._away = {node: self._away.get(node, now) for node in self._members - here}
+        return sum(now - since >= AWAY_S for since in self._away.values())
 
     def joining(self) -> int:
         """Return how many nodes wait for the next round that are not in this one."""
         return len(self._state_holder.state.wait_list - self._members)
 
+    def restarting(self) -> int:
+        """Return how many nodes of this round wait for the next one; 0 once the run has ended."""
+        state = self._state_holder.state
+        return 0 if state.closed else len(state.wait_list & self._members)
+
     @property
-    def silence_s(self) -> float:
-        """Seconds without a sign of life after which a node counts as lost."""
+    def lost_words(self) -> str:
+        """That a node counts as lost, and after how many seconds without a sign of life."""
         settings = self._settings
-        return settings.keep_alive_interval.total_seconds() * settings.keep_alive_max_attempt
+        seconds = settings.keep_alive_interval.total_seconds() * settings.keep_alive_max_attempt
+        return f"no sign of a node for {seconds:.0f} s"
 
     @property
     def spare(self) -> bool:

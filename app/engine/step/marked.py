@@ -15,6 +15,7 @@ from torch import Tensor
 
 from app.engine.capture.recorder import Graph, Recorder, Recording, Work
 from app.engine.capture.static import StaticMemory
+from app.engine.capture.tree import flatten
 from app.engine.step.executor import Transport
 from app.engine.watchdog.marks import MarkedGraph, Marks
 from app.engine.watchdog.watchdog import Watchdog
@@ -172,16 +173,27 @@ def _marked(phase: Phase, place: str, marks: Marks) -> Callable[..., tuple[objec
 def _mark_backward(
     place: str, marks: Marks, inputs: Sequence[object], outputs: Sequence[object]
 ) -> None:
-    """Mark where the backward of a phase begins, and know where it ends."""
+    """Mark where the backward of a phase begins, and know where it ends.
+
+    It begins at the nodes of autograd that made its outputs, of which several may share one. The
+    gradient of an output may be there long before: a phase also hands on its input.
+    """
 
     def leave(_: Tensor) -> None:
         if marks.place == place:
             marks.move("")
 
-    def enter(_: Tensor) -> None:
-        marks.enter(place)
+    def enter(_: tuple[Tensor, ...]) -> None:
+        if marks.place != place:
+            marks.enter(place)
 
-    for values, hook in ((outputs, enter), (inputs, leave)):
-        tensor = next((x for x in values if isinstance(x, Tensor) and x.requires_grad), None)
-        if tensor is not None:
-            tensor.register_hook(hook)
+    taken, made = _differentiable(inputs), _differentiable(outputs)
+    for node in {x.grad_fn for x in made} - {x.grad_fn for x in taken}:
+        if node is not None:
+            node.register_prehook(enter)
+    if taken:
+        taken[0].register_hook(leave)
+
+
+def _differentiable(values: Sequence[object]) -> list[Tensor]:
+    return [tensor for tensor in flatten(tuple(values))[0] if tensor.requires_grad]
