@@ -7,7 +7,6 @@ Shapes: B sequences, S tokens per sequence, D hidden, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from app.model.layers.linear import TorchLinear
 from app.model.layers.logits import logits_of
 from app.model.layers.loss import PLAIN, PlainLogits, summed_loss, token_losses
 from app.model.layers.weight_grads import WeightGradQueue
+from tests.rounding import expect_sums, numbered
 from tests.tensors.activation_memory import (
     DENSE,
     TORCH,
@@ -40,28 +40,22 @@ MAPS = {
 }
 
 
-class Watched(TorchLinear):
-    """torch's GEMMs; keeps the strides of the gradients of its outputs."""
-
-    def __init__(self) -> None:
-        self.strides: list[tuple[int, ...]] = []
-
-    def gradients(self, grad: Tensor, *operands: Any, **options: Any) -> Any:
-        self.strides.append(grad.stride())
-        return super().gradients(grad, *operands, **options)
+def terms(vocab: int, dtype: torch.dtype) -> int:
+    """Bound of `expect_sums`: in bf16, logits are rounded, and results last."""
+    return 2 if dtype == torch.bfloat16 else max(vocab, B * S, D)
 
 
 def losses(
     logits: PlainLogits, vocab: int, dtype: torch.dtype, chunk: int | None, deferred: bool
-) -> tuple[list[Tensor], Watched]:
-    """Sum, loss of every label, both gradients; and the back end."""
+) -> tuple[dict[str, Tensor], int]:
+    """Sum, loss of every label and both gradients; and the stride of logits."""
     generator = torch.Generator().manual_seed(vocab)
     h, weight = (
         torch.randn(*shape, generator=generator).to(dtype) for shape in ((B, S, D), (vocab, D))
     )
     labels = torch.randint(-9, vocab, (B, S), generator=generator)
     labels[0, 0] = vocab - 1
-    weight, backend, queue = nn.Parameter(weight), Watched(), WeightGradQueue()
+    weight, backend, queue = nn.Parameter(weight), TorchLinear(), WeightGradQueue()
     total, each = summed_loss(
         h.requires_grad_(),
         weight,
@@ -74,8 +68,17 @@ def losses(
     (total * 0.25).backward()
     gradient = torch.zeros(vocab, D)
     queue.run(lambda _, made: made.add_to(gradient))
-    scored = token_losses(h.detach(), weight, labels, logits.backend(backend))
-    return [total, each, h.grad, gradient if deferred else weight.grad, scored], backend
+    of_loss = logits.backend(backend)
+    scored = token_losses(h.detach(), weight, labels, of_loss)
+    found = {
+        "total": total.detach(),
+        "each": each,
+        "h": h.grad,
+        "weight": gradient if deferred else weight.grad,
+        "scored": scored,
+    }
+    with torch.no_grad():
+        return found, of_loss.output(h.flatten(0, 1), weight).stride(0)
 
 
 @pytest.mark.parametrize("deferred", [False, True], ids=["autograd", "deferred"])
@@ -86,11 +89,11 @@ def losses(
 def test_padded_logits_have_the_same_values(
     vocab: int, dtype: torch.dtype, model: ModelConfig, chunk: int | None, deferred: bool
 ):
-    found, padded = losses(logits_of(model, vocab), vocab, dtype, chunk, deferred)
+    found, stride = losses(logits_of(model, vocab), vocab, dtype, chunk, deferred)
     wanted, plain = losses(logits_of(model, 8), vocab, dtype, chunk, deferred)
-    assert {*plain.strides} == {(vocab, 1)}
-    assert {*padded.strides} == {(-(-vocab // 64) * 64, 1)}
-    assert all(map(torch.equal, found, wanted)) and found[3].any()
+    assert plain == vocab and stride == -(-vocab // 64) * 64
+    expect_sums(found, wanted, terms(vocab, dtype), dtype=dtype)
+    assert found["weight"].any()
 
 
 @pytest.mark.parametrize("chunk", [None, 5])
@@ -134,8 +137,8 @@ def test_step_of_a_model_with_odd_vocabulary(tied: bool, dtype: Dtype):
         out = chunk(batch.tokens, context).x
         loss = chunk.loss(out, batch.labels, context)
         scored = chunk.losses(out, batch.labels)
-        found.append([loss, scored, *torch.autograd.grad(loss, [*chunk.parameters()])])
-    assert all(map(torch.equal, *found))
+        found.append(numbered((loss, scored, *torch.autograd.grad(loss, [*chunk.parameters()]))))
+    expect_sums(*found, terms(1003, TORCH[dtype]), dtype=TORCH[dtype])
 
 
 kernels = pytest.fixture(with_kernels)
@@ -158,4 +161,6 @@ def test_plan_counts_the_padding(chunk_tokens: int | None, kernels: None):
             (memory.total, kept) if chunk_tokens is None else (memory.forward, forward - kept)
         )
     plain, odd = bytes_of
-    assert [b - a for a, b in zip(plain, odd, strict=True)] == [256 * (128 - 72) * 2] * 2
+    expected, found = (b - a for a, b in zip(plain, odd, strict=True))
+    assert expected == 256 * (128 - 72) * 2
+    assert 0 <= found - expected <= 64 * 128 * 2  # a copy of the last rows of the weight

@@ -8,14 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.config import ModelConfig
 from app.model.layers.layer_groups import OptionalGroup
 from app.model.layers.linear import LinearBackend
 from app.model.layers.loss import PLAIN, ROWS, PlainLogits, into_gradient
-from app.model.layers.weight_grads import WeightGrad, WeightGradSink
-from app.plan.model.vocabulary import logits_stride
+from app.model.layers.weight_grads import ComputedGrad, WeightGrad, WeightGradSink
+from app.plan.model.vocabulary import ROW, logits_stride
+from app.torch_versions import add_gemm, wide_gemm
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,8 @@ class PaddedLogits(PlainLogits):
 class _PaddedBackend:
     """Back end of a head in 16 or 32 bits whose output is a view of padded rows (`LinearBackend`).
 
-    GEMMs take such a view, as output and as operand of backward, without a copy.
+    GEMMs are fast if sizes and strides are multiples of 16 bytes. So each is one of the blocks of
+    ROW rows of the weight, and one of the rows that remain, padded with zeros.
     """
 
     inner: LinearBackend
@@ -132,15 +135,59 @@ class _PaddedBackend:
 
     def output(self, x: Tensor, weight_OI: Tensor) -> Tensor:
         """See the protocol; `x` is T × I, and nothing is differentiated."""
-        width = len(weight_OI)
-        out_TO = x.new_empty(len(x), logits_stride(width))[:, :width]
-        return torch.mm(x, weight_OI.T, out=out_TO)
+        blocks, rest = _blocks(weight_OI), _rest(weight_OI)
+        out_TO = x.new_empty(len(x), len(blocks) + ROW)
+        torch.mm(x, blocks.T, out=out_TO[:, : len(blocks)])
+        torch.mm(x, rest.T, out=out_TO[:, len(blocks) :])
+        return out_TO[:, : len(weight_OI)]
 
     def gradients(
         self, grad: Tensor, x: Tensor, weight_OI: Tensor, out: Tensor | None = None
     ) -> tuple[Tensor, WeightGrad]:
-        """See the protocol."""
-        return self.inner.gradients(grad, x, weight_OI, out)
+        """See the protocol; `grad` is T × O, a view of padded rows."""
+        left_OT, right_OT = _blocks(grad.T), _rest(grad.T)
+        # the larger sum is added to the smaller one, which so loses least to rounding
+        out = torch.mm(right_OT.T, _rest(weight_OI), out=out).addmm_(left_OT.T, _blocks(weight_OI))
+        if not weight_OI.requires_grad:
+            return out, ComputedGrad(grad.new_zeros(()))
+        return out, _PaddedGrad(left_OT, right_OT, x, rows=len(weight_OI))
+
+
+@dataclass(frozen=True, slots=True)
+class _PaddedGrad(WeightGrad):
+    """Gradient of a head's weight from those of its blocks of outputs and of the padded rest."""
+
+    left_OT: Tensor
+    right_OT: Tensor
+    x_TI: Tensor
+    rows: int
+
+    def __call__(self) -> Tensor:
+        """Return O × I in the dtype of the operands."""
+        total_OI = self.x_TI.new_empty(self.rows, self.x_TI.shape[1])
+        torch.mm(self.left_OT, self.x_TI, out=_blocks(total_OI))
+        total_OI[len(self.left_OT) :] = self._rest_in(total_OI.dtype)
+        return total_OI
+
+    def add_to(self, total: Tensor) -> None:
+        """Add to `total`, as `LinearGrad`."""
+        add_gemm(_blocks(total), self.left_OT, self.x_TI)
+        total[len(self.left_OT) :].add_(self._rest_in(total.dtype))
+
+    def _rest_in(self, dtype: torch.dtype) -> Tensor:
+        made = wide_gemm(self.right_OT, self.x_TI, dtype)
+        return made[: self.rows - len(self.left_OT)]
+
+
+def _blocks(matrix: Tensor) -> Tensor:
+    """Return a view of all whole blocks of ROW rows."""
+    return matrix[: len(matrix) // ROW * ROW]
+
+
+def _rest(matrix: Tensor) -> Tensor:
+    """Return a copy of the rows behind the last block, padded to ROW with zeros."""
+    rows = matrix[len(matrix) // ROW * ROW :]
+    return F.pad(rows, (0, 0, 0, ROW - len(rows)))
 
 
 def logits_of(model: ModelConfig, rows: int) -> PlainLogits:
