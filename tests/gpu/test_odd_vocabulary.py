@@ -63,7 +63,7 @@ def test_odd_vocabulary_takes_fast_gemms(vocab: int, chunk: int | None, fused: b
     step()  # kernels are compiled
     h.grad = weight.grad = None
     main.zero_()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         each, scored = step()
         torch.cuda.synchronize()
     found = {"each": each, "h": h.grad, "weight": main if fused else weight.grad}

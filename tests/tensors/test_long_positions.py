@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from app.config import DynamicRopeConfig, LongRopeConfig, ModelConfig
+from app.config.attention import Rope
 from app.errors import ConfigError
+from app.model.layers.layers import RotaryTable
 from tests.rounding import expect_alike, plain_and_exact
 from tests.tensors.hf_parity import FACTORS, dense
 from tests.tensors.hf_weights import converted, copy_weights, spread_weights
@@ -50,6 +52,14 @@ def test_growth_of_heads_is_that_of_the_paper():
     assert scaling.growth_of_heads == math.sqrt(1 + math.log(32) / math.log(4096))
     assert LongRopeConfig(4096, factor=1.0).growth_of_heads == 1
     assert LongRopeConfig(4096, attention_factor=1.5).growth_of_heads == 1.5
+
+
+def test_only_the_first_table_copies_factors_from_the_host(monkeypatch: pytest.MonkeyPatch):
+    """CUDA graphs, which record later ones, cannot."""
+    rope, positions_BS = Rope(16, 1e4, longrope=LongRopeConfig(**FACTORS)), torch.arange(40)[None]
+    first = RotaryTable.of(positions_BS, rope, 40)
+    monkeypatch.setattr(torch, "tensor", None)
+    assert torch.equal(RotaryTable.of(positions_BS, rope, 40).cos_BS1H, first.cos_BS1H)
 
 
 MODEL = ModelConfig(hidden_size=32, num_heads=4, num_kv_heads=4)

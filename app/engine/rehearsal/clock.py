@@ -94,6 +94,8 @@ class TensorMeter:
 
     def __init__(self, device: torch.device, alive: Alive | None) -> None:
         self.device, self.alive = device, alive
+        # bytes that others hold
+        self.before = 0 if alive is not None else torch.cuda.memory_allocated(device)
         self.saved = 0  # most between actions
         self.passes = 0  # most within forwards and backwards
 
@@ -101,13 +103,13 @@ class TensorMeter:
         """Return the bytes of all tensors now."""
         if self.alive is not None:
             return self.alive.count()
-        return int(torch.cuda.memory_allocated(self.device))
+        return int(torch.cuda.memory_allocated(self.device)) - self.before
 
     def peak(self) -> int:
         """Return the most bytes of tensors since the last `reset`."""
         if self.alive is not None:
             return self.alive.peak
-        return int(torch.cuda.max_memory_allocated(self.device))
+        return int(torch.cuda.max_memory_allocated(self.device)) - self.before
 
     def reset(self) -> None:
         """Forget earlier peaks."""

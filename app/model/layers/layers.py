@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -250,7 +251,7 @@ def _frequencies(rope: Rope, device: torch.device, length: int) -> Tensor:
     plain_H: Tensor = theta**-exponent
     yarn = rope.yarn
     if rope.longrope is not None and (factors := rope.longrope.factors(length)):
-        return plain_H / torch.tensor(factors, device=device)
+        return plain_H / _on_device(factors, device)
     if rope.llama3 is not None:
         return _mixed(plain_H, rope.llama3)
     if yarn is None:
@@ -272,6 +273,12 @@ def _frequencies(rope: Rope, device: torch.device, length: int) -> Tensor:
     slow_H = ((even / 2 - first) / (last - first or 0.001)).clamp(0, 1)
     mixed_H: Tensor = plain_H * (1 - slow_H) + plain_H / yarn.factor * slow_H
     return mixed_H
+
+
+@cache
+def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return values as a tensor, made once: CUDA graphs cannot capture copies from the host."""
+    return torch.tensor(values, device=device)
 
 
 def _mixed(plain_H: Tensor, llama3: Llama3RopeConfig) -> Tensor:
