@@ -19,11 +19,9 @@ from app.data.feed import Cursor
 from app.engine.checkpoint.load import Progress, RankFile, fill_engine
 from app.engine.files.names import LEFT_OUT, SCALES, rank_file
 from app.engine.ranks.groups import Groups
-from app.engine.recovery.slot import OnlyMetadata, Slot
+from app.engine.recovery.slot import PART, OnlyMetadata, Slot
 from app.engine.step.engine import Engine
 from app.optim.frozen import together
-
-PART = 2**26  # bytes per message
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor
 from app.engine.checkpoint.save import RankState
 
 ALIGNMENT = 16  # bytes; of each tensor in the buffer
+PART = 2**26  # bytes of a message, and of a sum
+SUMMING = 4  # threads
 DTYPES = {str(each): each for each in (torch.float32, torch.bfloat16, torch.float16, torch.uint8,
                                        torch.int8, torch.int32, torch.int64)}  # fmt: skip
 
@@ -26,7 +29,7 @@ class Slot:
     serial: int = 0  # number of the copy, from 1; 0: none, or one that is not whole
     header: dict[str, Any] = field(default_factory=dict)
     data: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    crc: int = 0  # CRC-32 of the data
+    crc: int = 0  # sum of the data
 
     def fit(self, size: int) -> Tensor:
         """Return the first `size` bytes of the buffer, which is replaced if it is smaller."""
@@ -81,8 +84,11 @@ class Slot:
         return self.data[: self.header["size"]]
 
     def sum(self) -> int:
-        """Return the CRC-32 of the bytes; other threads run meanwhile."""
-        return zlib.crc32(self.content.numpy().data)
+        """Return the CRC-32 of the CRC-32s of parts, which threads compute side by side."""
+        parts = [part.numpy().data for part in self.content.split(PART)]
+        with ThreadPoolExecutor(SUMMING) as threads:  # zlib lets other threads run
+            sums = list(threads.map(zlib.crc32, parts))
+        return zlib.crc32(b"".join(each.to_bytes(4, "little") for each in sums))
 
     def is_whole(self) -> bool:
         """True if the slot has a copy with the sum that it was made with."""
