@@ -26,7 +26,7 @@ class Copier:
 
     The state must not change before the host has it. On a CPU `take` returns then. On a GPU shards
     are copied on a stream of its own, beside the passes of the next step, and the next update waits
-    for them on the device; with captured updates the whole step waits. Sum and messages follow in a
+    for them on the device; a captured update waits before its graph. Sum and messages follow in a
     thread, over a process group of its own, so that they and training never wait for each other's
     collectives. Only the next `take` waits for them.
     """
