@@ -5,8 +5,9 @@
 
 Turn by turn in one process, on random tokens: blocks of steps without copies, and with a copy every
 so many steps; then checks by replays; then engines with and without marks in their graphs. A block
-with copies has two, and its time has the waits for them. Of one process copies are not sent. Adds a
-line of JSON to OUT: milliseconds per step of each block, and medians of ratios by round.
+with copies has two, and its time has the waits for them. Of one process copies are not sent. Prints
+each part once it is there, and adds all as a line of JSON to OUT: milliseconds per step of each
+block, and medians of ratios by round.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from throughput import QUIET, random_data, versions
 
+from app.choices import GraphImpl
 from app.cli.options.compose import load_overrides
 from app.cli.options.messages import readable_errors
 from app.cli.processes.launcher import Launch
@@ -74,8 +76,6 @@ def main() -> None:
         line = {"overrides": overrides, "ranks": run.world_size, **found, **versions()}
         with args.out.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        for key, value in line.items():
-            print(f"{key:>22}  {value}")
 
 
 def measure(run: Run, launch: Launch, *, rounds: int, every: Sequence[int]) -> dict[str, Any]:
@@ -85,12 +85,21 @@ def measure(run: Run, launch: Launch, *, rounds: int, every: Sequence[int]) -> d
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream())
     with process_world(launch.rank, run.world_size, device):
+        found: dict[str, Any] = {}
         with training(run, launch.rank, device) as trainer:
-            found = copies(trainer, rounds, every)
-            found |= checks(trainer)
-        if run.cuda_graph.impl.value == "none":
-            return found
-        return found | marks(run, launch.rank, device)
+            found |= told(checks(trainer), launch.rank)
+            found |= told(copies(trainer, rounds, every), launch.rank)
+        del trainer
+        if run.cuda_graph.impl is not GraphImpl.none:
+            found |= told(marks(run, launch.rank, device), launch.rank)
+        return found
+
+
+def told(part: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Print what was measured on rank 0, and return it."""
+    for key, value in part.items() if rank == 0 else ():
+        print(f"{key:>22}  {value}", flush=True)
+    return part
 
 
 @contextmanager
@@ -128,7 +137,7 @@ def copies(trainer: Trainer, rounds: int, every: Sequence[int]) -> dict[str, Any
     kind = Copies if size > 1 else KeptHere
     copier = Copier(trainer.engine, kind(groups.rank, size, 1, pinned=cuda), {})
     whole = []
-    for _ in range(3):  # of both slots, whose memory is new
+    for _ in range(3):  # the first two have new memory
         began = time.perf_counter()
         copier.take(trainer.progress, trainer.feed.cursor.state())
         copier.wait()
@@ -148,7 +157,7 @@ def copies(trainer: Trainer, rounds: int, every: Sequence[int]) -> dict[str, Any
     bytes_ = copier.copies.own[copier.copies.serial % 2].header["size"]
     return {
         "copied_gib": round(bytes_ / 2**30, 3),
-        "copy_alone_s": round(whole[-1], 3),
+        "copies_alone_s": [round(each, 3) for each in whole],
         **{name: [round(each, 2) for each in times] for name, times in rows.items()},
         **{f"{name}_ratio": round(each, 4) for name, each in ratios.items()},
     }

@@ -17,7 +17,10 @@ from tests.processes.test_recovery import supervised, wait_for_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two CUDA devices")]
 STEPS, AT = 400, 100
-WHOLE = "cuda_graph=full_iteration model.moe.dispatcher=static"
+WHOLE = (
+    "cuda_graph=full_iteration model.moe.dispatcher=static"
+    " model.moe.static.transport=collective"
+)
 CASES = {
     "dp": "parallel.dp=2",
     "ep, one graph": f"parallel.dp=2 parallel.ep=2 {WHOLE}",
