@@ -191,7 +191,22 @@ def test_storage_is_measured_and_left_as_it_was(tmp_path: Path):
     read = read_storage(tmp_path / "not/yet/there")
     assert read.folder == tmp_path and read.error is None and read.locks is True
     assert read.write_mb_s is not None and read.write_mb_s > 1 and not list(tmp_path.iterdir())
+    (found,) = judge_storage(replace(read, write_mb_s=2000.0, free_gib=900.0))
+    told = (
+        f"{tmp_path}/not/yet/there will be made below {tmp_path}: 900 GiB free, 2000 MB/s written"
+    )
+    assert found.measured == told
     assert read_storage(Path("/proc/self/run")).error is not None
+
+
+def test_a_run_folder_below_a_file_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("link").symlink_to("nowhere")
+    for run_dir in ("file", "file/x", "link/x"):
+        (found,) = judge_storage(read_storage(Path(run_dir)))
+        wanted = "link is a link to nothing; " if "link" in run_dir else "file is a file; "
+        assert found.state is CheckState.fail and found.measured.startswith(wanted)
 
 
 CARDS = Network({"lo": None, "eth0": 25.0, "ib0": 400.0}, {"mlx5_0:1": 400.0}, (), True)
@@ -276,6 +291,12 @@ def test_unknown_option_names_the_nearest():
     assert DoctorRequest.parse(["run_dir=/a", "--json"]) == DoctorRequest(Path("/a"), json=True)
     with pytest.raises(ConfigError, match="did you mean run_dir=/a"):
         DoctorRequest.parse(["rundir=/a"])
+    with pytest.raises(
+        ConfigError, match=r"^run_dir=: must name a folder; for example run_dir=runs$"
+    ):
+        DoctorRequest.parse(["run_dir="])
+    with pytest.raises(ConfigError, match=r"did you mean --json\?$"):
+        DoctorRequest.parse(["--json=1"])
 
 
 def test_this_host_alone_as_json(
