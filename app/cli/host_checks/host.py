@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +73,17 @@ def read_host(torch_version: str, root: Path = Path("/")) -> Host:
         python=platform.python_version(),
         torch=torch_version,
     )
+
+
+def host_identity(name: str, root: Path = Path("/")) -> str:
+    """Return what tells this host apart from others of the same name: its boot, and the network and
+    mounts of its container. Where Linux does not say, the name alone counts.
+    """
+    found = [name, _text(root / "proc/sys/kernel/random/boot_id") or ""]
+    for kind in ("net", "mnt"):
+        with suppress(OSError):
+            found.append(os.readlink(root / f"proc/self/ns/{kind}"))
+    return " ".join(found)
 
 
 def _text(path: Path) -> str | None:
