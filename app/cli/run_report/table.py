@@ -11,6 +11,7 @@ from app.cli.run_report.sweep_record import RECORD, JobState, Sweep
 from app.engine.files.run_folder import CONFIG, RUNS
 from app.errors import ConfigError, nearest, typed
 from app.plan.formatting import count_of, figures
+from app.programs import command_name
 
 MOST_KEYS = 5  # by which runs are told apart; of less alike ones the folder's name is shorter
 COLUMNS = ("run", "tokens/s", "TFLOP/s", "peak GiB", "loss", "state")
@@ -60,7 +61,9 @@ def read_report(folder: Path) -> Report:
         ]
         rule = "contains no run" if folder.exists() else "does not exist"
         guess = nearest(str(folder), known)
-        instead = f"for example {known[0]}" if known else f"train.py makes one in {RUNS}"
+        instead = (
+            f"for example {known[0]}" if known else f"{command_name('train')} makes one in {RUNS}"
+        )
         advice = None if guess else f"name the folder of a run, of runs or of a sweep: {instead}"
         raise ConfigError("folder", folder, rule, guess=guess, advice=advice)
     command, began = (sweep.command, sweep.began) if sweep else (None, None)
