@@ -4,6 +4,7 @@ commit that it is built from.
 All else is in pyproject.toml.
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from setuptools.command.build_py import build_py
 
 sys.path.insert(0, str(Path(__file__).parent))  # builds run without it
 
-from app.version import Version
+from app.version import RECORD, Version
 
 
 class BuildWithCommit(build_py):
@@ -21,8 +22,10 @@ class BuildWithCommit(build_py):
     def run(self) -> None:
         """Build. An editable installation asks git itself."""
         super().run()
-        if not self.editable_mode:
-            Version.of().leave(Path(self.build_lib) / "app")
+        found = Version.of()
+        if found.commit is not None and not self.editable_mode:
+            record = json.dumps(found.record())
+            (Path(self.build_lib) / "app" / RECORD).write_text(record, encoding="utf-8")
 
 
 setup(

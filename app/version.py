@@ -14,7 +14,7 @@ from app import __version__
 
 PACKAGE = Path(__file__).parent
 VERSION = "graphfold"  # key of the version in plan.json and in checkpoint manifests
-RECORD = "commit.json"  # file of an installed package with the commit that it was built from
+RECORD = "commit.json"  # file of an installed package: the record of its checkout, by setup.py
 SHORT = 10  # digits of a commit shown to people
 TIMEOUT_S = 5.0  # limit for one git command, seconds
 # Variables that may point git at another repository.
@@ -37,8 +37,7 @@ class Version:
         """Return the version of the package in a folder.
 
         Counts only a repository that tracks the package, not one around its installation. Calls
-        git, which takes some milliseconds. Otherwise the commit is what `leave` has recorded, or
-        unknown.
+        git, which takes some milliseconds. Otherwise the commit is that of RECORD, or unknown.
         """
         found = _git(package, "rev-parse", "HEAD", "HEAD:./__init__.py")
         changes = _git(package, "status", "--porcelain", "--untracked-files=no", "--", "..")
@@ -64,12 +63,6 @@ class Version:
         """Return the version for JSON files."""
         return asdict(self)
 
-    def leave(self, package: Path) -> None:
-        """Record the commit, if it is known, in a package that is being built. Raises OSError."""
-        if self.commit is not None:
-            record = {"commit": self.commit, "dirty": self.dirty}
-            (package / RECORD).write_text(json.dumps(record), encoding="utf-8")
-
     def change_since(self, record: object) -> str | None:
         """Return the difference to what `record()` once returned, as text.
 
@@ -83,7 +76,7 @@ class Version:
 
 
 def _recorded(package: Path) -> tuple[str | None, bool | None]:
-    """Return commit and dirty flag that `leave` has recorded; None for each if there are none."""
+    """Return commit and dirty flag of a package's RECORD; None for each if it has none."""
     try:
         found = json.loads((package / RECORD).read_text(encoding="utf-8"))
         commit, dirty = found["commit"], found["dirty"]

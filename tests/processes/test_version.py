@@ -60,9 +60,8 @@ def test_a_checkout_has_its_commit(tmp_path: Path):
 def test_an_installed_package_has_the_commit_of_its_checkout(tmp_path: Path):
     package, installed = checkout_in(tmp_path / "clone"), tmp_path / "lib/app"
     installed.mkdir(parents=True)
-    NONE.leave(installed)
-    assert not list(installed.iterdir()) and Version.of(installed) == NONE
-    Version.of(package).leave(installed)
+    assert Version.of(installed) == NONE
+    (installed / RECORD).write_text(json.dumps(Version.of(package).record()))
     commit = git(package, "rev-parse", "HEAD")
     assert Version.of(installed) == Version(__version__, commit, False)
     for broken in ("", "[]", "{}", '{"commit": 1, "dirty": true}'):
