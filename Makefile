@@ -56,10 +56,12 @@ docs: $(VENV)/installed-docs ## build the site of docs/ into site/ and test what
 test-versions: ## run the tests with other Pythons and torch releases; VERSIONS="3.12:2.13.0 3.13:2.14.1" ARGS="tests/plan"
 	@.ci/versions $(VERSIONS) -- $(ARGS)
 
-# In an environment of its own, so that the list has nothing of the tool.
+# In an environment of its own, so that the list has nothing of the tool, which reads no dynamic version.
 sbom: $(VENV)/installed ## write sbom.json, a CycloneDX list of all that is installed into .venv
 	@test -x .cache/sbom/bin/cyclonedx-py || { $(PYTHON) -m venv .cache/sbom && .cache/sbom/bin/python -m pip install --quiet --disable-pip-version-check 'cyclonedx-bom>=7,<8'; }
-	@.cache/sbom/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --validate --output-file sbom.json $(BIN)/python
+	@sed "s/^dynamic = .*/$$(sed -n 's/^__version__/version/p' app/__init__.py)/" pyproject.toml > .cache/sbom/pyproject.toml
+	@.cache/sbom/bin/cyclonedx-py environment --pyproject .cache/sbom/pyproject.toml --output-reproducible --validate --output-file .cache/sbom/sbom.json $(BIN)/python
+	@mv .cache/sbom/sbom.json sbom.json
 
 bench: $(VENV)/installed ## engine overhead against a plain PyTorch loop
 	@$(BIN)/python bench/overhead.py $(ARGS)

@@ -1,7 +1,10 @@
-"""Version of this program: the package's, and the git commit of the checkout that it runs from."""
+"""Version of this program: the package's, and the git commit of the checkout that it runs from or
+was installed from.
+"""
 
 from __future__ import annotations
 
+import json
 import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +14,7 @@ from app import __version__
 
 PACKAGE = Path(__file__).parent
 VERSION = "graphfold"  # key of the version in plan.json and in checkpoint manifests
+RECORD = "commit.json"  # file of an installed package: the record of its checkout, by setup.py
 SHORT = 10  # digits of a commit shown to people
 TIMEOUT_S = 5.0  # limit for one git command, seconds
 # Variables that may point git at another repository.
@@ -33,12 +37,12 @@ class Version:
         """Return the version of the package in a folder.
 
         Counts only a repository that tracks the package, not one around its installation. Calls
-        git, which takes some milliseconds; without git the commit is unknown.
+        git, which takes some milliseconds. Otherwise the commit is that of RECORD, or unknown.
         """
         found = _git(package, "rev-parse", "HEAD", "HEAD:./__init__.py")
         changes = _git(package, "status", "--porcelain", "--untracked-files=no", "--", "..")
         if found is None or changes is None:
-            return cls(__version__, None, None)
+            return cls(__version__, *_recorded(package))
         return cls(__version__, found.split()[0], bool(changes))
 
     def __str__(self) -> str:
@@ -69,6 +73,17 @@ class Version:
             return None
         before = Version(str(record.get("version")), record.get("commit"), record.get("dirty"))
         return f"graphfold: {before.short} -> {self.short}"
+
+
+def _recorded(package: Path) -> tuple[str | None, bool | None]:
+    """Return commit and dirty flag of a package's RECORD; None for each if it has none."""
+    try:
+        found = json.loads((package / RECORD).read_text(encoding="utf-8"))
+        commit, dirty = found["commit"], found["dirty"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, None
+    known = isinstance(commit, str) and isinstance(dirty, bool)
+    return (commit, dirty) if known else (None, None)
 
 
 def _git(folder: Path, *command: str) -> str | None:

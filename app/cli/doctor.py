@@ -65,10 +65,14 @@ class DoctorRequest:
                 asked = replace(asked, json=True)
             elif key == "run_dir" and value:
                 asked = replace(asked, run_dir=Path(value))
+            elif key == "run_dir":
+                advice = f"for example run_dir={cls().run_dir}"
+                raise ConfigError("run_dir", "", "must name a folder", advice=advice)
             else:
                 rule = f"the options are {' and '.join(OWN)}; --help explains them"
                 guess = nearest(key + sign, OWN)
-                raise ConfigError("option", word, rule, guess=guess and f"{guess}{value}")
+                guess = f"{guess}{value}" if guess and guess.endswith("=") else guess
+                raise ConfigError("option", word, rule, guess=guess)
         return asked
 
     def told(self, findings: Sequence[CheckResult], hosts: int, seconds: float) -> str:

@@ -30,9 +30,9 @@ def normal(distribution: str) -> str:
     return re.sub("[-_.]+", "-", distribution).lower()
 
 
-def build_wheel(folder: Path) -> Path:
+def build_wheel(folder: Path, *, commit: bool = False) -> Path:
     """Build the wheel of these sources into `folder`, from a copy: a build leaves folders beside
-    them.
+    them. With `commit` the copy is a git checkout.
     """
     copy, out = folder / "sources", folder / "wheel"
     copy.mkdir()
@@ -42,6 +42,10 @@ def build_wheel(folder: Path) -> Path:
             shutil.copytree(path, copy / name, ignore=ignored)
         else:
             shutil.copy(path, copy)
+    for command in ("init", "add .", "commit --message=first") if commit else ():
+        own = ("-c", "user.name=x", "-c", "user.email=x@y")
+        line = ["git", *own, *command.split()]
+        subprocess.run(line, cwd=copy, check=True, capture_output=True)
     code = f"from setuptools import build_meta; build_meta.build_wheel({str(out)!r})"
     done = subprocess.run([sys.executable, "-c", code], cwd=copy, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

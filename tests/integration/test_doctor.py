@@ -16,9 +16,17 @@ from typing import TextIO
 import pytest
 
 from app.cli.doctor import DoctorRequest, main
+from app.cli.host_checks import nodes
 from app.cli.host_checks.collectives import HostLinks, expected_gb_s, judge_speed
 from app.cli.host_checks.finding import CheckResult, CheckState, as_text, exit_code, fail, ok, warn
-from app.cli.host_checks.host import Host, Storage, judge_host, judge_storage, read_storage
+from app.cli.host_checks.host import (
+    Host,
+    Storage,
+    host_identity,
+    judge_host,
+    judge_storage,
+    read_storage,
+)
 from app.cli.host_checks.network import Network, judge_network, judge_variables, read_network
 from app.cli.host_checks.nodes import Unreachable, meeting
 from app.cli.host_checks.nvidia import Gpus, judge_gpus, read_gpus
@@ -191,7 +199,22 @@ def test_storage_is_measured_and_left_as_it_was(tmp_path: Path):
     read = read_storage(tmp_path / "not/yet/there")
     assert read.folder == tmp_path and read.error is None and read.locks is True
     assert read.write_mb_s is not None and read.write_mb_s > 1 and not list(tmp_path.iterdir())
+    (found,) = judge_storage(replace(read, write_mb_s=2000.0, free_gib=900.0))
+    told = (
+        f"{tmp_path}/not/yet/there will be made below {tmp_path}: 900 GiB free, 2000 MB/s written"
+    )
+    assert found.measured == told
     assert read_storage(Path("/proc/self/run")).error is not None
+
+
+def test_a_run_folder_below_a_file_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("link").symlink_to("nowhere")
+    for run_dir in ("file", "file/x", "link/x"):
+        (found,) = judge_storage(read_storage(Path(run_dir)))
+        wanted = "link is a link to nothing; " if "link" in run_dir else "file is a file; "
+        assert found.state is CheckState.fail and found.measured.startswith(wanted)
 
 
 CARDS = Network({"lo": None, "eth0": 25.0, "ib0": 400.0}, {"mlx5_0:1": 400.0}, (), True)
@@ -276,6 +299,12 @@ def test_unknown_option_names_the_nearest():
     assert DoctorRequest.parse(["run_dir=/a", "--json"]) == DoctorRequest(Path("/a"), json=True)
     with pytest.raises(ConfigError, match="did you mean run_dir=/a"):
         DoctorRequest.parse(["rundir=/a"])
+    with pytest.raises(
+        ConfigError, match=r"^run_dir=: must name a folder; for example run_dir=runs$"
+    ):
+        DoctorRequest.parse(["run_dir="])
+    with pytest.raises(ConfigError, match=r"did you mean --json\?$"):
+        DoctorRequest.parse(["--json=1"])
 
 
 def test_this_host_alone_as_json(
@@ -300,7 +329,8 @@ def pair(folders: Sequence[Path], **env: str) -> list[tuple[int, str]]:
         ranks = []
         for number, folder in enumerate(folders):
             output = stack.enter_context(TemporaryFile("w+", encoding="utf-8"))
-            mine = {**base, **settings, "RANK": str(number), "SLURMD_NODENAME": f"n{number + 1}"}
+            named = {"RANK": str(number), "SLURMD_NODENAME": f"n{number + 1}"}
+            mine = {**base, **named, **settings}
             program = Forked(line, cwd=folder, env=mine, stdout=output, stderr=output)
             ranks.append((program, output))
         return [(program.wait(100), _read(output)) for program, output in ranks]
@@ -333,6 +363,49 @@ def test_a_pair_with_folders_of_their_own_fails(tmp_path: Path):
     assert first[0] == second[0] == 1 and second[1] == ""
     (failed,) = [each for each in json.loads(first[1])["checks"] if each["state"] == "fail"]
     assert failed["check"] == "shared folder" and failed["host"] == "n2"
+
+
+@pytest.mark.full
+def test_two_launchers_on_one_host_are_one_host(tmp_path: Path):
+    first, second = pair([tmp_path, tmp_path], SLURMD_NODENAME="localhost")
+    told = json.loads(first[1])
+    assert told["hosts"] == 1 and first[0] == second[0] == 0, told
+    skipped = {each["check"] for each in told["checks"] if "on one host" in each["measured"]}
+    assert skipped == {"ports", "clocks", "shared folder"}
+    assert not any(each["check"].startswith("same") for each in told["checks"])
+
+
+def test_hosts_of_one_name_are_told_apart(tmp_path: Path):
+    """Containers are often called localhost; several launchers may be on one host."""
+    boots = []
+    for number, (boot, net) in enumerate([("a", "net:[1]"), ("a", "net:[2]"), ("b", "net:[1]")]):
+        root = tmp_path / str(number)
+        (root / "proc/sys/kernel/random").mkdir(parents=True)
+        (root / "proc/self/ns").mkdir(parents=True)
+        (root / "proc/sys/kernel/random/boot_id").write_text(f"{boot}\n")
+        (root / "proc/self/ns/net").symlink_to(net)
+        boots.append(host_identity("localhost", root))
+    assert len(set(boots)) == 3 and host_identity("localhost", tmp_path) == "localhost "
+    assert host_identity("localhost") == host_identity("localhost") != host_identity("other")
+
+    finding = ok("cores", "2").as_json()
+    said = {"host": "localhost", "leads": True, "findings": [finding], "shared": "/x", "facts": {}}
+    launchers = [{**said, "rank": n, "identity": boots[n // 2]} for n in range(4)]
+    named = nodes._with_names(launchers)
+    names = ["localhost of rank 0"] * 2 + ["localhost of rank 2"] * 2
+    assert [one["host"] for one in named] == names
+    assert [one["findings"][0]["host"] for one in named] == names
+    assert nodes._left_out(nodes._first_of_hosts(named)) == []
+    (found,) = nodes._same(nodes._first_of_hosts(named))
+    assert found.measured == "on 2 hosts"
+
+    alone = nodes._first_of_hosts(nodes._with_names(launchers[:2]))
+    assert [one["host"] for one in alone] == ["localhost"] and nodes._same(alone) == []
+    left = nodes._left_out(alone)
+    assert [each.check for each in left] == ["ports", "clocks", "shared folder"]
+    assert {each.measured for each in left} == {"not checked: all ranks are on one host"}
+    (unwritten,) = nodes._left_out([{**one, "shared": None} for one in named])
+    assert unwritten.measured == "not checked: localhost of rank 0 writes none (storage)"
 
 
 def test_nobody_at_the_rendezvous_is_said_in_time():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import yaml
 
 from app.cli.options.arguments import Typed
 from app.cli.options.compose import load_typed
+from app.cli.start.hosted import MISTAKE
+from app.errors import DIVERGED
 from tests.training import ROOT
 
 FILES = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / "examples").glob("*.yaml")}
@@ -60,6 +63,27 @@ def test_jobset_meets_at_its_first_pod():
     spec = job["template"]["spec"]
     assert f"--nnodes={spec['parallelism']}" in _container("jobset")["args"]
     assert spec["parallelism"] == spec["completions"]
+
+
+def test_jobset_restarts_nothing_that_fails_again():
+    """Its rule counts by the reason that a policy of exit codes gives the job."""
+    (job,) = FILES["jobset"]["spec"]["replicatedJobs"]
+    (rule,) = job["template"]["spec"]["podFailurePolicy"]["rules"]
+    codes = {"containerName": "train", "operator": "In", "values": [MISTAKE, DIVERGED]}
+    assert rule == {"action": "FailJob", "onExitCodes": codes}
+    assert _container("jobset")["name"] == "train"
+    (ends,) = FILES["jobset"]["spec"]["failurePolicy"]["rules"]
+    assert (ends["action"], ends["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    told = (ROOT / "docs/messages.md").read_text()
+    for code in codes["values"]:
+        (help_,) = re.findall(rf"^\| {code} \|.*\| (.*) \|$", told, re.MULTILINE)
+        assert help_ in ("no", "once corrected"), help_
+
+
+def test_skypilot_writes_to_a_file_system():
+    """Buckets lack what checkpoints need: appends, and renames that all nodes see."""
+    assert FILES["skypilot"]["volumes"] == {"/shared": "shared"}
+    assert "file_mounts" not in FILES["skypilot"]
 
 
 @pytest.mark.index

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -13,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from app import __version__
 from app.model.attention import delta_library
 from app.model.layers.transformer_engine import INSTALL, LIBRARY, OLDEST
 from tests.integration.installed import normal
@@ -23,7 +26,34 @@ EXTRAS = {
     name: [Requirement(line) for line in lines]
     for name, lines in PROJECT["optional-dependencies"].items()
 }
+# the tool of `make sbom`: begins the file, and ends well unless told otherwise
+TOOL = """#!/bin/sh
+for word; do
+  case $last in --output-file) out=$word ;; --pyproject) project=$word ;; esac
+  last=$word
+done
+: > "$out"
+[ -z "$FAILS" ] && grep --max-count=1 '^version = ' "$project" > "$out"
+"""
 NAMED = re.compile(r"(?:graphfold|['\"]\.)\[([\w,]+)\]")  # graphfold[gpu], '.[test,eval]'
+
+
+def test_sbom_is_written_whole_and_has_the_version(tmp_path: Path):
+    for name in ("Makefile", "pyproject.toml", "setup.py", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    for folder in ("app", ".venv", ".cache/sbom/bin"):
+        (tmp_path / folder).mkdir(parents=True)
+    shutil.copy(ROOT / "app/__init__.py", tmp_path / "app")
+    (tmp_path / ".cache/sbom/bin/cyclonedx-py").write_text(TOOL)
+    (tmp_path / ".cache/sbom/bin/cyclonedx-py").chmod(0o755)
+    (tmp_path / "sbom.json").write_text("earlier")
+    line = ["make", "--assume-old=.venv/installed", "sbom"]
+    (tmp_path / ".venv/installed").touch()
+    for fails, wanted in (("1", "earlier"), ("", f'version = "{__version__}"\n')):
+        env = {**os.environ, "FAILS": fails}
+        done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert bool(done.returncode) == bool(fails), done.stderr
+        assert (tmp_path / "sbom.json").read_text() == wanted
 
 
 def texts() -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import os
 import re
 import shutil
@@ -77,6 +78,13 @@ def test_a_wheel_holds_all_that_a_run_needs(wheel: Path):
     assert rest - jobs == code | conf | docs | typed | {"app/cli/options/other_names.txt"}
     assert "app/docs/planning.md" in docs
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+@pytest.mark.full
+def test_a_wheel_of_a_checkout_names_its_commit(tmp_path: Path):
+    wheel = build_wheel(tmp_path, commit=True)
+    record = json.loads(ZipFile(wheel).read("app/commit.json"))
+    assert re.fullmatch("[0-9a-f]{40}", record["commit"]) and record["dirty"] is False
 
 
 def test_wheel_metadata_name_every_extra(wheel: Path):

@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from app import programs
+from app.cli import commands
 from app.cli.options import unknown
 from app.cli.options.arguments import Typed
 from app.cli.processes.launcher import STARTED_AS, Launch, take_name
 from app.errors import ConfigError, warn
+from app.version import Version
 from tests.cases import each
 from tests.integration.spoken import CHECKOUTS, PAGE
 from tests.programs import run_forked
@@ -57,6 +59,18 @@ def test_help_names_what_its_reader_can_type(
         pages = [Path(word) for word in PAGE.findall(said)]
         assert all(page.is_absolute() == installed for page in pages), pages
         assert all((ROOT / page).is_file() for page in pages), pages
+
+
+def test_every_command_tells_its_version(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(commands, "stop_quietly", lambda program: None)
+    for name in HELPS:
+        monkeypatch.setattr(sys, "argv", [f"graphfold-{name}", "--version"])
+        with pytest.raises(SystemExit) as end:
+            vars(commands)[name]()
+        assert not end.value.code, name
+        assert capsys.readouterr().out == f"graphfold {Version.of().short}\n", name
 
 
 def test_help_of_training_likewise(tmp_path: Path):

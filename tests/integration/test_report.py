@@ -285,7 +285,11 @@ def test_long_curves_are_thinned_to_their_last_point():
     [
         (["nowhere"], "report: folder=nowhere: does not exist"),
         (["rus"], "report: folder=rus: does not exist; did you mean runs?"),
-        (["empty"], "report: folder=empty: contains no run"),
+        (
+            ["empty"],
+            "report: folder=empty: contains no run; "
+            "name the folder of a run, of runs or of a sweep: for example runs\n",
+        ),
         ([], "report: arguments=: must be exactly one folder"),
         (["a", "b"], "report: arguments=a b: must be exactly one folder"),
         (["--json"], "report: arguments=--json: must be exactly one folder"),

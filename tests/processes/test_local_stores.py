@@ -8,24 +8,29 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from app.cli.start.launch import check_packages
+from app.cli.start.tracker_server import absent_trackers, unreachable
 from app.config import Run
 from app.engine.files.run_folder import read_metrics
+from app.engine.report.beside import tracking
 from app.engine.report.mlflow_tracker import ID_TAG, MLflow
-from app.engine.report.trackers import NAMES, claim_id
+from app.engine.report.trackers import NAMES, brief, claim_id
 from app.engine.report.trackio_tracker import Trackio
 from app.engine.step.records import RollbackReport, ValidationReport
 from app.errors import ConfigError
 from app.planner.plan import Plan
 from app.version import Version
 from tests.distributed import run_distributed
-from tests.training import composed, corpus_in, train_rank
+from tests.ports import free_port
+from tests.training import ROOT, composed, corpus_in, train_rank
 
 Points = dict[str, list[tuple[int, float]]]  # name -> (step, value)
 
@@ -149,6 +154,85 @@ def test_trackio_run_is_named_by_folder_and_id(
     assert asked[0]["config"]["optim"]["lr"] == composed((), None).optim.lr
     assert rows[0][1]["val/loss"] == 3.0 and rows[1] == (4, {"sample": "    some\n    text"})
     assert rows[2] == (-1, {}) and capsys.readouterr().out == ""
+
+
+def test_what_trackio_cannot_write_costs_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    stand_in = ModuleType("trackio")
+
+    def say(*texts: str) -> None:
+        for text in texts:
+            eval("warnings.warn", vars(stand_in))(text, stacklevel=2)
+
+    failed = "trackio failed to flush metric logs for run 'x': No space. User code will continue."
+    run = SimpleNamespace(log=lambda row, step: say("odd", "odd"), finish=lambda: say(failed))
+    vars(stand_in).update(init=lambda **options: run, Markdown=str)
+    for name in ("trackio", "trackio.run", "trackio.utils"):
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    tracker = Trackio(Plan(composed((), None)), tmp_path / "one", Version.of(), "1")
+    tracker.validation(ValidationReport(4, 3.0, 64))
+    tracker.close()
+    assert capsys.readouterr().err.splitlines() == [
+        "train.py: Trackio: odd",
+        'train.py: Trackio has stopped recording (RuntimeError("trackio failed to flush metric '
+        "logs for run 'x': No space\")); metrics.jsonl continues",
+    ]
+
+
+def test_long_errors_keep_both_ends_on_one_line():
+    told = brief(RuntimeError("request" + "\n x" * 500 + " refused"))
+    assert told.startswith("RuntimeError('request") and told.endswith("refused')")
+    assert len(told) < 170 and "\n" not in told
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Answers every request with the code that its path begins with."""
+
+    def do_GET(self) -> None:
+        assert self.path.endswith("/health"), self.path
+        self.send_error(int(self.path.split("/")[1]))
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def test_mlflow_server_is_asked_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("no_proxy", "*")
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        for code, told in ((200, None), (401, None), (503, "503 Service Unavailable")):
+            uri = f"http://user:word@127.0.0.1:{server.server_port}/{code}/"
+            assert unreachable(uri, 60) == told
+        server.shutdown()
+    place = f"127.0.0.1:{server.server_port}"
+    env = {"MLFLOW_TRACKING_URI": f"http://user:word@{place}"}
+    run = composed(("log=mlflow",), None)
+    assert absent_trackers(run, env, 60) == {"MLflow"}
+    told = f"(MLFLOW_TRACKING_URI: {place} does not answer: Connection refused)"
+    said = f"train.py: MLflow could not start {told}; metrics.jsonl has all metrics\n"
+    assert capsys.readouterr().err == said
+    assert absent_trackers(run, {**env, "MLFLOW_HTTP_REQUEST_TIMEOUT": "9"}) == frozenset()
+    assert absent_trackers(run, {"MLFLOW_TRACKING_URI": "databricks"}) == frozenset()
+    assert absent_trackers(composed((), None), env) == frozenset()
+    absent = frozenset({"MLflow"})
+    with tracking(Plan(run), tmp_path, 0, version=Version.of(), absent=absent) as trackers:
+        assert not trackers and not list(tmp_path.iterdir())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dp", [1, 2])
+def test_run_without_its_mlflow_server_ends_at_once(dp: int, tmp_path: Path):
+    """MLflow itself would try the server for four minutes."""
+    pytest.importorskip("mlflow")
+    env = {**os.environ, "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{free_port()}"}
+    words = ("+experiment=smoke", "log=mlflow", "train.steps=1", f"parallel.dp={dp}")
+    line = [sys.executable, str(ROOT / "train.py"), *words, f"run_dir={tmp_path}/run"]
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and done.stderr.count("MLflow could not start") == 1, done.stderr
+    assert "does not answer: Connection refused" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["mlflow", "trackio", "tensorboard"])

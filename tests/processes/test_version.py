@@ -18,7 +18,7 @@ from app.config import Run
 from app.engine.files.checkpoints import newest_checkpoint, parse_manifest
 from app.engine.files.run_folder import plain
 from app.engine.run import trainer
-from app.version import VERSION, Version
+from app.version import RECORD, VERSION, Version
 from tests.distributed import run_distributed
 from tests.training import composed, corpus_in, train_rank
 
@@ -55,6 +55,20 @@ def test_a_checkout_has_its_commit(tmp_path: Path):
     assert Version.of(package) == Version(__version__, commit, True)
     (tmp_path / "app").symlink_to(package)
     assert Version.of(tmp_path / "app").commit == commit, "wherever it is reached from"
+
+
+def test_an_installed_package_has_the_commit_of_its_checkout(tmp_path: Path):
+    package, installed = checkout_in(tmp_path / "clone"), tmp_path / "lib/app"
+    installed.mkdir(parents=True)
+    assert Version.of(installed) == NONE
+    (installed / RECORD).write_text(json.dumps(Version.of(package).record()))
+    commit = git(package, "rev-parse", "HEAD")
+    assert Version.of(installed) == Version(__version__, commit, False)
+    for broken in ("", "[]", "{}", '{"commit": 1, "dirty": true}'):
+        (installed / RECORD).write_text(broken)
+        assert Version.of(installed) == NONE
+    (package / RECORD).write_text('{"commit": "old", "dirty": false}')
+    assert Version.of(package).commit == commit, "git knows better"
 
 
 def test_a_repository_is_only_read(tmp_path: Path):

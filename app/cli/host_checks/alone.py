@@ -12,7 +12,13 @@ import torch
 
 from app.cli.host_checks.collectives import HostLinks
 from app.cli.host_checks.finding import CheckResult, fail
-from app.cli.host_checks.host import judge_host, judge_storage, read_host, read_storage
+from app.cli.host_checks.host import (
+    host_identity,
+    judge_host,
+    judge_storage,
+    read_host,
+    read_storage,
+)
 from app.cli.host_checks.network import interface_address, judge_network, own_address, read_network
 from app.cli.host_checks.nodes import Node
 from app.cli.host_checks.nvidia import Gpus, judge_gpus, read_gpus
@@ -51,6 +57,7 @@ def read_all(run_dir: Path, env: Mapping[str, str], launch: Launch) -> Node:
         links=HostLinks.of(gpus, network, used[0] if used else None),
         folder=storage.folder,
         findings=tuple(replace(each, host=name) for each in found),
+        identity=host_identity(name),
     )
 
 

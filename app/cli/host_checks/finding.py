@@ -100,7 +100,7 @@ def as_text(findings: Sequence[CheckResult], hosts: int, seconds: float) -> str:
     wide = max((len(check) for check, *_ in merged), default=0)
     lines = []
     for (check, state, measured, advice), where in merged.items():
-        named = f"{', '.join(where)}: " if hosts > 1 and any(where) else ""
+        named = f"{', '.join(dict.fromkeys(where))}: " if hosts > 1 and any(where) else ""
         lines.append(f"{state.value:4}  {check:{wide}}  {named}{measured}")
         if advice:
             lines.append(f"{'':{wide + 8}}-> {advice}")

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,8 +52,9 @@ class Storage:
     folder: Path  # the nearest folder that exists
     free_gib: float
     write_mb_s: float | None = None
-    error: str | None = None  # why nothing can be written there
+    error: str | None = None  # why no run can be written there
     locks: bool | None = None  # a second lock of a file is refused, as it should be
+    made: Path | None = None  # the run folder as typed, if a run would make it below `folder`
 
 
 def read_host(torch_version: str, root: Path = Path("/")) -> Host:
@@ -71,6 +73,17 @@ def read_host(torch_version: str, root: Path = Path("/")) -> Host:
         python=platform.python_version(),
         torch=torch_version,
     )
+
+
+def host_identity(name: str, root: Path = Path("/")) -> str:
+    """Return what tells this host apart from others of the same name: its boot, and the network and
+    mounts of its container. Where Linux does not say, the name alone counts.
+    """
+    found = [name, _text(root / "proc/sys/kernel/random/boot_id") or ""]
+    for kind in ("net", "mnt"):
+        with suppress(OSError):
+            found.append(os.readlink(root / f"proc/self/ns/{kind}"))
+    return " ".join(found)
 
 
 def _text(path: Path) -> str | None:
@@ -99,12 +112,17 @@ def _memory(root: Path) -> float:
 
 def read_storage(run_dir: Path) -> Storage:
     """Write, sync and lock a file beside the run folder; it is removed again."""
-    folder = run_dir.absolute()
-    while not folder.is_dir() and folder != folder.parent:
-        folder = folder.parent
+    above = (run_dir, *run_dir.parents, Path())  # Path(): of "..", which has no parent
+    there = next(path for path in above if os.path.lexists(path))
+    blocked = None if os.path.isdir(there) else there  # no folder can be made below it
+    folder = (there.parent if blocked else there).absolute()
     free = shutil.disk_usage(folder).free / GIB
+    if blocked:
+        kind = "a file" if os.path.exists(blocked) else "a link to nothing"
+        return Storage(folder, free, error=f"{blocked} is {kind}")
+    made = None if there == run_dir else run_dir
     if free * GIB < 2 * WRITTEN:
-        return Storage(folder, free, error=os.strerror(errno.ENOSPC))
+        return Storage(folder, free, error=_unwritable(folder, os.strerror(errno.ENOSPC)))
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".graphfold-doctor-") as file:
             data = os.urandom(2**20)
@@ -114,9 +132,14 @@ def read_storage(run_dir: Path) -> Storage:
             file.flush()
             os.fsync(file.fileno())
             speed = WRITTEN / (time.monotonic() - began) / 1e6
-            return Storage(folder, free, write_mb_s=speed, locks=_locks(Path(file.name)))
+            locks = _locks(Path(file.name))
+            return Storage(folder, free, write_mb_s=speed, locks=locks, made=made)
     except OSError as error:
-        return Storage(folder, free, error=error.strerror or str(error))
+        return Storage(folder, free, error=_unwritable(folder, error.strerror or str(error)))
+
+
+def _unwritable(folder: Path, why: str) -> str:
+    return f"{folder} cannot be written: {why}"
 
 
 def _locks(path: Path) -> bool:
@@ -202,12 +225,13 @@ def _limits(read: Host, rdma: bool) -> CheckResult:
 
 def judge_storage(read: Storage) -> list[CheckResult]:
     """Return the findings on the folder of runs."""
-    where = f"{read.folder}: {read.free_gib:.0f} GiB free"
     if read.error is not None:
-        advice = "give another one with run_dir=…, or make room"
-        return [fail("storage", f"{where}, cannot be written: {read.error}", advice)]
+        advice = "give another one with run_dir=…"
+        told = f"{read.error}; {read.free_gib:.0f} GiB free"
+        return [fail("storage", told, advice)]
     assert read.write_mb_s is not None, "written"
-    told = f"{where}, {read.write_mb_s:.0f} MB/s written"
+    where = f"{read.made} will be made below {read.folder}" if read.made else f"{read.folder}"
+    told = f"{where}: {read.free_gib:.0f} GiB free, {read.write_mb_s:.0f} MB/s written"
     if read.free_gib < FREE_GIB:
         found = warn("storage", told, f"make room; {command_name('plan')} what=memory tells sizes")
     elif read.write_mb_s < SLOW_MB_S:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ class Node:
     links: HostLinks
     folder: Path  # where runs are written
     findings: tuple[CheckResult, ...] = ()  # of the host alone; only its first rank has them
+    identity: str = ""  # that ranks of one host share: names of hosts may be equal
     # prints what is known and ends the process: a collective may never return
     give_up: Callable[[list[CheckResult]], None] = field(default=lambda found: None)
 
@@ -103,6 +104,8 @@ def together(node: Node, store: dist.Store, seconds: float = MEET_S) -> list[Che
     with _Door(node) as door, _SharedFile(node) as shared:
         said = {
             "host": node.name,
+            "identity": node.identity,
+            "rank": node.launch.rank,
             "leads": node.leads,
             "address": node.address,
             "port": door.port,
@@ -110,16 +113,54 @@ def together(node: Node, store: dist.Store, seconds: float = MEET_S) -> list[Che
             "facts": dict(node.facts),
             "findings": [each.as_json() for each in node.findings],
         }
-        everyone = _shared(store, "facts", said, node.launch, seconds)
+        everyone = _with_names(_shared(store, "facts", said, node.launch, seconds))
         alone = [CheckResult.from_json(each) for one in everyone for each in one["findings"]]
-        leaders = [one for one in everyone if one["leads"]]
-        mine = [*_reach(node, leaders), *_folder(node, leaders)] if node.leads else []
+        leaders = _first_of_hosts(everyone)
+        node = replace(node, name=everyone[node.launch.rank]["host"])
+        checks = any(one["rank"] == node.launch.rank for one in leaders)
+        mine = [*_reach(node, leaders), *_folder(node, leaders)] if checks else []
         parts = _shared(store, "ports", [each.as_json() for each in mine], node.launch, seconds)
     several = [CheckResult.from_json(each) for part in parts for each in part]
-    found = [*alone, *_same(leaders), *several]
+    found = [*alone, *_same(leaders), *_left_out(leaders), *several]
     if any(each.check == "ports" and each.state.value == "fail" for each in found):
         return [*found, skip("collectives", "not tried: ports are closed")]
     return [*found, *_collectives(node, store, len(leaders), before=found)]
+
+
+def _with_names(everyone: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what all ranks say, with a name of its own for each host: those that share one get
+    the number of their first rank.
+    """
+    first: dict[tuple[str, str], int] = {}
+    for one in filter(lambda one: one["leads"], everyone):
+        first.setdefault((one["host"], one["identity"]), one["rank"])
+    names = [name for name, _ in first]
+    named = []
+    for one in everyone:
+        host = one["host"]
+        if one["leads"] and names.count(host) > 1:
+            host = f"{host} of rank {first[host, one['identity']]}"
+        findings = [{**each, "host": host} for each in one["findings"]]
+        named.append({**one, "host": host, "findings": findings})
+    return named
+
+
+def _first_of_hosts(everyone: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the first rank of each host: several launchers of one host have each a first rank."""
+    first: dict[str, dict[str, Any]] = {}
+    for one in filter(lambda one: one["leads"], everyone):
+        first.setdefault(one["host"], one)
+    return list(first.values())
+
+
+def _left_out(leaders: list[dict[str, Any]]) -> list[CheckResult]:
+    """Say which checks of several hosts are not made, and why."""
+    if len(leaders) == 1:
+        why = "not checked: all ranks are on one host"
+        return [skip(check, why) for check in ("ports", "clocks", "shared folder")]
+    if leaders[0]["shared"] is None:
+        return [skip("shared folder", f"not checked: {leaders[0]['host']} writes none (storage)")]
+    return []
 
 
 def _shared(
@@ -207,8 +248,11 @@ def _on(host: str, found: CheckResult) -> CheckResult:
 def _reach(node: Node, leaders: list[dict[str, Any]]) -> list[CheckResult]:
     """Connect to the first rank of every other host; compare clocks."""
     others = [each for each in leaders if each["host"] != node.name]
-    if not others or node.launch.one_host:
-        return []
+    if not others:
+        return []  # as `_left_out` says
+    if node.launch.one_host:
+        told = "not checked: the launcher lets all ranks meet at a loopback address"
+        return [_on(node.name, skip(check, told)) for check in ("ports", "clocks")]
     explicit = node.source.startswith("GLOO")
     if node.address is None or (is_loopback(node.address) and not explicit):
         told = f"{node.source} means {node.address or 'no address'}: other nodes cannot use it"
@@ -249,8 +293,8 @@ def _clock_of(address: str, port: int) -> tuple[float, float]:
 def _folder(node: Node, leaders: list[dict[str, Any]]) -> list[CheckResult]:
     """Look for the file that rank 0 has written beside the run folder."""
     path = leaders[0]["shared"]
-    if len({each["host"] for each in leaders}) < 2 or node.launch.rank == 0 or path is None:
-        return []
+    if len(leaders) < 2 or node.launch.rank == 0 or path is None:
+        return []  # the host that writes, or `_left_out` says why
     if (node.folder / Path(path).name).exists():
         return [_on(node.name, ok("shared folder", f"sees what {leaders[0]['host']} writes"))]
     told = f"{node.folder} lacks what {leaders[0]['host']} writes to {Path(path).parent}"

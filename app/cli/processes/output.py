@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import NoReturn, TextIO
 
 from app.engine.report.lasting import print_every_character
+from app.version import Version
 
 ENDED = 128 + signal.SIGPIPE  # exit code that shells report for a program ended by a closed pipe
 
@@ -36,8 +37,15 @@ def ends_with_its_reader() -> Iterator[None]:
 def exit_by(main: Callable[[Sequence[str]], int]) -> NoReturn:
     """Run this process's command line; SystemExit with the exit code, or if its reader is gone."""
     with ends_with_its_reader():
-        code = main(sys.argv[1:])
+        code = 0 if tells_version(sys.argv[1:]) else main(sys.argv[1:])
     sys.exit(code)
+
+
+def tells_version(arguments: Sequence[str]) -> bool:
+    """Print the version if the arguments ask for it, and return whether they do."""
+    if asked := "--version" in arguments:
+        print(f"graphfold {Version.of().short}")
+    return asked
 
 
 def table_width(stream: TextIO, usual: int) -> int:

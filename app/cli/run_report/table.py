@@ -7,10 +7,11 @@ from math import isnan
 from pathlib import Path
 
 from app.cli.run_report.facts import RunFacts, run_facts, settings
-from app.cli.run_report.sweep_record import JobState, Sweep
+from app.cli.run_report.sweep_record import RECORD, JobState, Sweep
 from app.engine.files.run_folder import CONFIG, RUNS
 from app.errors import ConfigError, nearest, typed
 from app.plan.formatting import count_of, figures
+from app.programs import command_name
 
 MOST_KEYS = 5  # by which runs are told apart; of less alike ones the folder's name is shorter
 COLUMNS = ("run", "tokens/s", "TFLOP/s", "peak GiB", "loss", "state")
@@ -55,11 +56,16 @@ def read_report(folder: Path) -> Report:
         known = [
             str(path)
             for parent in (RUNS, Path("sweeps"))
-            for path in (parent, *parent.glob("*"))
-            if path.is_dir()
+            for path in (parent, *sorted(parent.glob("*")))
+            if _reports(path)
         ]
         rule = "contains no run" if folder.exists() else "does not exist"
-        raise ConfigError("folder", folder, rule, guess=nearest(str(folder), known))
+        guess = nearest(str(folder), known)
+        instead = (
+            f"for example {known[0]}" if known else f"{command_name('train')} makes one in {RUNS}"
+        )
+        advice = None if guess else f"name the folder of a run, of runs or of a sweep: {instead}"
+        raise ConfigError("folder", folder, rule, guess=guess, advice=advice)
     command, began = (sweep.command, sweep.began) if sweep else (None, None)
     return Report(
         folder,
@@ -68,6 +74,11 @@ def read_report(folder: Path) -> Report:
         began=began,
         rows=tuple(sorted(rows, key=lambda row: row.order)),
     )
+
+
+def _reports(folder: Path) -> bool:
+    """Return whether a folder has a run, runs or a sweep."""
+    return any(folder.glob(CONFIG)) or any(folder.glob(RECORD)) or any(folder.glob(f"*/{CONFIG}"))
 
 
 def _rows_of_sweep(sweep: Sweep) -> list[Row]:

@@ -27,6 +27,7 @@ from app.cli.start.kept import streams_kept, torch_kept
 from app.cli.start.launch import asked_run, check_packages, plan_here
 from app.cli.start.notices import notices
 from app.cli.start.ranks import ranks_command, wait_for_ranks
+from app.cli.start.tracker_server import absent_trackers
 from app.data.tokenizer_files import bring_tokenizer
 from app.engine.files.signals import INTERRUPTED
 from app.errors import ConfigError, warn
@@ -99,7 +100,9 @@ def _outcome(
     check_packages(run)
     plan = plan_here(run, launch)
     if run.world_size == 1:
-        code, said = _train_here(plan, launch, settings_line(typed), began=began)
+        absent = absent_trackers(run, env)
+        settings = settings_line(typed)
+        code, said = _train_here(plan, launch, settings, began=began, absent=absent)
     else:
         code, said = _train_ranks(plan, words, launch, env)
     assert launch.noted_in is not None, "set for every hosted run"
@@ -109,7 +112,7 @@ def _outcome(
 
 
 def _train_here(
-    plan: Plan, launch: Launch, settings: str | None, *, began: float
+    plan: Plan, launch: Launch, settings: str | None, *, began: float, absent: frozenset[str]
 ) -> tuple[int, str]:
     """Train as the one rank; return exit code and reason of an early end. Raises ConfigError."""
     from app.engine.files.attempt import HostedAttempt
@@ -121,6 +124,7 @@ def _train_here(
         command=launch.command,
         noted_in=launch.noted_in,
         began=began,
+        absent=absent,
     )
     with torch_kept():
         code = train(plan, 0, 0, attempt=attempt)

@@ -55,6 +55,7 @@ from app.cli.run_report.sweep_record import left_to_sweep
 from app.cli.start.notices import notices
 from app.cli.start.ranks import start_ranks
 from app.cli.start.supervised import check_supervisable, is_supervised, life_of, supervise
+from app.cli.start.tracker_server import absent_trackers
 from app.config import Run
 from app.data.special_tokens import KEY as TOKENIZER
 from app.data.tokenizer_files import bring_tokenizer
@@ -238,6 +239,7 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
 
     said = f"{speaker('train')}: {_when_stopped(launch, sys.argv[1:])}"
     interrupt_then_end(said if launch.rank == 0 else "")
+    trains_here = launch.world_size is not None or run.world_size == 1
     attempt = Attempt(
         launch.requeues,
         launch.master,
@@ -246,13 +248,14 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
         command=launch.command,
         noted_in=launch.noted_in,
         life=life_of(env),
+        absent=absent_trackers(run, env) if trains_here and launch.rank == 0 else frozenset(),
     )
     plan = plan_here(run, launch)
     if recovers and launch.world_size is not None:
         from app.engine.run.recovering import train_recovering
 
         return train_recovering(plan, launch.rank, launch.local_rank, attempt=attempt)
-    if launch.world_size is not None or run.world_size == 1:
+    if trains_here:
         return train(plan, launch.rank, launch.local_rank, attempt=attempt)
     preflight(run, attempt.earlier(run))
     return start_ranks(run.world_size, script, given_overrides(sys.argv[1:]), env=env)

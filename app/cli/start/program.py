@@ -10,7 +10,7 @@ from app.cli.options.messages import readable_errors
 from app.cli.processes.ctrl_c import interrupt_again
 from app.cli.processes.environment import joined_launch
 from app.cli.processes.launcher import Launch
-from app.cli.processes.output import ends_with_its_reader
+from app.cli.processes.output import ends_with_its_reader, tells_version
 from app.cli.start.launch import SPEAK_S
 from app.engine.report.lasting import print_every_character
 from app.programs import with_names
@@ -35,6 +35,9 @@ def run_program(
         with ends_with_its_reader():
             print(with_names(help_text))
         return 0
+    with ends_with_its_reader():
+        if tells_version(arguments):
+            return 0
     print_every_character()
     with readable_errors(program, speak=True):
         launch = joined_launch(parent)

@@ -45,6 +45,7 @@ class Attempt:
     noted_in: Path | None = None  # file for the name of the run folder; None writes none
     began: float | None = None  # monotonic time of the call that trains; None: with the process
     life: Life = field(default_factory=Life)  # of a supervised rank
+    absent: frozenset[str] = frozenset()  # experiment trackers whose server did not answer
 
     def tell(self, line: str) -> None:
         """Say why the run ends before its last step; rank 0 calls it."""

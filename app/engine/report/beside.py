@@ -15,7 +15,7 @@ from queue import SimpleQueue
 
 from app.engine.report.mlflow_tracker import MLFLOW_ID, MLflow
 from app.engine.report.sinks import Sink
-from app.engine.report.trackers import WANDB_ID, TensorBoard, Wandb, claim_id
+from app.engine.report.trackers import WANDB_ID, TensorBoard, Wandb, brief, claim_id
 from app.engine.report.trackio_tracker import TRACKIO_ID, Trackio
 from app.engine.step.records import RollbackReport, StepReport, ValidationReport
 from app.errors import warn, writing
@@ -47,7 +47,7 @@ class Beside:
         try:
             sink = self._make()
         except Exception as error:
-            warn(f"{self.name} could not start ({error!r}); metrics.jsonl has all metrics")
+            warn(f"{self.name} could not start ({brief(error)}); metrics.jsonl has all metrics")
             return
         while (call := self._calls.get()) is not None:
             call(sink)
@@ -82,9 +82,10 @@ class Beside:
 
 @contextmanager
 def tracking(
-    plan: Plan, run_dir: Path, from_step: int, *, version: Version
+    plan: Plan, run_dir: Path, from_step: int, *, version: Version, absent: frozenset[str]
 ) -> Iterator[Sequence[Sink]]:
-    """Start the experiment trackers of a run, and wait after the block until they have finished.
+    """Start the experiment trackers of a run, without those that are `absent`, and wait after the
+    block until they have finished.
 
     Raises ConfigError if the run folder cannot be written.
     """
@@ -96,7 +97,7 @@ def tracking(
         (log.trackio, "Trackio", TRACKIO_ID, Trackio),
     )
     for asked, name, id_file, kind in made:
-        if asked:
+        if asked and name not in absent:
             with writing(run_dir):
                 run_id = claim_id(run_dir, id_file, name)
             trackers.append(Beside(name, partial(kind, plan, run_dir, version, run_id)))

@@ -53,6 +53,7 @@ NAMES = {
     for panel, keys in PANELS.items()
     for key in keys
 }
+BRIEF = 80  # characters at either end of an error's text that are shown
 AnyReport = StepReport | ValidationReport | RollbackReport
 
 
@@ -65,6 +66,12 @@ def in_panels(report: AnyReport) -> dict[str, Any]:
             place = NAMES.get(name, f"train/{name}") if slash else NAMES[name]
             found[place + slash + label] = value
     return found
+
+
+def brief(error: Exception) -> str:
+    """Return an error on one line, without the middle of a long text: causes stand at the end."""
+    text = " ".join(repr(error).split())
+    return text if len(text) <= 2 * BRIEF else f"{text[:BRIEF]} … {text[-BRIEF:]}"
 
 
 def tags(plan: Plan) -> tuple[str, str, str]:
@@ -137,7 +144,7 @@ class Tracker(Sink, ABC):
             tell()
         except Exception as error:
             self._lost = True
-            warn(f"{self._name} has stopped recording ({error!r}); metrics.jsonl continues")
+            warn(f"{self._name} has stopped recording ({brief(error)}); metrics.jsonl continues")
             with suppress(Exception):
                 self.give_up()
 

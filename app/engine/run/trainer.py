@@ -152,7 +152,7 @@ class Trainer:
         # trackers close last: a slow one must not hold up a checkpoint before a deadline
         with (
             listening,
-            self._tracking() as trackers,
+            self._tracking(attempt) as trackers,
             self._all_saved(),
             self._sinks(trackers) as sinks,
         ):
@@ -335,12 +335,13 @@ class Trainer:
             command = attempt.command
             attempt.tell(self.request.farewell(self.progress.step, self.saved, command=command))
 
-    def _tracking(self) -> AbstractContextManager[Sequence[Sink]]:
+    def _tracking(self, attempt: Attempt) -> AbstractContextManager[Sequence[Sink]]:
         """Open the experiment trackers of this run; none except on rank 0."""
         if not self.is_rank_zero:
             return nullcontext(())
         step = self.progress.step
-        return tracking(self.engine.plan, self.run_dir, step, version=self._program())
+        version, absent = self._program(), attempt.absent
+        return tracking(self.engine.plan, self.run_dir, step, version=version, absent=absent)
 
     @contextmanager
     def _sinks(self, trackers: Sequence[Sink]) -> Iterator[Sequence[Sink]]:
