@@ -237,7 +237,7 @@ def _of_composed(error: Exception, override: Override | None) -> Exception:
         rule = f"there is no key {missing[1]} that it could refer to"
         return ConfigError(key or "configuration", f"${{{missing[1]}}}", rule)
     if override is not None and override.key_or_group.startswith("hydra."):
-        return _of_hydra(override, key or "", reason, beside=cause.parent_node)
+        return _of_hydra(override, key or "", reason, beside=getattr(cause, "parent_node", None))
     if override is not None and key not in all_keys():
         return _explained_key(override, key or "")
     if key is None:

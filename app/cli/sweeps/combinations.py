@@ -70,12 +70,12 @@ def combinations(
     }
     places = [place for place, values in enumerate(choices.values()) if len(values) > 1]
     found = []
-    compose = partial(_with_shares, compose, shares)
+    compose = partial(compose_with, compose, shares)
     for chosen in dict.fromkeys(product(*choices.values())):
         try:
             config, run, reason = judged(chosen, compose, gpus)
         except ConfigError as error:
-            raise _of_all_values(error, overrides) from error
+            raise of_all_values(error, overrides) from error
         found.append(
             Combination(
                 chosen,
@@ -101,16 +101,17 @@ def judged(
     return config, *_judge(config, gpus, _asked(compose, chosen, gpus))
 
 
-def _of_all_values(error: ConfigError, overrides: Sequence[Override]) -> ConfigError:
+def of_all_values(error: ConfigError, overrides: Sequence[Override]) -> ConfigError:
     """Return the error about a key that has another name here, with all of its swept values."""
     for each in overrides:
         key, _, values = str(each.input_line).partition("=")
-        if key != error.key or not each.is_discrete_sweep():
+        if key != error.key or not each.is_sweep_override():
             continue
-        words = [translated(word) for word in _values(each)]
+        given = _values(each) if each.is_discrete_sweep() else [f"{key}={error.value}"]
+        words = [translated(word) for word in given]
         if len({tuple(map(key_of, word)) for word in words}) == 1 == len(words[0]):
             found = [word.partition("=")[2] for (word,) in words]
-            same = found == [word.partition("=")[2] for word in _values(each)]
+            same = found == [word.partition("=")[2] for word in given]
             meant = f"{key_of(words[0][0])}={values if same else ','.join(found)}"
             return ConfigError(key, values, error.rule, guess=meant)
     return error
@@ -127,9 +128,10 @@ def shares_in(overrides: Sequence[Override]) -> Iterator[str]:
             yield word
 
 
-def _with_shares(
+def compose_with(
     compose: Callable[[list[str]], DictConfig], shares: Sequence[str], chosen: list[str]
 ) -> DictConfig:
+    """Return the configuration of a job with the overrides `shares` of all and `chosen` of it."""
     return compose([*shares, *chosen])
 
 
