@@ -28,7 +28,7 @@ from app.version import Version
 CONFIG_NAME = "train"
 PLACES = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")  # Hydra's flags
 SWEEPS = frozenset({"-m", "--multirun"})
-STORAGE = "hydra.sweeper.storage"
+STORED = ("storage", "study_name")  # keys of a search that others continue
 OUR_SEARCH = "hydra.sweeper._target_=hydra_plugins.graphfold.SearchSweeper"
 MOST_STARTS = 10_000  # of one command of another sweeper
 # What says how jobs are started is for the program that starts them.
@@ -163,9 +163,9 @@ def sweeper_of(arguments: Sequence[str]) -> str:
 
 
 def is_stored(arguments: Sequence[str]) -> bool:
-    """Return whether a search is stored, so that a later one continues it."""
-    given = [each.partition("=")[2] for each in arguments if key_of(each) == STORAGE]
-    return bool(given) and given[-1] != "null"
+    """Return whether a search is stored under a name, so that a later one continues it."""
+    given = dict(each.split("=", 1) for each in arguments if "=" in each)
+    return all(given.get(f"hydra.sweeper.{key}", "null") != "null" for key in STORED)
 
 
 def with_sweep_folder(arguments: Sequence[str]) -> list[str]:

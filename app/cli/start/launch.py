@@ -154,7 +154,8 @@ def _when_stopped(launch: Launch, arguments: Sequence[str]) -> str:
             return "stopped; the same command resumes"
         if is_stored(arguments):
             return "stopped; the same command adds trials to those stored"
-        return "stopped; the same command starts anew, in a new folder"
+        sweeper = f"hydra/sweeper={sweeper_of(arguments)}"
+        return f"stopped; {sweeper} does not resume: start again, in a new folder"
     resume = [] if any(word.startswith("resume=") for word in arguments) else ["resume=auto"]
     command = f"{launch.command} {shell_line([*arguments, *resume])}"
     return f"stopped; to continue from the newest checkpoint, or begin without one: {command}"

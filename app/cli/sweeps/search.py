@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,11 @@ from app.cli.run_report.sweep_record import RECORD
 from app.cli.sweeps.combinations import compose_with, judged, of_all_values, shares_in
 from app.cli.sweeps.sweep import told_to_end_is_ctrl_c
 from app.errors import ConfigError, JobFailedError, warn
+from app.programs import page
 
 SWEEPER = "hydra.sweeper"
 EXAMPLE = "'optim.lr=tag(log,interval(3e-4,1e-2))'"
-# of packages, older than which Optuna 2 needs them for a study on disk
-TOO_NEW = {"sqlalchemy": "2", "alembic": "1.13"}
+OLDER = "in an environment without MLflow type pip install 'sqlalchemy<2' 'alembic<1.13'"
 NO_LOSS = "No trials are completed"  # beginning of Optuna's error
 
 
@@ -52,7 +52,9 @@ def check_search(config: DictConfig, loader: ConfigLoader) -> None:
         rule = "has nothing to search, as no key has several values"
         raise ConfigError("hydra/sweeper", "optuna", rule, advice=f"type {EXAMPLE} or the like")
     _check_trials(overrides, config, loader)
-    _check_folder(Path(config.hydra.sweep.dir), stored=asked.storage is not None)
+    _check_folder(
+        Path(config.hydra.sweep.dir), continues=None not in (asked.storage, asked.study_name)
+    )
     if asked.storage is not None:
         _check_storage(asked.storage)
 
@@ -98,30 +100,21 @@ def _ends(override: Override) -> Iterator[str]:
         raise ConfigError(key, text, rule, advice=f"list the values like {key}=1,2,3")
 
 
-def _check_folder(folder: Path, stored: bool) -> None:
-    if folder.is_dir() and any(folder.iterdir()) and not (stored and (folder / RECORD).exists()):
-        searched = (folder / RECORD).exists()
+def _check_folder(folder: Path, continues: bool) -> None:
+    searched = (folder / RECORD).exists()
+    if folder.is_dir() and any(folder.iterdir()) and not (continues and searched):
         rule = "contains another search" if searched else "has files but no sweep"
-        advice = "choose a new folder"
-        if searched:
-            advice += f"; {SWEEPER}.storage=… continues searches (docs/sweeps.md)"
+        more = f"; searches continue with {SWEEPER}.storage and study_name ({page('sweeps.md')})"
+        advice = "choose a new folder" + more * searched
         raise ConfigError("hydra.sweep.dir", folder, rule, advice=advice)
 
 
 def _check_storage(url: Any) -> None:
     if not isinstance(url, str) or url.startswith("redis"):
         return
-    with_these = {name: _version(name) for name in TOO_NEW}
-    new = [
-        f"{name} {found}"
-        for name, found in with_these.items()
-        if _numbers(found) >= _numbers(TOO_NEW[name])
-    ]
-    if new:
-        older = " ".join(f"'{name}<{limit}'" for name, limit in TOO_NEW.items())
-        rule = f"Optuna 2 stores no study with {' and '.join(new)}"
-        advice = f"in an environment without MLflow type pip install {older}"
-        raise ConfigError(f"{SWEEPER}.storage", url, rule, advice=advice)
+    if (found := version("sqlalchemy")).partition(".")[0] not in ("0", "1"):
+        rule = f"Optuna 2 stores no study with SQLAlchemy {found}"
+        raise ConfigError(f"{SWEEPER}.storage", url, rule, advice=OLDER)
     from optuna.storages import get_storage
 
     try:
@@ -129,17 +122,6 @@ def _check_storage(url: Any) -> None:
     except Exception as error:  # of SQLAlchemy or a driver: any
         rule = f"cannot be used: {(str(error).splitlines() or [type(error).__name__])[0]}"
         raise ConfigError(f"{SWEEPER}.storage", url, rule, advice="choose another") from error
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "0"
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(each) for each in text.split(".")[:2] if each.isdigit())
 
 
 @contextmanager
