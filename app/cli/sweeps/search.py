@@ -33,9 +33,9 @@ def check_search(config: DictConfig, loader: ConfigLoader) -> None:
     """Raise ConfigError for a search that cannot begin, or whose trials could not.
 
     1. Its numbers: at least one trial, of which a share from 0 to 1 may fail.
-    2. The overrides: one searches at least, and trials at the ends of their ranges compose; one of
+    2. The folder is new, unless the study is a stored one that continues.
+    3. The overrides: one searches at least, and trials at the ends of their ranges compose; one of
        them passes all checks.
-    3. The folder is new, unless the study is a stored one that continues.
     4. The study can be stored.
     """
     asked = config.hydra.sweeper
@@ -51,10 +51,10 @@ def check_search(config: DictConfig, loader: ConfigLoader) -> None:
     if not (searched or asked.search_space or asked.custom_search_space):
         rule = "has nothing to search, as no key has several values"
         raise ConfigError("hydra/sweeper", "optuna", rule, advice=f"type {EXAMPLE} or the like")
-    _check_trials(overrides, config, loader)
     _check_folder(
         Path(config.hydra.sweep.dir), continues=None not in (asked.storage, asked.study_name)
     )
+    _check_trials(overrides, config, loader)
     if asked.storage is not None:
         _check_storage(asked.storage)
 
@@ -68,14 +68,15 @@ def _check_trials(overrides: Sequence[Override], config: DictConfig, loader: Con
         if not is_share(str(each.input_line))
     }
     usual = {key: words[0] for key, words in values.items()}
+    trials = dict.fromkeys(
+        tuple({**usual, key: word}.values()) for key, words in values.items() for word in words
+    )
     reasons = list[str | None]()
-    for key, words in values.items():
-        for word in words if len(words) > 1 else ():
-            chosen = tuple({**usual, key: word}.values())
-            try:
-                reasons.append(judged(chosen, compose, None)[2])
-            except ConfigError as error:
-                raise of_all_values(error, overrides) from error
+    for chosen in trials:
+        try:
+            reasons.append(judged(chosen, compose, None)[2])
+        except ConfigError as error:
+            raise of_all_values(error, overrides) from error
     if reasons and None not in reasons:
         raise ConfigError.of_message(str(reasons[0]))
 
