@@ -135,6 +135,10 @@ class OwnError(ConfigError):
     """A mistake that only one rank may see, so that rank reports it itself."""
 
 
+class JobFailedError(Exception):
+    """A job of a sweep has failed, and a line of its own told why."""
+
+
 def typed(value: object) -> str:
     """Return a value as typed on the command line."""
     match value:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -50,6 +51,33 @@ class GridSweeper(Sweeper):
         )
 
 
+class SearchSweeper(Sweeper):
+    """In the place of Optuna's sweeper: checks the search, then lets that sweeper run it."""
+
+    def __init__(self, **options: Any) -> None:
+        """Note the options of Optuna's sweeper, from Hydra's section `sweeper`."""
+        self.options = options
+
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        """Check the search, and set up Optuna's sweeper."""
+        from hydra_plugins.hydra_optuna_sweeper.optuna_sweeper import OptunaSweeper
+
+        from app.cli.sweeps.search import check_search
+
+        check_search(config, hydra_context.config_loader)
+        self.inner = OptunaSweeper(**self.options)
+        self.inner.setup(hydra_context=hydra_context, task_function=task_function, config=config)
+
+    def sweep(self, arguments: list[str]) -> None:
+        """Run the trials; SystemExit where the search ends early."""
+        from app.cli.sweeps.search import searching
+
+        with searching(self.options["max_failure_rate"]):
+            self.inner.sweep(arguments)
+
+
 class TorchrunLauncher(Launcher):
     """`hydra/launcher=torchrun`: jobs on this host, each in fresh processes. Our sweeper does the
     same without it; other sweepers call it.
@@ -60,6 +88,7 @@ class TorchrunLauncher(Launcher):
     ) -> None:
         """Note what every job runs, with which flags, and the folder of the sweep."""
         from app.cli.options.arguments import Typed
+        from app.cli.run_report.sweep_record import locked
 
         self.script, self.folder = inspect.getfile(task_function), Path(config.hydra.sweep.dir)
         self.typed = Typed.of_config(config.hydra)
@@ -70,7 +99,11 @@ class TorchrunLauncher(Launcher):
             for each in overrides
             if not each.is_sweep_override()
         ]
-        self.config = config
+        self.config, asked = config, config.hydra.sweeper
+        by_grid = str(asked.get("sampler", {}).get("_target_")).endswith(".GridSampler")
+        self.trials = None if by_grid else asked.get("n_trials")  # that one may end earlier
+        with locked(self.folder):
+            pass  # made, or refused, before other sweepers write into it
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
@@ -87,4 +120,5 @@ class TorchrunLauncher(Launcher):
             fixed=self.fixed,
             log=self.config.log,
             places=places_here(self.config),
+            more=None if self.trials is None else self.trials - initial_job_idx,
         )

@@ -5,14 +5,17 @@ from __future__ import annotations
 from importlib.machinery import ModuleSpec
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 
 from app.cli.options import hydra_words
 from app.cli.options.arguments import Typed
-from app.cli.options.compose import load_overrides
+from app.cli.options.compose import load_overrides, register_schema
 from app.cli.options.explained import COMPOSING, explained
 from app.cli.processes.launcher import Launch
 from app.cli.start.launch import checked_arguments
 from app.errors import ConfigError
+from tests.config import CONF
 
 REFUSED = {
     "-sc bash": (
@@ -124,3 +127,20 @@ def test_unset_variable_in_run_name_is_left_to_composing():
     with pytest.raises(COMPOSING) as refused:
         load_overrides(["resume=${oc.env:NOT_SET}"])
     assert "NOT_SET is not set" in str(explained(refused.value))
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("hydra.swep.dir=x", "there is no such key; did you mean hydra.sweep.dir?"),
+        ("hydra.sweep.dri=x", "there is no such key; python train.py --cfg hydra prints the keys"),
+        ("hydra.job.nam=x", "there is no such key; did you mean hydra.job.name?"),
+        ("hydra.verbose.x=1", "there is no such key; python train.py --cfg hydra prints the keys"),
+    ],
+)
+def test_misspelt_keys_of_hydra_are_told_by_its_own(word: str, told: str):
+    register_schema()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.3"), pytest.raises(COMPOSING) as refused:
+        compose("train", [word], return_hydra_config=True)
+    assert str(explained(refused.value)) == f"{word}: {told}"

@@ -421,3 +421,31 @@ def test_what_goes_wrong_later_is_told(tmp_path: Path, capsys: pytest.CaptureFix
     )
     assert capsys.readouterr().err == "sbatch: error: no such partition\n"
     assert submit("slurm", lambda: None, tmp_path, run_dirs=[]) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ("optim.learning_rate=1e-3,3e-3",),
+            "optim.learning_rate=1e-3,3e-3: is optim.lr here; did you mean optim.lr=1e-3,3e-3?",
+        ),
+        (("model.n_layer=2,3",), "model.n_layer=2,3: is model.num_layers here; did you mean "),
+    ],
+)
+def test_other_names_are_replaced_with_all_their_values(words: tuple[str, ...], told: str):
+    with pytest.raises(ConfigError) as refused:
+        found_by("model=dense_tiny", *words)
+    assert str(refused.value).startswith(told) and str(refused.value).count(",") >= 2
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "../proc/x"])
+def test_folder_that_cannot_be_made_is_refused(name: str, tmp_path: Path):
+    (tmp_path / "file").touch()
+    folder = Path("/proc/x") if "proc" in name else tmp_path / name
+    why = "No such file or directory" if "proc" in name else "Not a directory"
+    with pytest.raises(ConfigError) as refused:
+        sweep_of(folder, 2, 3)
+        with locked(folder):
+            pass
+    assert str(refused.value) == f"hydra.sweep.dir={folder}: cannot be used: {why}; choose another"

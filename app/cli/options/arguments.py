@@ -28,6 +28,9 @@ from app.version import Version
 CONFIG_NAME = "train"
 PLACES = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")  # Hydra's flags
 SWEEPS = frozenset({"-m", "--multirun"})
+STORED = ("storage", "study_name")  # keys of a search that others continue
+OUR_SEARCH = "hydra.sweeper._target_=hydra_plugins.graphfold.SearchSweeper"
+MOST_STARTS = 10_000  # of one command of another sweeper
 # What says how jobs are started is for the program that starts them.
 OF_SWEEPS = (
     "hydra.mode=",
@@ -153,18 +156,40 @@ def flags_first(arguments: Sequence[str], typed: Typed, beside: Sequence[str] = 
     return [*flags, *found, *beside, *typed.overrides]
 
 
+def sweeper_of(arguments: Sequence[str]) -> str:
+    """Return the sweeper that is typed; else ours."""
+    sweepers = [each.partition("=")[2] for each in arguments if key_of(each) == "hydra/sweeper"]
+    return sweepers[-1] if sweepers else "grid"
+
+
+def is_stored(arguments: Sequence[str]) -> bool:
+    """Return whether a search is stored under a name, so that a later one continues it."""
+    given = dict(each.split("=", 1) for each in arguments if "=" in each)
+    return all(given.get(f"hydra.sweeper.{key}", "null") != "null" for key in STORED)
+
+
 def with_sweep_folder(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with a sweep folder if another sweeper than ours runs: it would take the
     name in conf/ literally.
 
-    Like ours, it depends on what is typed, but not on its order.
+    Like ours, it depends on what is typed, but not on its order. These sweepers do not resume: each
+    start has a folder of its own, but for a search that is stored.
     """
-    sweepers = [each.partition("=")[2] for each in arguments if each.startswith("hydra/sweeper=")]
+    sweeper = sweeper_of(arguments)
     given = any(each.startswith("hydra.sweep.dir=") for each in arguments)
-    if not SWEEPS & set(arguments) or given or not sweepers or sweepers[-1] == "grid":
+    if not SWEEPS & set(arguments) or given or sweeper == "grid":
         return list(arguments)
     digest = hashlib.sha256("\n".join(sorted(arguments)).encode()).hexdigest()[:8]
-    return [*arguments, f"hydra.sweep.dir=sweeps/{sweepers[-1]}-{digest}"]
+    folder = Path(f"sweeps/{sweeper}-{digest}")
+    names = (folder, *(Path(f"{folder}-{number}") for number in range(2, MOST_STARTS)))
+    free = (name for name in names if is_stored(arguments) or not name.exists())
+    return [*arguments, f"hydra.sweep.dir={next(free, folder)}"]
+
+
+def with_our_search(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with our checks around the sweeper of Optuna, if that one is chosen."""
+    searches = SWEEPS & set(arguments) and sweeper_of(arguments) == "optuna"
+    return [*arguments, OUR_SEARCH] if searches else list(arguments)
 
 
 def foreign_flags(arguments: Sequence[str], known: Sequence[str]) -> Iterator[tuple[int, str, str]]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -235,6 +236,8 @@ def _of_composed(error: Exception, override: Override | None) -> Exception:
     if missing := re.search(r"Interpolation key '(.+?)' not found", reason):
         rule = f"there is no key {missing[1]} that it could refer to"
         return ConfigError(key or "configuration", f"${{{missing[1]}}}", rule)
+    if override is not None and override.key_or_group.startswith("hydra."):
+        return _of_hydra(override, key or "", reason, beside=getattr(cause, "parent_node", None))
     if override is not None and key not in all_keys():
         return _explained_key(override, key or "")
     if key is None:
@@ -252,6 +255,20 @@ def _of_composed(error: Exception, override: Override | None) -> Exception:
     if file is None:
         return found
     return _in_file(found, OF_SAVED if file[1] == SAVED else f"{file[1]}.yaml")
+
+
+def _of_hydra(override: Override, wrong: str, reason: str, beside: object) -> ConfigError:
+    """Return the error for a key of Hydra's own, or for a value of one. `wrong` is the beginning of
+    the key that is no section, and `beside` the section with the keys that it may misspell.
+    """
+    key, value = override.key_or_group, _value(str(override.input_line))
+    section, _, name = wrong.rpartition(".")
+    if not isinstance(beside, DictConfig) or name in beside:
+        return ConfigError(key, value, reason)
+    guess = nearest(name, [str(each) for each in beside])
+    meant = f"{section}.{guess}{key.removeprefix(wrong)}" if guess else None
+    advice = None if guess else f"{command_name('train')} --cfg hydra prints the keys"
+    return ConfigError(key, value, "there is no such key", guess=meant, advice=advice)
 
 
 def _unset(key: str, variable: str) -> ConfigError:

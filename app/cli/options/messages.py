@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 from app.cli.options.advice import Asked
 from app.cli.options.explained import COMPOSING, explained, is_mistake
-from app.errors import ConfigError, OwnError
+from app.errors import ConfigError, JobFailedError, OwnError
 from app.programs import speaker
 
 
@@ -36,6 +36,8 @@ def readable_errors(
             raise
         found = explained(error)
         speak = speak or isinstance(error, OwnError)
+    except JobFailedError:
+        sys.exit(1)
     except KeyboardInterrupt:
         if speak:
             print(f"\n{speaker(program)}: {when_stopped}", file=sys.stderr)

@@ -36,7 +36,7 @@ from app.engine.files.checked import (
     unreadable,
     whole,
 )
-from app.errors import ConfigError
+from app.errors import ConfigError, no_room
 from app.own_files import read_regular, write_whole
 
 RECORD = "sweep.json"
@@ -124,9 +124,11 @@ class Sweep:
             job for job in self.jobs if tuple(overrides[: len(job.overrides)]) == job.overrides
         )
 
-    def title(self, job: Job) -> str:
-        """Return the beginning of a job's line: its number and label."""
-        return f"[{job.number + 1}/{len(self.jobs)}] {job.label}"
+    def title(self, job: Job, of: int | None = None) -> str:
+        """Return the beginning of a job's line: its number, of how many, and its label. `of` is
+        given where jobs are recorded as they are chosen.
+        """
+        return f"[{job.number + 1}/{of or len(self.jobs)}] {job.label}"
 
     def changed(self, number: int, **changes: Any) -> Sweep:
         """Return the sweep with the fields of one job changed."""
@@ -158,6 +160,8 @@ class Sweep:
                 one_of(place)(f"jobs[{place}].number", job["number"])
         except FileNotFoundError:
             return None
+        except NotADirectoryError as error:
+            raise _unusable(folder, error) from error
         except (OSError, ValueError) as error:
             raise unreadable(path, error, "restore it, or choose a new folder") from error
         return cls(
@@ -172,14 +176,23 @@ def left_to_sweep(log: LogConfig | DictConfig, sweep: str) -> dict[str, str]:
     return {"group": sweep} if log.group is None else {}
 
 
+def _unusable(folder: Path, error: OSError) -> ConfigError:
+    rule = f"cannot be used: {error.strerror}"
+    advice = "make room there" if no_room(error) else "choose another"
+    return ConfigError("hydra.sweep.dir", folder, rule, advice=advice)
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Lock a folder for one sweep at a time. Raises ConfigError.
 
     Jobs inherit the lock, so it is held as long as a job runs, even if its sweep was killed.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise _unusable(folder, error) from error
     os.set_inheritable(lock, True)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

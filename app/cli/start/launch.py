@@ -24,8 +24,11 @@ from app.cli.options.arguments import (
     flags_first,
     flags_to_overrides,
     is_share,
+    is_stored,
     key_of,
     refuse_share,
+    sweeper_of,
+    with_our_search,
     with_sweep_folder,
 )
 from app.cli.options.compose import (
@@ -145,8 +148,15 @@ def mistakes_in_one_line(launch: Launch, arguments: Sequence[str]) -> AbstractCo
 
 def _when_stopped(launch: Launch, arguments: Sequence[str]) -> str:
     """Return the line printed when Ctrl-C ends a run outside its steps: the command that continues
-    it from its newest checkpoint.
+    it from its newest checkpoint; of a sweep, what its own command does.
     """
+    if SWEEPS & set(arguments) or "hydra.mode=MULTIRUN" in arguments:
+        if sweeper_of(arguments) == "grid":
+            return "stopped; the same command resumes"
+        if is_stored(arguments):
+            return "stopped; the same command adds trials to those stored"
+        sweeper = f"hydra/sweeper={sweeper_of(arguments)}"
+        return f"stopped; {sweeper} does not resume: start again, in a new folder"
     resume = [] if any(word.startswith("resume=") for word in arguments) else ["resume=auto"]
     command = f"{launch.command} {shell_line([*arguments, *resume])}"
     return f"stopped; to continue from the newest checkpoint, or begin without one: {command}"
@@ -340,7 +350,7 @@ def checked_arguments(arguments: Sequence[str], launch: Launch) -> list[str]:
     if SWEEPS & set(arguments):
         _refuse_sweep(arguments, launch)
     beside = words_for_plain(typed, sweeps)
-    return with_sweep_folder(flags_first(arguments, typed, beside))
+    return with_our_search(with_sweep_folder(flags_first(arguments, typed, beside)))
 
 
 def best_loss_or_exit(run: Run, code: int) -> float | None:

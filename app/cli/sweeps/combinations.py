@@ -19,10 +19,11 @@ from omegaconf import DictConfig, open_dict, read_write
 
 from app.choices import Device
 from app.cli.options.advice import Asked
-from app.cli.options.arguments import Typed, is_share
+from app.cli.options.arguments import Typed, is_share, key_of
 from app.cli.options.compose import load_run
 from app.cli.options.explained import COMPOSING, explained, is_mistake
 from app.cli.options.keys import all_keys
+from app.cli.options.unknown import translated
 from app.cli.start.launch import GPU_DEVICES, check_packages, check_room
 from app.cli.sweeps.places import check_share
 from app.config import Run
@@ -61,7 +62,7 @@ def combinations(
     mistake in the overrides themselves, like an unknown key, raises ConfigError or Hydra's error.
     Overrides of `sweep` are no job's own: with others it is the same sweep.
     """
-    shares = list(_shares(overrides))
+    shares = list(shares_in(overrides))
     choices = {
         override.get_key_element(): _values(override)
         for override in overrides
@@ -69,17 +70,12 @@ def combinations(
     }
     places = [place for place, values in enumerate(choices.values()) if len(values) > 1]
     found = []
-    compose = partial(_with_shares, compose, shares)
+    compose = partial(compose_with, compose, shares)
     for chosen in dict.fromkeys(product(*choices.values())):
-        config = _without_hydra(_composed(compose, chosen, gpus))
-        if config.run_dir:
-            raise ConfigError(
-                "run_dir",
-                config.run_dir,
-                "each job of a sweep has a folder of its own",
-                advice="give hydra.sweep.dir=…",
-            )
-        run, reason = _judge(config, gpus, _asked(compose, chosen, gpus))
+        try:
+            config, run, reason = judged(chosen, compose, gpus)
+        except ConfigError as error:
+            raise of_all_values(error, overrides) from error
         found.append(
             Combination(
                 chosen,
@@ -92,7 +88,36 @@ def combinations(
     return found
 
 
-def _shares(overrides: Sequence[Override]) -> Iterator[str]:
+def judged(
+    chosen: Sequence[str], compose: Callable[[list[str]], DictConfig], gpus: Sequence[int] | None
+) -> tuple[DictConfig, Run | None, str | None]:
+    """Return the configuration of a job with the overrides `chosen`, and its run, or the reason why
+    it is impossible or too big. Raises as `combinations` does.
+    """
+    config = _without_hydra(_composed(compose, chosen, gpus))
+    if config.run_dir:
+        rule = "each job of a sweep has a folder of its own"
+        raise ConfigError("run_dir", config.run_dir, rule, advice="give hydra.sweep.dir=…")
+    return config, *_judge(config, gpus, _asked(compose, chosen, gpus))
+
+
+def of_all_values(error: ConfigError, overrides: Sequence[Override]) -> ConfigError:
+    """Return the error about a key that has another name here, with all of its swept values."""
+    for each in overrides:
+        key, _, values = str(each.input_line).partition("=")
+        if key != error.key or not each.is_sweep_override():
+            continue
+        given = _values(each) if each.is_discrete_sweep() else [f"{key}={error.value}"]
+        words = [translated(word) for word in given]
+        if len({tuple(map(key_of, word)) for word in words}) == 1 == len(words[0]):
+            found = [word.partition("=")[2] for (word,) in words]
+            same = found == [word.partition("=")[2] for word in given]
+            meant = f"{key_of(words[0][0])}={values if same else ','.join(found)}"
+            return ConfigError(key, values, error.rule, guess=meant)
+    return error
+
+
+def shares_in(overrides: Sequence[Override]) -> Iterator[str]:
     """Yield the overrides of `sweep`. Raises ConfigError for several values of one."""
     for each in overrides:
         word = str(each.input_line)
@@ -103,9 +128,10 @@ def _shares(overrides: Sequence[Override]) -> Iterator[str]:
             yield word
 
 
-def _with_shares(
+def compose_with(
     compose: Callable[[list[str]], DictConfig], shares: Sequence[str], chosen: list[str]
 ) -> DictConfig:
+    """Return the configuration of a job with the overrides `shares` of all and `chosen` of it."""
     return compose([*shares, *chosen])
 
 

@@ -26,7 +26,7 @@ from typing import Any
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 
-from app.cli.options.arguments import Typed, is_share, key_of
+from app.cli.options.arguments import OUR_SEARCH, Typed, is_share, key_of
 from app.cli.processes.ctrl_c import interrupt_again
 from app.cli.processes.environment import environment
 from app.cli.processes.launcher import STARTED_AS, started_as
@@ -35,7 +35,7 @@ from app.cli.run_report.facts import clock, run_facts
 from app.cli.run_report.sweep_record import JOB_LOG, Job, JobState, Sweep, left_to_sweep, locked
 from app.cli.sweeps.job_lines import JobLines, end_of, progress
 from app.cli.sweeps.places import ALONE, Place
-from app.errors import ConfigError, writing
+from app.errors import JobFailedError, writing
 from app.own_files import fresh_file
 from app.programs import command_name
 from app.shell import quoted
@@ -60,15 +60,16 @@ def run_jobs(
     *,
     typed: Typed,
     places: Sequence[Place] = ALONE,
+    of: int | None = None,
 ) -> list[JobReturn]:
     """Run the jobs of the sweep in `folder` that have these overrides, one at each of the `places`
     at a time.
 
-    `typed` holds the flags passed to every job. A job returns its best validation loss in nats per
-    token; if one fails, it is recorded and the next begins. Raises KeyboardInterrupt if one was
-    interrupted.
+    `typed` holds the flags passed to every job; `of` as in `Sweep.title`. A job
+    returns its best validation loss in nats per token; if one fails, it is recorded and the next
+    begins. Raises KeyboardInterrupt if one was interrupted.
     """
-    jobs = SideBySide([sys.executable, script, *typed.words], folder, places)
+    jobs = SideBySide([sys.executable, script, *typed.words], folder, places, of=of)
     return jobs.run([list(overrides) for overrides in job_overrides])
 
 
@@ -81,17 +82,19 @@ def run_trials(
     fixed: Sequence[str],
     log: DictConfig,
     places: Sequence[Place] = ALONE,
+    more: int | None = None,
 ) -> list[JobReturn]:
     """Record jobs that another sweeper has chosen, such as Optuna's trials, and run them like
     `run_jobs`.
 
     `fixed` are keys with the same value in all jobs, left out of their labels. `log` is the config
-    section that says where they report to.
+    section that says where they report to; `more` the number of jobs from these on, if known.
     """
     interrupt_again()
     own = [[word for word in each if not is_share(word)] for each in job_overrides]
     with locked(folder):
-        asked = f"{command_name('train')} {shlex.join(sys.argv[1:])}"
+        words = [word for word in sys.argv[1:] if word != OUR_SEARCH]
+        asked = f"{command_name('train')} {shlex.join(words)}"
         began = time.strftime("%Y-%m-%dT%H:%M:%S")
         sweep = Sweep.load(folder) or Sweep(folder, asked, began, jobs=())
         taken = len(sweep.jobs)
@@ -100,13 +103,29 @@ def run_trials(
         left = left_to_sweep(log, sweep.name)
         also = ["log.console=false", *(f"log.{key}={quoted(value)}" for key, value in left.items())]
         arguments = [[*job.overrides, *also] for job in jobs]
-        return run_jobs(script, folder, arguments, typed=typed, places=places)
+        of = None if more is None else taken + more
+        return run_jobs(script, folder, arguments, typed=typed, places=places, of=of)
 
 
 def _job(folder: Path, number: int, overrides: Sequence[str], fixed: Sequence[str]) -> Job:
     name = f"{number:03}"  # a number, because a sweeper may choose the same values twice
     swept = tuple(override for override in overrides if key_of(override) not in fixed)
     return Job(number, name, (*overrides, f"run_dir={quoted(folder / name)}"), swept=swept)
+
+
+class Returned(JobReturn):
+    """Result of a job, of which a sweeper asks for the value; Hydra's own prints a second line."""
+
+    @property
+    def return_value(self) -> Any:
+        """Return the loss; raises JobFailedError for a job that failed."""
+        if self.status is JobStatus.FAILED:
+            raise JobFailedError
+        return self._return_value
+
+    @return_value.setter
+    def return_value(self, value: Any) -> None:
+        self._return_value = value
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +147,18 @@ class SideBySide:
     One thread starts, watches and records them all, so sweep.json has a single writer.
     """
 
-    def __init__(self, command: Sequence[str], folder: Path, places: Sequence[Place]) -> None:
-        """`command` starts a job, whose overrides follow; `places` has the variables of each."""
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: Path,
+        places: Sequence[Place],
+        *,
+        of: int | None = None,
+    ) -> None:
+        """`command` starts a job, whose overrides follow; `places` has the variables of each; `of`
+        as in `Sweep.title`.
+        """
+        self.of = of
         self.command = command
         self.folder = folder
         self.free = deque(places)
@@ -155,7 +184,8 @@ class SideBySide:
         return [self.returns[index] for index in range(len(job_overrides))]
 
     def _start(self, index: int, overrides: list[str]) -> None:
-        job, title = _note(self.folder, overrides, state=JobState.running)
+        job, sweep = _note(self.folder, overrides, state=JobState.running)
+        title = sweep.title(job, self.of)
         run_dir = self.folder / job.folder
         place = self.free.popleft()
         process = start_process([*self.command, *overrides], run_dir, place)
@@ -181,12 +211,11 @@ class SideBySide:
         self.running.remove(ended)
         self.free.append(ended.place)
         self.lines.keep(f"{ended.title}  {closing(job, ended.run_dir)}")
-        error = ConfigError("job", ended.title, reason or f"ended with {code}")
         failed = state is JobState.failed
-        self.returns[ended.index] = JobReturn(
+        self.returns[ended.index] = Returned(
             ended.overrides,
             status=JobStatus.FAILED if failed else JobStatus.COMPLETED,
-            _return_value=error if failed else run_facts(ended.run_dir).best_loss,
+            _return_value=None if failed else run_facts(ended.run_dir).best_loss,
         )
 
     def _end_all(self) -> None:
@@ -207,14 +236,13 @@ class SideBySide:
             self._record(each, each.process.wait(), told_to_end=True)
 
 
-def _note(folder: Path, overrides: Sequence[str], **changes: Any) -> tuple[Job, str]:
-    """Record a change of the job's state; return the job and its title."""
+def _note(folder: Path, overrides: Sequence[str], **changes: Any) -> tuple[Job, Sweep]:
+    """Record a change of the job's state; return the job and its sweep."""
     sweep = Sweep.load(folder)
     assert sweep is not None, "jobs are recorded before they run"
     sweep = sweep.changed(sweep.job_of(overrides).number, **changes)
     sweep.save()
-    job = sweep.job_of(overrides)
-    return job, sweep.title(job)
+    return sweep.job_of(overrides), sweep
 
 
 def start_process(command: Sequence[str], run_dir: Path, place: Place) -> subprocess.Popen[bytes]:

@@ -192,7 +192,7 @@ def _launch(
         asked.launcher(sweep.folder).launch(arguments, initial_job_idx=0)
 
     try:
-        with _told_to_end_is_ctrl_c():
+        with told_to_end_is_ctrl_c():
             if arguments and asked.here:
                 script = inspect.getfile(asked.task_function)
                 typed = Typed.of_config(asked.config.hydra)
@@ -317,7 +317,7 @@ def _print_opening(sweep: Sweep) -> None:
 
 
 @contextmanager
-def _told_to_end_is_ctrl_c() -> Iterator[None]:
+def told_to_end_is_ctrl_c() -> Iterator[None]:
     """Handle SIGTERM, SIGUSR1 and SIGHUP like Ctrl-C within the block, unless they are ignored."""
     told = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     numbers = [number for number in told if signal.getsignal(number) is not signal.SIG_IGN]
