@@ -4,7 +4,8 @@
 
 Bytes that torch had handed out at the peak. Rows from before kernels of ours existed, or with
 routers that kept tokens in fp32, are compared with the plan of then, where they recorded it, the
-others with that of today. Writes bench/results/planned_memory.json and docs/planned-memory.svg.
+others with that of today. Writes bench/results/planned_memory.json.gz and
+docs/planned-memory.svg.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from planned_times import (
     counted_run,
     hardware_of,
     recorded,
+    write_packed,
 )
 
 from app.plan.formatting import GIB
@@ -51,7 +53,7 @@ class MemoryRow:
 
 def rows() -> Iterator[MemoryRow]:
     """All of bench/results that measured memory and whose plan is known."""
-    for path in sorted(RESULTS.glob("*.json*")):
+    for path in sorted([*RESULTS.glob("*.json"), *RESULTS.glob("*.jsonl")]):
         for place, (overrides, found) in enumerate(recorded(path)):
             measured = next((found[key] for key in MEASURED if found.get(key)), None)
             run = counted_run(overrides, found, hardware=hardware_of(path.name))
@@ -95,7 +97,7 @@ def main() -> None:
     figures = {plan: summary(listed) for plan, listed in plans.items()}
     print(json.dumps(figures, indent=1))
     content: dict[str, Any] = {"plans": figures, "rows": [asdict(row) for row in found]}
-    (RESULTS / "planned_memory.json").write_text(json.dumps(content) + "\n")
+    write_packed(RESULTS / "planned_memory.json.gz", content)
     _draw(plans)
 
 

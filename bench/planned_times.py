@@ -6,7 +6,7 @@ Rows are those of bench/results in 16-bit elements on H200s. A hash of a row's o
 measurement changes, sets half of them aside: constants of the profile that no piece gives were
 fitted to the others alone. What was recorded after that is set aside whole (RECORDED_SINCE). Rows
 from before kernels of ours existed are planned with the measured speeds of the plain torch
-operations that ran then (PLAIN). Writes bench/results/planned_times.json and
+operations that ran then (PLAIN). Writes bench/results/planned_times.json.gz and
 docs/planned-times.svg; with another profile than that of hardware=h200, nothing.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gzip
 import hashlib
 import json
 import statistics
@@ -119,12 +120,17 @@ class Row:
 
 def rows() -> Iterator[Row]:
     """All of bench/results."""
-    for path in sorted(RESULTS.glob("*.json*")):
+    for path in sorted([*RESULTS.glob("*.json"), *RESULTS.glob("*.jsonl")]):
         for place, (overrides, found) in enumerate(recorded(path)):
             run = counted_run(overrides, found, hardware=hardware_of(path.name))
             if run is not None:
                 seconds, load = _seconds(found, run), _load(found, run)
                 yield Row(path.name, place, tuple(overrides), seconds, load)
+
+
+def write_packed(path: Path, content: object) -> None:
+    """Write JSON, packed, equal bytes for equal content."""
+    path.write_bytes(gzip.compress(json.dumps(content).encode(), mtime=0))
 
 
 def hardware_of(file: str) -> str:
@@ -315,7 +321,7 @@ def save(found: Sequence[tuple[Row, float]], halves: dict[str, dict[str, float]]
         for row, seconds in found
     ]
     content = {"halves": halves, "rows": written}
-    (RESULTS / "planned_times.json").write_text(json.dumps(content) + "\n")
+    write_packed(RESULTS / "planned_times.json.gz", content)
     _draw(found)
 
 

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -490,12 +492,17 @@ def test_a_typed_speed_is_refused_in_a_line(capsys, typed: str, said: str):
     assert f"hardware.profile.{typed.split('=')[0]}=" in told and said in told
 
 
+def packed(name: str) -> Any:
+    """What a file of bench/results has."""
+    return json.loads(gzip.decompress((ROOT / f"bench/results/{name}.json.gz").read_bytes()))
+
+
 @pytest.mark.full
 def test_recorded_steps_are_planned_as_the_record_says():
-    """Five rows of bench/results/planned_times.json, which docs/planning.md sums up: as the plan
+    """Five rows of bench/results/planned_times.json.gz, which docs/planning.md sums up: as the plan
     says today, and within 10 % of what was measured.
     """
-    content = json.loads((ROOT / "bench/results/planned_times.json").read_text())
+    content = packed("planned_times")
     assert {row["half"] for row in content["rows"]} == {"fitted", "aside"}
     recorded = [
         row
@@ -512,10 +519,10 @@ def test_recorded_steps_are_planned_as_the_record_says():
 
 @pytest.mark.full
 def test_recorded_memory_is_planned_as_the_record_says():
-    """Rows of bench/results/planned_memory.json: as the plan says today, and near what was
+    """Rows of bench/results/planned_memory.json.gz: as the plan says today, and near what was
     measured; docs/planning.md has the figures of all.
     """
-    content = json.loads((ROOT / "bench/results/planned_memory.json").read_text())
+    content = packed("planned_memory")
     listed = [row for row in content["rows"] if row["plan"] == "today"]
     files = ("fp8_steps.jsonl", "step_profile.jsonl", "two_gpus_steps.jsonl")
     again = [row for row in listed if row["file"] in files]
@@ -539,7 +546,7 @@ def test_recorded_memory_is_planned_as_the_record_says():
 
 
 def test_the_page_states_the_errors_of_planned_times():
-    halves = json.loads((ROOT / "bench/results/planned_times.json").read_text())["halves"]
+    halves = packed("planned_times")["halves"]
     page = (ROOT / "docs/planning.md").read_text()
     for half, label in (("fitted", "fitted"), ("aside", "set aside")):
         found = halves[half]
