@@ -47,10 +47,16 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     rendezvous_handler_registry,
 )
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from app.cli.processes import one_host, several_hosts
+from app.cli.processes.launch_options import (
+    C10D,
+    STATIC,
+    check_name,
+    check_options,
+    meeting_point,
+)
 from app.cli.processes.output import ENDED as ENDED_WITH_READER
 from app.cli.processes.parent import bound
 from app.engine.files.signals import INTERRUPTED, PRESS_S, exit_code, stop_signals
@@ -304,6 +310,7 @@ def main(arguments: Sequence[str]) -> int:
     rendezvous_handler_registry.register(several_hosts.BACKEND, several)
     logging.disable(logging.ERROR)  # failed ranks are reported below, in one line
     try:
+        check_options(options)
         _settle_meeting_point(options)
         if options.log_dir is None and options.redirects == options.tee == "0":
             # torch would make a folder in /tmp for logs, which nobody has asked for, and leave it
@@ -337,25 +344,26 @@ def _bind_ranks(options: Namespace) -> None:
 
 
 def _settle_meeting_point(options: Namespace) -> None:
-    """Choose the rendezvous of the launchers. Raises OwnError if another program has its port."""
+    """Choose the rendezvous of the launchers. Raises OwnError if its host does not resolve, or if
+    another program has its port.
+    """
     if options.standalone:
         options.standalone = False
         options.rdzv_id = uuid.uuid4().hex
-        host = LOOPBACK
-        port = 0
+        host, port = LOOPBACK, 0
     else:
-        given = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or 0}"
-        host, port = parse_rendezvous_endpoint(given, default_port=0)
+        host, port = meeting_point(options)
     least, most = parse_min_max_nnodes(options.nnodes)
-    if least < most and options.rdzv_backend == "static":
+    if least < most and options.rdzv_backend == STATIC:
         rule = "is a range, and --master-addr and --node-rank need a number"
         raise OwnError(NODES, options.nnodes, rule, advice="give --rdzv-backend=c10d …")
     if most == 1:
         options.rdzv_backend = one_host.BACKEND
         options.rdzv_endpoint = f"{LOOPBACK}:{port}"
-    elif options.rdzv_backend in ("static", "c10d"):
+    elif options.rdzv_backend in (STATIC, C10D) and "store_type=file" not in options.rdzv_conf:
+        check_name(options, host)
         _check_listener(host, port)
-    if options.rdzv_backend == "c10d":
+    if options.rdzv_backend == C10D:
         options.rdzv_backend = several_hosts.BACKEND
 
 
@@ -404,7 +412,7 @@ def _how(failure: ProcessFailure) -> str:
 
 
 def _explain(error: BaseException, endpoint: str) -> str:
-    if isinstance(error, OwnError) and error.key == NODES:
+    if isinstance(error, OwnError) and error.key.startswith("--"):
         return str(error)
     if isinstance(error, RendezvousClosedError):
         return f"{endpoint}: the run has ended on the other nodes"
