@@ -81,6 +81,31 @@ def test_tasks_of_slurm_meet_at_the_first_node():
     assert resolves.master == ("localhost", 22345)
 
 
+def test_tasks_of_slurm_meet_at_master_addr_where_it_is_set():
+    def no_scontrol(*command: str) -> str:
+        return subprocess.run(["scontrol-is-missing"], capture_output=True, text=True).stdout
+
+    found = Launch.from_environment(TASK | {"MASTER_ADDR": "n1"}, no_scontrol)
+    assert found.master == ("n1", 22345)
+    fails = subprocess.CalledProcessError(1, "scontrol", stderr="slurm_load_node error")
+    for answer, why in (
+        (no_scontrol, "No such file or directory"),
+        (lambda *command: raised(fails), "slurm_load_node error"),
+        (lambda *command: "", "its answer names none"),
+        (lambda *command: "n1.nowhere.invalid\n", "its answer names none"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            Launch.from_environment(TASK, answer)
+        assert str(refused.value) == (
+            "MASTER_ADDR=: is not set, and scontrol cannot tell the first of the nodes n[1-2] "
+            f"here: {why}; set it to the host of rank 0 before srun"
+        )
+
+
+def raised(error: Exception) -> str:
+    raise error
+
+
 def test_torchrun_within_slurm_is_torchrun():
     assert Launch.from_environment(TASK | TORCHRUN, ask) == Launch(3, 1, 4, master=("n1", 29500))
 
