@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -19,7 +20,7 @@ from app.cli.processes.environment import torch_settings
 from app.cli.processes.home import PACKAGE
 from app.cli.processes.launcher import STARTED_AS, Launch, started_as
 from app.cli.start.launch import carry_out, submitted_job_ends_quietly
-from app.cli.start.ranks import start_ranks
+from app.cli.start.ranks import start_ranks, wait_for_ranks
 from app.engine.files.signals import stop_signals
 from app.errors import ConfigError
 from app.shell import shell_word
@@ -275,6 +276,21 @@ def test_ranks_stop_before_submitit_hears_of_its_signal(tmp_path: Path):
     assert not (tmp_path / "requeued").exists()
     process.send_signal(signal.SIGUSR2)
     assert process.wait(60) == 75 and (tmp_path / "requeued").exists()
+
+
+@pytest.mark.usefixtures("same_handlers")
+@pytest.mark.parametrize(("code", "hears"), [(75, True), (140, True), (-12, True), (1, False)])
+def test_submitit_hears_of_its_signal_also_before_ranks_began(code: int, hears: bool):
+    heard: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+
+    def told() -> int:
+        signal.raise_signal(signal.SIGUSR2)
+        return code
+
+    process: Any = SimpleNamespace(wait=told, send_signal=lambda number: None)
+    assert wait_for_ranks(process) == (code if code > 0 else 140)
+    assert heard == [signal.SIGUSR2] * hears
 
 
 def test_a_submitted_job_ends_where_a_program_fails(capsys: pytest.CaptureFixture[str]):
