@@ -47,7 +47,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     rendezvous_handler_registry,
 )
-from torch.distributed.run import parse_args, parse_min_max_nnodes, run
+from torch.distributed.run import parse_min_max_nnodes, run
 
 from app.cli.processes import by_address, one_host, several_hosts
 from app.cli.processes.launch_options import (
@@ -56,6 +56,7 @@ from app.cli.processes.launch_options import (
     check_name,
     check_options,
     meeting_point,
+    parsed,
 )
 from app.cli.processes.output import ENDED as ENDED_WITH_READER
 from app.cli.processes.parent import bound
@@ -304,7 +305,11 @@ class Agent(LocalElasticAgent):
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun; return the exit code."""
     print_every_character()
-    options = parse_args(list(arguments))
+    try:
+        options = parsed(arguments)
+    except OwnError as error:
+        say(str(error))
+        return 2
     options.signals_to_handle = "SIGQUIT"  # the Agent handles the others
     _bind_ranks(options)
     # torch offers no other way to use an agent of one's own

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 
 import pytest
-from torch.distributed.run import parse_args
 
 from app.cli import torchrun
 from app.cli.processes import launch_options
@@ -20,6 +19,7 @@ MISTAKES = {
     "--nproc-per-node=xpu": "this host has no usable XPU; give a number of processes",
     "--nproc-per-node=0": "must be at least 1",
     "--max-restarts=-1": "must be at least 0",
+    "--max-restarts=many": "invalid int value",
     "--rdzv-backend=etcdd": "must be one of static, c10d, etcd, etcd-v2; did you mean etcd?",
     "--node-rank=5 --nnodes=2": "must be 0 to 1",
     "--node-rank=-1 --nnodes=2": "must be 0 to 1",
@@ -29,7 +29,7 @@ MISTAKES = {
 
 
 def settled(*words: str) -> None:
-    options = parse_args([*words, "script.py"])
+    options = launch_options.parsed([*words, "script.py"])
     launch_options.check_options(options)
     torchrun._settle_meeting_point(options)
 
@@ -43,12 +43,12 @@ def test_an_argument_that_cannot_be_used_is_named(words: str):
 
 @pytest.mark.parametrize("words", ["", "--nnodes=2 --node-rank=1", "--nproc-per-node=auto"])
 def test_arguments_that_can_be_used_are_taken(words: str):
-    launch_options.check_options(parse_args([*words.split(), "script.py"]))
+    launch_options.check_options(launch_options.parsed([*words.split(), "script.py"]))
 
 
 def test_a_spare_node_of_c10d_may_have_any_rank():
     line = ["--nnodes=2", "--node-rank=2", "--rdzv-backend=c10d", "script.py"]
-    launch_options.check_options(parse_args(line))
+    launch_options.check_options(launch_options.parsed(line))
 
 
 def test_a_mistake_costs_one_line(capfd: pytest.CaptureFixture[str]):
@@ -78,5 +78,7 @@ def test_a_name_may_resolve_later(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     monkeypatch.setattr(launch_options, "RESOLVE_S", 600)
     monkeypatch.setattr(launch_options, "POLL_S", 0)
-    launch_options.check_name(parse_args(["--master-addr=x.invalid", "script.py"]), "x.invalid")
+    launch_options.check_name(
+        launch_options.parsed(["--master-addr=x.invalid", "script.py"]), "x.invalid"
+    )
     assert not answers

@@ -23,7 +23,7 @@ READ = (
     "typically caused by a remote worker hanging"
 )
 LINE = (
-    "rank 0: lost its connection to another rank (Connection reset by peer); that rank or the "
+    "rank 0: lost its connection to another rank (Connection reset by peer); that rank or its "
     "launcher says why; log.verbose=true prints the trace"
 )
 

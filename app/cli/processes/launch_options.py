@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import socket
 import time
-from argparse import Namespace
+from argparse import ArgumentError, Namespace
+from collections.abc import Sequence
 
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
-from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
+from torch.distributed.run import (
+    determine_local_world_size,
+    get_args_parser,
+    parse_min_max_nnodes,
+)
 
 from app.errors import OwnError, nearest
 
@@ -19,6 +24,20 @@ PORTS = {STATIC: 29_500, C10D: 29_400}
 DEVICES = ("gpu", "cpu", "xpu", "auto")  # --nproc-per-node for as many processes
 RESOLVE_S = 4.0  # seconds in which a name may begin to resolve: a host may start before its DNS
 POLL_S = 0.5  # seconds between attempts to resolve it
+
+
+def parsed(arguments: Sequence[str]) -> Namespace:
+    """Return torchrun's options. Raises OwnError for a value of another type; SystemExit for --help
+    and unknown options.
+    """
+    parser = get_args_parser()
+    parser.exit_on_error = False  # else a page of usage
+    try:
+        return parser.parse_args(arguments)
+    except ArgumentError as error:
+        key = (error.argument_name or "arguments").partition("/")[0]
+        rule, _, value = error.message.partition(": ")
+        raise OwnError(key, value.strip("'"), rule) from None
 
 
 def check_options(options: Namespace) -> None:

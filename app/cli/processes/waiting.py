@@ -1,4 +1,4 @@
-"""What torchrun of ours says while it waits for other nodes, and when they do not come."""
+"""Lines of torchrun of ours while it waits for other nodes, and when they do not come."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def lost_connection(error: BaseException, rank: int) -> str | None:
     for part in CLOSED:
         if part in text:
             return (
-                f"rank {rank}: lost its connection to another rank ({part}); that rank or the "
+                f"rank {rank}: lost its connection to another rank ({part}); that rank or its "
                 "launcher says why; log.verbose=true prints the trace"
             )
     return None
