@@ -318,12 +318,12 @@ def main(arguments: Sequence[str]) -> int:
     several = several_hosts.SeveralHosts.create
     rendezvous_handler_registry.register(several_hosts.BACKEND, several)
     rendezvous_handler_registry.register(by_address.BACKEND, by_address.ByAddress.create)
-    for number in {*PASSED_ON} - {signal.SIGINT}:  # until the Agent handles them
-        signal.signal(number, _end_before_ranks)
     logging.disable(logging.ERROR)  # failed ranks are reported below, in one line
     try:
         check_options(options)
         _settle_meeting_point(options)
+        for number in {*PASSED_ON} - {signal.SIGINT}:  # until the Agent handles them
+            signal.signal(number, _end_before_ranks)
         if options.log_dir is None and options.redirects == options.tee == "0":
             # torch would make a folder in /tmp for logs, which nobody has asked for, and leave it
             options.log_dir = os.devnull
@@ -375,6 +375,7 @@ def _settle_meeting_point(options: Namespace) -> None:
     elif options.rdzv_backend in (STATIC, C10D) and "store_type=file" not in options.rdzv_conf:
         check_name(options, host)
         _check_listener(host, port)
+        options.rdzv_endpoint = options.rdzv_endpoint or f"{host}:{port}"
     if options.rdzv_backend == C10D:
         options.rdzv_backend = several_hosts.BACKEND
     elif options.rdzv_backend == STATIC:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from argparse import Namespace
 
 import pytest
 
@@ -15,6 +16,7 @@ MISTAKES = {
     "--nnodes=two": "must be a number or MIN:MAX",
     "--nnodes=0": "must be at least 1",
     "--nnodes=2:1": "must be a number or MIN:MAX, and MIN is more than MAX; did you mean 1:2?",
+    "--nnodes=2 --standalone": "must be 1 with --standalone",
     "--nproc-per-node=gpux": "must be a number, or one of gpu, cpu, xpu, auto; did you mean gpu?",
     "--nproc-per-node=xpu": "this host has no usable XPU; give a number of processes",
     "--nproc-per-node=0": "must be at least 1",
@@ -28,10 +30,11 @@ MISTAKES = {
 }
 
 
-def settled(*words: str) -> None:
+def settled(*words: str) -> Namespace:
     options = launch_options.parsed([*words, "script.py"])
     launch_options.check_options(options)
     torchrun._settle_meeting_point(options)
+    return options
 
 
 @pytest.mark.parametrize("words", MISTAKES)
@@ -44,6 +47,19 @@ def test_an_argument_that_cannot_be_used_is_named(words: str):
 @pytest.mark.parametrize("words", ["", "--nnodes=2 --node-rank=1", "--nproc-per-node=auto"])
 def test_arguments_that_can_be_used_are_taken(words: str):
     launch_options.check_options(launch_options.parsed([*words.split(), "script.py"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "endpoint"),
+    [
+        ("--nnodes=1 --master-port=7", "127.0.0.1:7"),
+        ("--nnodes=2 --master-addr=localhost", "localhost:29500"),
+        ("--nnodes=2 --rdzv-endpoint=localhost", "localhost:29500"),
+        ("--nnodes=2 --rdzv-backend=c10d --master-addr=localhost", "localhost:29400"),
+    ],
+)
+def test_launchers_meet_where_they_were_told(words: str, endpoint: str):
+    assert settled(*words.split()).rdzv_endpoint == endpoint
 
 
 def test_a_spare_node_of_c10d_may_have_any_rank():

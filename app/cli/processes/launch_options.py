@@ -46,6 +46,8 @@ def check_options(options: Namespace) -> None:
     """
     most = _check_nodes(options.nnodes)
     _check_processes(options.nproc_per_node)
+    if options.standalone and most > 1:
+        raise OwnError("--nnodes", options.nnodes, "must be 1 with --standalone")
     if options.max_restarts < 0:
         raise OwnError("--max-restarts", options.max_restarts, "must be at least 0")
     backend = options.rdzv_backend
