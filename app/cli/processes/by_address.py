@@ -67,8 +67,6 @@ class ByAddress(StaticTCPRendezvous):
                     if time.monotonic() > deadline:
                         raise RendezvousTimeoutError(not_come(missing, self.timeout))
                     time.sleep(POLL_S)
-            except RuntimeError as error:
-                if isinstance(error, RendezvousTimeoutError):
-                    raise
+            except RuntimeError:
                 raise RendezvousConnectionError("the launcher of rank 0 has ended") from None
         return store
