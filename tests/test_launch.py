@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -19,7 +20,7 @@ from app.cli.processes.environment import torch_settings
 from app.cli.processes.home import PACKAGE
 from app.cli.processes.launcher import STARTED_AS, Launch, started_as
 from app.cli.start.launch import carry_out, submitted_job_ends_quietly
-from app.cli.start.ranks import start_ranks
+from app.cli.start.ranks import start_ranks, wait_for_ranks
 from app.engine.files.signals import stop_signals
 from app.errors import ConfigError
 from app.shell import shell_word
@@ -79,6 +80,31 @@ def test_tasks_of_slurm_meet_at_the_first_node():
     )
     resolves = Launch.from_environment(TASK, lambda *command: "localhost\nother\n")
     assert resolves.master == ("localhost", 22345)
+
+
+def test_tasks_of_slurm_meet_at_master_addr_where_it_is_set():
+    def no_scontrol(*command: str) -> str:
+        return subprocess.run(["scontrol-is-missing"], capture_output=True, text=True).stdout
+
+    found = Launch.from_environment(TASK | {"MASTER_ADDR": "n1"}, no_scontrol)
+    assert found.master == ("n1", 22345)
+    fails = subprocess.CalledProcessError(1, "scontrol", stderr="slurm_load_node error")
+    for answer, why in (
+        (no_scontrol, "No such file or directory"),
+        (lambda *command: raised(fails), "slurm_load_node error"),
+        (lambda *command: "", "its answer names none"),
+        (lambda *command: "n1.nowhere.invalid\n", "its answer names none"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            Launch.from_environment(TASK, answer)
+        assert str(refused.value) == (
+            "MASTER_ADDR=: is not set, and scontrol cannot tell the first of the nodes n[1-2] "
+            f"here: {why}; set it to the host of rank 0 before srun"
+        )
+
+
+def raised(error: Exception) -> str:
+    raise error
 
 
 def test_torchrun_within_slurm_is_torchrun():
@@ -250,6 +276,21 @@ def test_ranks_stop_before_submitit_hears_of_its_signal(tmp_path: Path):
     assert not (tmp_path / "requeued").exists()
     process.send_signal(signal.SIGUSR2)
     assert process.wait(60) == 75 and (tmp_path / "requeued").exists()
+
+
+@pytest.mark.usefixtures("same_handlers")
+@pytest.mark.parametrize(("code", "hears"), [(75, True), (140, True), (-12, True), (1, False)])
+def test_submitit_hears_of_its_signal_also_before_ranks_began(code: int, hears: bool):
+    heard: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+
+    def told() -> int:
+        signal.raise_signal(signal.SIGUSR2)
+        return code
+
+    process: Any = SimpleNamespace(wait=told, send_signal=lambda number: None)
+    assert wait_for_ranks(process) == (code if code > 0 else 140)
+    assert heard == [signal.SIGUSR2] * hears
 
 
 def test_a_submitted_job_ends_where_a_program_fails(capsys: pytest.CaptureFixture[str]):

@@ -29,7 +29,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from types import FrameType
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch.distributed.launcher.api as launcher
 from torch.distributed import Store
@@ -47,12 +47,20 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     rendezvous_handler_registry,
 )
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
-from torch.distributed.run import parse_args, parse_min_max_nnodes, run
+from torch.distributed.run import parse_min_max_nnodes, run
 
-from app.cli.processes import one_host, several_hosts
+from app.cli.processes import by_address, one_host, several_hosts
+from app.cli.processes.launch_options import (
+    C10D,
+    STATIC,
+    check_name,
+    check_options,
+    meeting_point,
+    parsed,
+)
 from app.cli.processes.output import ENDED as ENDED_WITH_READER
 from app.cli.processes.parent import bound
+from app.cli.processes.waiting import say
 from app.engine.files.signals import INTERRUPTED, PRESS_S, exit_code, stop_signals
 from app.engine.ranks.address import LOOPBACK
 from app.engine.ranks.meeting import CONNECT_S, join_store
@@ -90,7 +98,10 @@ class Agent(LocalElasticAgent):
             signal.signal(number, self._pass_on)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        if self._pcontext is None or self._meets:  # there are no ranks
+        if self._pcontext is None:
+            _end_before_ranks(number, frame)
+        if self._meets:  # there are no ranks any more
+            say(f"ended by {_name(number)} while it waits for nodes to start the ranks again")
             sys.exit(exit_code(number))
         if number == signal.SIGINT:
             now = time.monotonic()
@@ -127,7 +138,7 @@ class Agent(LocalElasticAgent):
                     self._count(ENDED)
                     self._count(LEAVING)
         if result is None:
-            _say("the launch has ended, and this node was spare")
+            say("the launch has ended, and this node was spare")
             result = RunResult(WorkerState.SUCCEEDED)
         return result
 
@@ -146,11 +157,11 @@ class Agent(LocalElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY and self._nodes:  # for other nodes
             if self._nodes.lost():
-                _say(f"{self._nodes.lost_words}; {AGAIN}")
+                say(f"{self._nodes.lost_words}; {AGAIN}")
                 # Ranks that wait for those of a lost node neither save nor heed SIGTERM.
                 self._shutdown(signal.SIGKILL)
             elif self._nodes.joining():
-                _say(f"a node joins; {AGAIN}")
+                say(f"a node joins; {AGAIN}")
         super()._restart_workers(worker_group)
         if self._told is not None:  # the signal came while there were no ranks
             self._tell_ranks(self._told)
@@ -171,7 +182,7 @@ class Agent(LocalElasticAgent):
                 )
             time.sleep(self._worker_group.spec.monitor_interval)
         if any(failure.exitcode not in SAID for failure in result.failures.values()):
-            _say("the node of --rdzv-endpoint has ended: start again, with another one there")
+            say("the node of --rdzv-endpoint has ended: start again, with another one there")
         return result
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -189,7 +200,7 @@ class Agent(LocalElasticAgent):
             error = ChildFailedError("", result.failures)
             failure = error.get_first_failure()[1]
             if self._told is not None and -failure.exitcode in PASSED_ON:
-                _say(_ended(error))
+                say(_ended(error))
                 failure.exitcode = exit_code(-failure.exitcode)
             elif len(self._presses) > 1:
                 failure.exitcode = INTERRUPTED
@@ -198,7 +209,7 @@ class Agent(LocalElasticAgent):
             if failure.exitcode in SAID or self._told is not None or self._others_are_over():
                 self._remaining_restarts = 0
             elif self._remaining_restarts:
-                _say(f"{_ended(error)}; {AGAIN}")
+                say(f"{_ended(error)}; {AGAIN}")
         return result
 
     def _others_start_again(self, result: RunResult) -> bool:
@@ -248,7 +259,7 @@ class Agent(LocalElasticAgent):
                         self._counted = False
                         return False
                     if self._nodes.lost():
-                        _say(f"{self._nodes.lost_words}; the ranks of this one have ended")
+                        say(f"{self._nodes.lost_words}; the ranks of this one have ended")
                         return True
                 if time.monotonic() > due:
                     return True
@@ -294,7 +305,11 @@ class Agent(LocalElasticAgent):
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun; return the exit code."""
     print_every_character()
-    options = parse_args(list(arguments))
+    try:
+        options = parsed(arguments)
+    except OwnError as error:
+        say(str(error))
+        return 2
     options.signals_to_handle = "SIGQUIT"  # the Agent handles the others
     _bind_ranks(options)
     # torch offers no other way to use an agent of one's own
@@ -302,9 +317,13 @@ def main(arguments: Sequence[str]) -> int:
     rendezvous_handler_registry.register(one_host.BACKEND, one_host.OneHost.create)
     several = several_hosts.SeveralHosts.create
     rendezvous_handler_registry.register(several_hosts.BACKEND, several)
+    rendezvous_handler_registry.register(by_address.BACKEND, by_address.ByAddress.create)
     logging.disable(logging.ERROR)  # failed ranks are reported below, in one line
     try:
+        check_options(options)
         _settle_meeting_point(options)
+        for number in {*PASSED_ON} - {signal.SIGINT}:  # until the Agent handles them
+            signal.signal(number, _end_before_ranks)
         if options.log_dir is None and options.redirects == options.tee == "0":
             # torch would make a folder in /tmp for logs, which nobody has asked for, and leave it
             options.log_dir = os.devnull
@@ -312,13 +331,13 @@ def main(arguments: Sequence[str]) -> int:
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
         if code not in SAID:
-            _say(_ended(error))
+            say(_ended(error))
         code = CORRUPTED if code == LEAVES else code
         return code if code > 0 else 128 - code
     except SignalException as error:
         return 128 + error.sigval
     except Exception as error:
-        _say(
+        say(
             _explain(error, options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}")
         )
         return 2
@@ -337,26 +356,32 @@ def _bind_ranks(options: Namespace) -> None:
 
 
 def _settle_meeting_point(options: Namespace) -> None:
-    """Choose the rendezvous of the launchers. Raises OwnError if another program has its port."""
+    """Choose the rendezvous of the launchers. Raises OwnError if its host does not resolve, or if
+    another program has its port.
+    """
     if options.standalone:
         options.standalone = False
         options.rdzv_id = uuid.uuid4().hex
-        host = LOOPBACK
-        port = 0
+        host, port = LOOPBACK, 0
     else:
-        given = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or 0}"
-        host, port = parse_rendezvous_endpoint(given, default_port=0)
+        host, port = meeting_point(options)
     least, most = parse_min_max_nnodes(options.nnodes)
-    if least < most and options.rdzv_backend == "static":
+    if least < most and options.rdzv_backend == STATIC:
         rule = "is a range, and --master-addr and --node-rank need a number"
         raise OwnError(NODES, options.nnodes, rule, advice="give --rdzv-backend=c10d …")
     if most == 1:
         options.rdzv_backend = one_host.BACKEND
         options.rdzv_endpoint = f"{LOOPBACK}:{port}"
-    elif options.rdzv_backend in ("static", "c10d"):
+    elif options.rdzv_backend in (STATIC, C10D) and "store_type=file" not in options.rdzv_conf:
+        check_name(options, host)
         _check_listener(host, port)
-    if options.rdzv_backend == "c10d":
+        options.rdzv_endpoint = options.rdzv_endpoint or f"{host}:{port}"
+    if options.rdzv_backend == C10D:
         options.rdzv_backend = several_hosts.BACKEND
+    elif options.rdzv_backend == STATIC:
+        options.rdzv_backend, options.rdzv_endpoint = by_address.BACKEND, f"{host}:{port}"
+        conf = (options.rdzv_conf, f"rank={options.node_rank}")
+        options.rdzv_conf = ",".join(filter(None, conf))
 
 
 def _check_listener(host: str, port: int) -> None:
@@ -387,9 +412,14 @@ def _code(pid: int) -> int | None:
     return ended.si_status if ended is not None and ended.si_code == os.CLD_EXITED else None
 
 
-def _say(text: str) -> None:
-    with suppress(OSError):  # the terminal may be gone, and that must not end the ranks
-        print(f"torchrun: {text}", file=sys.stderr, flush=True)
+def _end_before_ranks(number: int, frame: FrameType | None) -> NoReturn:
+    """Handle a signal that comes while there is nothing to save: SystemExit, not the code 75."""
+    say(f"ended by {_name(number)} before its ranks began")
+    sys.exit(128 + number)
+
+
+def _name(number: int) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 def _ended(error: ChildFailedError) -> str:
@@ -404,7 +434,7 @@ def _how(failure: ProcessFailure) -> str:
 
 
 def _explain(error: BaseException, endpoint: str) -> str:
-    if isinstance(error, OwnError) and error.key == NODES:
+    if isinstance(error, OwnError) and error.key.startswith("--"):
         return str(error)
     if isinstance(error, RendezvousClosedError):
         return f"{endpoint}: the run has ended on the other nodes"
@@ -416,7 +446,8 @@ def _explain(error: BaseException, endpoint: str) -> str:
             f"{endpoint}: another program has this port; choose another one, or --standalone on "
             "one host"
         )
-    return f"{endpoint}: {[str(cause) for cause in _causes(error)][-1].splitlines()[0]}"
+    *_, last = _causes(error)
+    return f"{endpoint}: {(str(last) or type(last).__name__).splitlines()[0]}"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -275,6 +275,7 @@ def test_quoted_values_come_back_whole(value: str):
         ("", -signal.SIGKILL, JobState.failed, "killed by SIGKILL"),
         ("train.py: stopped", 75, JobState.interrupted, None),
         ("", 130, JobState.interrupted, None),
+        ("torchrun: ended by SIGTERM before its ranks began\n", 143, JobState.interrupted, None),
     ],
 )
 def test_outcome(tmp_path: Path, log: str, code: int, state: JobState, reason: str | None):

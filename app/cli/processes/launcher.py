@@ -176,18 +176,34 @@ def _port(env: Mapping[str, str], default: int | None = None) -> int:
 def _slurm_master(
     env: Mapping[str, str], ask: Callable[..., str], *, one_host: bool
 ) -> tuple[str, int]:
-    """Return host and port of the rendezvous of a SLURM step: its first node, and MASTER_PORT or a
-    port derived from the job id.
+    """Return host and port of the rendezvous of a SLURM step: MASTER_ADDR or its first node, and
+    MASTER_PORT or a port derived from the job id.
     """
     port = _port(env, FIRST_PORT + _number(env, "SLURM_JOB_ID") % PORTS)
     if one_host:
         return LOOPBACK, port
-    host = ask("scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]).split()[0]
+    if env.get("MASTER_ADDR"):
+        return env["MASTER_ADDR"], port
+    nodes = env.get("SLURM_STEP_NODELIST", "")
+    try:
+        return _first_node(nodes, port, ask), port
+    except (OSError, subprocess.CalledProcessError, LookupError) as error:
+        told = str(getattr(error, "stderr", "") or "").split("\n")[0]
+        why = error.strerror if isinstance(error, OSError) else told or "its answer names none"
+        rule = f"is not set, and scontrol cannot tell the first of the nodes {nodes} here: {why}"
+        advice = "set it to the host of rank 0 before srun"
+        raise ConfigError("MASTER_ADDR", "", rule, advice=advice) from None
+
+
+def _first_node(nodes: str, port: int, ask: Callable[..., str]) -> str:
+    """Return a name or address of the first of a step's nodes. Raises as `ask` does, and
+    LookupError where SLURM's answer names none.
+    """
+    host = ask("scontrol", "show", "hostnames", nodes).split()[0]
     try:
         socket.getaddrinfo(host, port)
     except OSError:  # the node's name does not resolve; SLURM knows its address
         fields = ask("scontrol", "show", "node", "--oneliner", host).split()
-        host = next(
-            field.removeprefix("NodeAddr=") for field in fields if field.startswith("NodeAddr=")
-        )
-    return host, port
+        known = [field.removeprefix("NodeAddr=") for field in fields if "NodeAddr=" in field]
+        return known[0]
+    return host

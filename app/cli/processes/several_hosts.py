@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from types import MappingProxyType
 
 from torch.distributed import TCPStore
@@ -20,16 +21,26 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
+    DEFAULT_PORT,
+    create_backend,
+)
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     create_handler,
 )
+from torch.distributed.elastic.rendezvous.utils import (
+    _matches_machine_hostname,
+    parse_rendezvous_endpoint,
+)
+
+from app.cli.processes.waiting import announced, missing_nodes, not_come, wait_for_first_node
 
 BACKEND = "several-hosts"  # its name for torchrun's --rdzv-backend, in place of c10d
 # Seconds that a node may be missing: one that starts its ranks again leaves a round before it waits
 # for the next one.
 AWAY_S = 2.0
+JOIN_S = 600  # seconds to wait for other nodes, unless --rdzv-conf=join_timeout=…
 
 
 class SeveralHosts(DynamicRendezvousHandler):
@@ -37,14 +48,18 @@ class SeveralHosts(DynamicRendezvousHandler):
 
     _members: frozenset[object] = frozenset()  # nodes of the last round
     _away: Mapping[object, float] = MappingProxyType({})  # those missing, since (monotonic clock)
+    _endpoint = ""  # host and port at which the nodes meet, as given
     leaves = False  # this node ends, and the others start again without it
 
     @classmethod
     def create(cls, parameters: RendezvousParameters) -> SeveralHosts:
         """Build it from torchrun's settings. Raises RendezvousError without a connection."""
+        if parameters.get("store_type", "tcp") == "tcp":
+            _wait_for_store(parameters)
         backend, store = create_backend(parameters)
         made = create_handler(store, backend, parameters)
         own = cls(made._this_node, made._settings, backend.name, store, made._state_holder)
+        own._endpoint = parameters.endpoint
         if isinstance(store, TCPStore):
             own._bootstrap_store_info = RendezvousStoreInfo(store.host, store.port)
             own._shared_tcp_store_server = store
@@ -58,11 +73,13 @@ class SeveralHosts(DynamicRendezvousHandler):
         """Join the next round, and remember its nodes. Raises RendezvousError."""
         while True:
             try:
-                info = super().next_rendezvous()
+                with announced(self._awaited):
+                    info = super().next_rendezvous()
                 break
             except RendezvousTimeoutError:
                 if not self.spare:  # torch lets some of the nodes wait that find no room
-                    raise
+                    said = not_come(self._missing() or "nodes", self._settings.timeout.join)
+                    raise RendezvousTimeoutError(said) from None
         self._members = frozenset(self._state_holder.state.participants)
         return info
 
@@ -107,6 +124,27 @@ class SeveralHosts(DynamicRendezvousHandler):
         """True if this node waits for one of the run's to be lost."""
         return self._full and self._this_node not in self._state_holder.state.participants
 
+    def _missing(self) -> str:
+        """How many of the nodes that a round needs have not come; empty if none is missing."""
+        least = self._settings.min_nodes
+        missing = least - len({*self._state_holder.state.participants, self._this_node})
+        return missing_nodes(missing, least) if missing > 0 else ""
+
+    def _awaited(self) -> str:
+        missing = self._missing()
+        return f"{missing} at {self._endpoint}" if missing else ""
+
     @property
     def _full(self) -> bool:
         return len(self._state_holder.state.participants) >= self._settings.max_nodes
+
+
+def _wait_for_store(parameters: RendezvousParameters) -> None:
+    """Wait for the node that keeps the store, if it is another one. Raises RendezvousError."""
+    host, port = parse_rendezvous_endpoint(parameters.endpoint, DEFAULT_PORT)
+    keeps = parameters.get_as_bool("is_host")
+    if _matches_machine_hostname(host) if keeps is None else keeps:
+        return
+    seconds = parameters.get_as_int("join_timeout", JOIN_S) or JOIN_S
+    with announced(lambda: f"the node at {host}:{port}"):
+        wait_for_first_node(host, port, timedelta(seconds=seconds))

@@ -52,6 +52,7 @@ def wait_for_ranks(process: subprocess.Popen[Any]) -> int:
 
     with handled(stop_signals(), pass_on) as before:
         code = process.wait()
-    if code == STOPPED and told:
+    code = code if code >= 0 else 128 - code
+    if told and code in (STOPPED, 128 + told[0]):  # the latter: before there were ranks
         hand_on(told[0], before[told[0]])
-    return code if code >= 0 else 128 - code
+    return code

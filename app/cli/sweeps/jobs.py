@@ -42,7 +42,8 @@ from app.shell import quoted
 
 POLL_S = 0.5  # seconds between redraws of the jobs' lines
 REASON = 300  # longest reason kept, characters
-STOPPED = (75, 130, -signal.SIGTERM, -signal.SIGINT)  # exit codes of a job stopped by a signal
+# exit codes of a job stopped by a signal; 143: before its ranks began
+STOPPED = (75, 130, 143, -signal.SIGTERM, -signal.SIGINT)
 # Lines of a log that name the error: ours, SLURM's, or the end of a stack trace. torchrun's line
 # about a failed rank only counts if a signal ended the rank; otherwise the rank printed the error.
 OWN = r"(?:train\.py|graphfold-train): "  # of either, as started

@@ -64,7 +64,7 @@ def join_store(host: str, port: int) -> dist.TCPStore:
 
     Raises OwnError if nothing listens there within TIMEOUT, or if the listener is not a store.
     """
-    _wait_for_listener(host, port)
+    wait_for_listener(host, port)
     found: list[dist.TCPStore | RuntimeError] = []
 
     def connect() -> None:
@@ -90,15 +90,17 @@ def _listen(address: str | None, port: int) -> socket.socket:
     return socket.create_server((address or "", port), family=family, dualstack_ipv6=both)
 
 
-def _wait_for_listener(host: str, port: int) -> None:
-    deadline = time.monotonic() + TIMEOUT.total_seconds()
+def wait_for_listener(host: str, port: int, timeout: datetime.timedelta | None = None) -> None:
+    """Wait until a program listens there. Raises OwnError after `timeout` (TIMEOUT)."""
+    timeout = timeout or TIMEOUT
+    deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
             _reach_listener(host, port)
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                rule = f"nothing listens there on {host} within {TIMEOUT}: {error}"
+                rule = f"nothing listens there on {host} within {timeout}: {error}"
                 raise OwnError("MASTER_PORT", port, rule) from error
         time.sleep(POLL_S)
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from app.engine.ranks.lost import CLOSED
 from app.engine.ranks.meeting import TIMEOUT
 
 LOOK_S = 0.2  # seconds between looks at the count of arrivals
@@ -29,15 +30,7 @@ POLL_S = 0.02  # seconds between looks at a meeting
 GRACE_S = 0.5  # seconds for a rank's own error to say more than that its connections were closed
 FILES = Path("/proc/self/fd")
 # Texts of errors by which gloo, NCCL and torch's store tell of a process at the other end.
-LOST = (
-    "closed by peer",
-    "reset by peer",
-    "Broken pipe",
-    "Connection refused",
-    "Connection was likely closed",
-    "gloo",
-    "NCCL",
-)
+LOST = (*CLOSED, "closed by peer", "reset by peer", "Connection refused", "gloo", "NCCL")
 
 
 class EndedError(RuntimeError):

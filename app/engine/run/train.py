@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from app.engine.files.run_folder import FolderLock
 from app.engine.files.signals import exit_code
 from app.engine.ranks.agreement import all_succeed, rank_zero_says
 from app.engine.ranks.groups import Groups, create_groups, process_world
+from app.engine.ranks.lost import lost_connection
 from app.engine.report.lasting import lasting_output
 from app.engine.run.host import check_host
 from app.engine.run.ready import StartTimes
@@ -36,9 +38,11 @@ from app.engine.start.start import (
 from app.engine.step.engine import Engine
 from app.engine.watchdog.heartbeats import Heartbeats
 from app.engine.watchdog.watchdog import Watchdog
-from app.errors import LEAVES, Corrupted, Diverged, warn
+from app.errors import LEAVES, Corrupted, Diverged, say, warn
 from app.hf.adapter import SavedAdapter
 from app.planner.plan import Plan
+
+FAILED = 1  # exit code of a rank that ends because another one has; its launcher names that one
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +71,8 @@ def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
     """Train on this rank from start to end, and return the exit code.
 
     The code is 0, that of the signal that ended the run early, DIVERGED after non-finite numbers,
-    or CORRUPTED. Raises ConfigError for what only the host, data, a checkpoint or a full disk
-    reveals.
+    CORRUPTED, or FAILED when another rank has ended. Raises ConfigError for what only the host,
+    data, a checkpoint or a full disk reveals.
     """
     run = plan.run
     times = StartTimes(attempt.began)
@@ -76,17 +80,24 @@ def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
     times.end("device")
     store = attempt.meeting_store(rank, run.world_size)
     with FolderLock() as lock, lasting_output():
-        return train_together(
-            plan,
-            rank,
-            local_rank,
-            attempt=attempt,
-            device=device,
-            store=store,
-            lock=lock,
-            times=times,
-            beginning=Beginning(),
-        )
+        try:
+            return train_together(
+                plan,
+                rank,
+                local_rank,
+                attempt=attempt,
+                device=device,
+                store=store,
+                lock=lock,
+                times=times,
+                beginning=Beginning(),
+            )
+        except RuntimeError as error:
+            line = None if run.log.verbose else lost_connection(error, rank)
+            if line is None:
+                raise
+            say(line, sys.stderr)
+            return FAILED
 
 
 def on_device(run: Run, local_rank: int) -> torch.device:
