@@ -63,6 +63,7 @@ from app.cli.processes.parent import bound
 from app.cli.processes.waiting import say
 from app.engine.files.signals import INTERRUPTED, PRESS_S, exit_code, stop_signals
 from app.engine.ranks.address import LOOPBACK
+from app.engine.ranks.lost import CLOSED
 from app.engine.ranks.meeting import CONNECT_S, join_store
 from app.engine.report.lasting import print_every_character
 from app.engine.watchdog.watchdog import EXIT_STUCK
@@ -340,7 +341,7 @@ def main(arguments: Sequence[str]) -> int:
         say(
             _explain(error, options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}")
         )
-        return 2
+        return 1 if _keeper_has_ended(error) else 2
     return 0
 
 
@@ -446,8 +447,16 @@ def _explain(error: BaseException, endpoint: str) -> str:
             f"{endpoint}: another program has this port; choose another one, or --standalone on "
             "one host"
         )
+    if _keeper_has_ended(error):
+        return f"{endpoint}: the launcher there has ended"
     *_, last = _causes(error)
     return f"{endpoint}: {(str(last) or type(last).__name__).splitlines()[0]}"
+
+
+def _keeper_has_ended(error: BaseException) -> bool:
+    """Return whether the store of the rendezvous was lost, with the launcher that kept it."""
+    texts = [str(cause) for cause in _causes(error)]
+    return any(part in text for part in (*CLOSED, by_address.KEEPER_ENDED) for text in texts)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

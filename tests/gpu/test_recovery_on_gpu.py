@@ -18,8 +18,7 @@ from tests.processes.test_recovery import supervised, wait_for_step
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two CUDA devices")]
 STEPS, AT = 400, 100
 WHOLE = (
-    "cuda_graph=full_iteration model.moe.dispatcher=static"
-    " model.moe.static.transport=collective"
+    "cuda_graph=full_iteration model.moe.dispatcher=static model.moe.static.transport=collective"
 )
 CASES = {
     "dp": "parallel.dp=2",

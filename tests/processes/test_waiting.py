@@ -8,11 +8,15 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.rendezvous.api import RendezvousParameters, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
 
 from app.cli import torchrun
 from app.cli.processes import waiting
-from app.cli.processes.by_address import ByAddress
+from app.cli.processes.by_address import KEEPER_ENDED, ByAddress
 from app.cli.processes.several_hosts import SeveralHosts
 from tests.forks import Process
 from tests.ports import free_port
@@ -82,3 +86,15 @@ def test_nodes_that_do_not_come_are_counted(monkeypatch: pytest.MonkeyPatch):
 
 def test_an_end_without_a_text_is_told_by_its_kind():
     assert torchrun._explain(RendezvousTimeoutError(), "n1:1") == "n1:1: RendezvousTimeoutError"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Failed to recv, got 0 bytes. Connection was likely closed. Did the remote", KEEPER_ENDED],
+)
+def test_the_launcher_that_kept_a_lost_store_is_named(text: str):
+    ended = RendezvousConnectionError("the connection has failed")
+    ended.__cause__ = RuntimeError(text)
+    assert torchrun._keeper_has_ended(ended)
+    assert torchrun._explain(ended, "n1:1") == "n1:1: the launcher there has ended"
+    assert not torchrun._keeper_has_ended(RendezvousTimeoutError())

@@ -22,6 +22,7 @@ from app.engine.ranks.meeting import POLL_S, join_store, keep_store
 
 BACKEND = "by-address"  # its name for torchrun's --rdzv-backend, in place of static
 TIMEOUT_S = 600  # unless --rdzv-conf=timeout=…
+KEEPER_ENDED = "the launcher of rank 0 has ended"
 HERE = "graphfold/here"  # prefix of the keys of nodes that have come
 
 
@@ -68,5 +69,5 @@ class ByAddress(StaticTCPRendezvous):
                         raise RendezvousTimeoutError(not_come(missing, self.timeout))
                     time.sleep(POLL_S)
             except RuntimeError:
-                raise RendezvousConnectionError("the launcher of rank 0 has ended") from None
+                raise RendezvousConnectionError(KEEPER_ENDED) from None
         return store
