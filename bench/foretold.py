@@ -1,8 +1,9 @@
 """Planned seconds of steps that nobody has measured yet, committed before they are.
 
     python bench/foretold.py plan                    writes bench/results/foretold.json
-    python bench/foretold.py measure GPUS OUT.jsonl  runs bench/step_profile.py on this host's GPUs;
-                                                     (every other row from the 2nd: 1/2 last)
+    python bench/foretold.py measure GPUS OUT.jsonl  runs bench/step_profile.py on this host's GPUs
+    python bench/foretold.py measure GPUS OUT.jsonl FIRST/STEP
+                                                     the same for each STEP-th row, from FIRST on
     python bench/foretold.py compare OUT.jsonl …     measured steps beside what was written
 
 No constant of a profile is fitted to these rows, and `plan` refuses to write over its file. Rows

@@ -121,8 +121,7 @@ class DistributedOptimizer:
         # callback when parameters have changed, or will have when captured work is replayed;
         # replaced by users that cache something derived from parameters
         self.changed: Callable[[], None] = nothing
-        # callback before shards change, within a captured update too; replaced by users that copy
-        # them beside training
+        # callback before shards change; replaced by users that copy them beside training
         self.changing: Callable[[], None] = nothing
         if full_iteration:  # capture needs NCCL connections: the first eager step makes them
             for shard in self._in_use_order:

@@ -44,7 +44,8 @@ class Copier:
         self._read: torch.cuda.Event | None = None  # after it the host has the shards
         # an update within a graph cannot wait for what is copied outside of it
         self._beside = not engine.plan.run.cuda_graph.optimizer
-        engine.optimizer.changing = self._before_update
+        if self._beside:
+            engine.optimizer.changing = self._wait_on_device
 
     def take(self, progress: Progress, cursor: dict[str, Any]) -> None:
         """Begin a copy of the present state. All ranks call it, after the same step."""
@@ -96,10 +97,6 @@ class Copier:
         if not self._beside:
             self._wait_on_device()
         return done
-
-    def _before_update(self) -> None:
-        if self._beside:
-            self._wait_on_device()
 
     def _wait_on_device(self) -> None:
         if self._read is not None:
