@@ -217,8 +217,8 @@ def test_mlflow_server_is_asked_at_the_start(
     assert absent_trackers(run, {**env, "MLFLOW_HTTP_REQUEST_TIMEOUT": "9"}) == frozenset()
     assert absent_trackers(run, {"MLFLOW_TRACKING_URI": "databricks"}) == frozenset()
     assert absent_trackers(composed((), None), env) == frozenset()
-    absent = frozenset({"MLflow"})
-    with tracking(Plan(run), tmp_path, 0, version=Version.of(), absent=absent) as trackers:
+    facts = {"version": Version.of(), "absent": frozenset({"MLflow"}), "stopped": bool}
+    with tracking(Plan(run), tmp_path, 0, **facts) as trackers:
         assert not trackers and not list(tmp_path.iterdir())
 
 

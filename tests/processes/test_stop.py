@@ -27,7 +27,7 @@ from app.engine.files.attempt import Attempt
 from app.engine.files.checkpoints import complete_checkpoints, newest_checkpoint
 from app.engine.files.run_folder import FolderLock, create_run_folder, read_metrics
 from app.engine.files.signals import STOPPED, StopRequest
-from app.engine.run.trainer import Trainer
+from app.engine.run import trainer
 from app.engine.start.start import find_start
 from app.engine.watchdog.watchdog import EXIT_STUCK
 from app.errors import ConfigError
@@ -115,7 +115,7 @@ def test_stop_in_last_step_ends_normally(corpus: tuple[str, ...], tmp_path: Path
 
 def told_after_its_last_step(rank: int, run: Run) -> None:
     """Train, and get SIGTERM when all is saved and nobody listens any more."""
-    Trainer._check_files = lambda training, sinks: os.kill(os.getpid(), signal.SIGTERM)
+    trainer.note_end = lambda folder, step: os.kill(os.getpid(), signal.SIGTERM)
     train_rank(rank, run, {})
 
 

@@ -101,6 +101,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield Cluster({**env, **paths}, folder)
 
 
+@pytest.fixture(autouse=True)
+def empty_queue(cluster: Cluster) -> Iterator[None]:
+    """Cancel what a test that has failed leaves behind: it would hold up the tests after it."""
+    yield
+    for job in cluster.run("squeue", "--noheader", "--format=%A").split():
+        cluster.run("scancel", "--signal=KILL", "--full", job)
+        cluster.run("scancel", job)
+    wait_for(lambda: not cluster.run("squeue", "--noheader"), JOB_S)
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return corpus_in(tmp_path_factory.mktemp("corpus"))

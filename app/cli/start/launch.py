@@ -62,6 +62,7 @@ from app.cli.start.tracker_server import absent_trackers
 from app.config import Run
 from app.data.special_tokens import KEY as TOKENIZER
 from app.data.tokenizer_files import bring_tokenizer
+from app.engine.report.at_work import trackers_at_work
 from app.errors import ConfigError, FirstOf, OwnError, warn
 from app.plan.formatting import gib
 from app.planner.plan import Plan
@@ -360,6 +361,9 @@ def best_loss_or_exit(run: Run, code: int) -> float | None:
     Raises SystemExit for any exit code but 0.
     """
     if code:
+        if trackers_at_work():  # no hooks at exit: those of W&B wait for its service
+            sys.stdout.flush()
+            os._exit(code)
         sys.exit(code)
     return run_facts(Path(run.run_dir)).best_loss if run.run_dir else None
 

@@ -118,7 +118,7 @@ class StopRequest:
         if self.signal:
             hand_on(self.signal, self._before.get(self.signal))
 
-    def farewell(self, step: int, saved: Path | None, *, command: str) -> str:
+    def farewell(self, step: int, saved: Path | None, command: str) -> str:
         """Return one line on the stop, with the command that resumes the run.
 
         `command` is that command without overrides.

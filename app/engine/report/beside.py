@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
+from app.engine.report.at_work import THREAD
 from app.engine.report.mlflow_tracker import MLFLOW_ID, MLflow
 from app.engine.report.sinks import Sink
 from app.engine.report.trackers import WANDB_ID, TensorBoard, Wandb, brief, claim_id
@@ -24,6 +25,7 @@ from app.telling import telling
 from app.version import Version
 
 Call = Callable[[Sink], None]
+STOPPED_S = 20.0  # seconds that a run stopped by a signal waits for a tracker to finish
 
 
 class Beside:
@@ -39,7 +41,7 @@ class Beside:
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self._begun = threading.Event()
         # daemon: a process that ends at once, as by a second Ctrl-C, does not wait
-        self._thread = threading.Thread(target=self._work, daemon=True, name="tracker")
+        self._thread = threading.Thread(target=self._work, daemon=True, name=THREAD)
         self._thread.start()
 
     def _work(self) -> None:
@@ -73,19 +75,31 @@ class Beside:
         """Queue the text."""
         self._calls.put(lambda sink: sink.sample(step, text))
 
-    def close(self) -> None:
-        """Wait until everything is recorded and the tracker has finished."""
+    def close(self, within_s: float | None = None) -> None:
+        """Wait until everything is recorded and the tracker has finished, or for `within_s` seconds
+        with a warning after them; None: without a bound.
+        """
         self._calls.put(None)
         self._begun.set()
-        self._thread.join()
+        self._thread.join(within_s)
+        if self._thread.is_alive():
+            late = f"has not finished {within_s:g} s after the run was stopped"
+            warn(f"{self.name} {late}; metrics.jsonl has all metrics")
 
 
 @contextmanager
 def tracking(
-    plan: Plan, run_dir: Path, from_step: int, *, version: Version, absent: frozenset[str]
+    plan: Plan,
+    run_dir: Path,
+    from_step: int,
+    *,
+    version: Version,
+    absent: frozenset[str],
+    stopped: Callable[[], bool],
 ) -> Iterator[Sequence[Sink]]:
     """Start the experiment trackers of a run, without those that are `absent`, and wait after the
-    block until they have finished.
+    block until they have finished; at most STOPPED_S seconds each if the run was `stopped` by a
+    signal, whose sender may not wait longer.
 
     Raises ConfigError if the run folder cannot be written.
     """
@@ -108,4 +122,4 @@ def tracking(
     finally:
         for each in trackers:
             with telling(f"finishing {each.name}", aloud=log.console):
-                each.close()
+                each.close(STOPPED_S if stopped() else None)

@@ -148,20 +148,17 @@ class Trainer:
         self.run_dir = rank_zero_says(self.engine.groups, lambda: self._open_folder(attempt))
         if self.is_rank_zero:
             self._print_opening(attempt.settings)
-        listening = self.request.listening(attempt.end_process)
-        # trackers close last: a slow one must not hold up a checkpoint before a deadline
-        with (
-            listening,
-            self._tracking(attempt) as trackers,
-            self._all_saved(),
-            self._sinks(trackers) as sinks,
-        ):
-            validated = self._train(sinks)
-            text = None if self.stops else self._sample(sinks)
-        rank_zero_says(self.engine.groups, lambda: self._check_files(sinks))
-        if self.stops:
-            self._say_farewell(attempt)
-            return False
+        with self.request.listening(attempt.end_process):
+            # trackers close last: a slow one must not hold up a checkpoint before a deadline
+            with self._tracking(attempt) as trackers:
+                with self._all_saved(), self._sinks(trackers) as sinks:
+                    validated = self._train(sinks)
+                    text = None if self.stops else self._sample(sinks)
+                rank_zero_says(self.engine.groups, lambda: self._check_files(sinks))
+                self._say_farewell(attempt)
+            if self.stops:  # until all are here, a second signal ends each with its exit code
+                rank_zero_says(self.engine.groups, lambda: None)
+                return False
         advice = self.meter.advice()
         if self.run.checkpoint.export_hf:
             self._export()
@@ -331,17 +328,21 @@ class Trainer:
             sink.note(f"step {self.progress.step}/{self.run.steps}  {text}")
 
     def _say_farewell(self, attempt: Attempt) -> None:
-        if self.is_rank_zero:
-            command = attempt.command
-            attempt.tell(self.request.farewell(self.progress.step, self.saved, command=command))
+        if self.is_rank_zero and self.stops:
+            attempt.tell(self.request.farewell(self.progress.step, self.saved, attempt.command))
 
     def _tracking(self, attempt: Attempt) -> AbstractContextManager[Sequence[Sink]]:
         """Open the experiment trackers of this run; none except on rank 0."""
         if not self.is_rank_zero:
             return nullcontext(())
-        step = self.progress.step
-        version, absent = self._program(), attempt.absent
-        return tracking(self.engine.plan, self.run_dir, step, version=version, absent=absent)
+        return tracking(
+            self.engine.plan,
+            self.run_dir,
+            self.progress.step,
+            version=self._program(),
+            absent=attempt.absent,
+            stopped=lambda: self.stops,
+        )
 
     @contextmanager
     def _sinks(self, trackers: Sequence[Sink]) -> Iterator[Sequence[Sink]]:
