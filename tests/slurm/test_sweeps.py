@@ -56,7 +56,8 @@ def test_submitit_over_two_nodes_put_back_into_the_queue(
         text=True,
     )
     run_dir = cluster.folder / "sweeps/two/0_seq_len-32"
-    wait_for(lambda: newest_checkpoint(run_dir))
+    wait_for(lambda: newest_checkpoint(run_dir) or sweep.poll() is not None)
+    assert sweep.poll() is None, sweep.communicate()[0]
     job = cluster.run("squeue", "--noheader", "--states=RUNNING", "--format=%A").split()[0]
     cluster.run("scancel", "--signal=USR2", job)
     output = sweep.communicate(timeout=200)[0]
