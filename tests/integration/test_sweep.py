@@ -271,8 +271,8 @@ MISTAKES = {
     "hydra/launcher=torchrum train.steps=2,3": "hydra/launcher=torchrum: the options are basic, ",
     "hydra/launcher=basic train.steps=2,3": "hydra/launcher=basic: would train all jobs in this "
     "one process",
-    "model.num_layer=2,4": "model.num_layer=2: there is no such key; did you mean "
-    "model.num_layers?",
+    "model.num_layer=2,4": "model.num_layer=2,4: there is no such key; did you mean "
+    "model.num_layers=2,4?",
     "+model.moe.topk=2,4": "model.moe.topk=2: there is no such key; did you mean model.moe.top_k?",
     "model=moe_tiny,moe_tinny": "model=moe_tinny: the options are ",
     "train.steps=2,abc": "train.steps=abc: must be a whole number, like 700",

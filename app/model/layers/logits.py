@@ -166,17 +166,18 @@ class _PaddedGrad(WeightGrad):
         """Return O × I in the dtype of the operands."""
         total_OI = self.x_TI.new_empty(self.rows, self.x_TI.shape[1])
         torch.mm(self.left_OT, self.x_TI, out=_blocks(total_OI))
-        total_OI[len(self.left_OT) :] = self._rest_in(total_OI.dtype)
+        total_OI[len(self.left_OT) :] = self._trimmed(self.right_OT @ self.x_TI)
         return total_OI
 
     def add_to(self, total: Tensor) -> None:
         """Add to `total`, as `LinearGrad`."""
         add_gemm(_blocks(total), self.left_OT, self.x_TI)
-        total[len(self.left_OT) :].add_(self._rest_in(total.dtype))
+        made_RI = wide_gemm(self.right_OT, self.x_TI, total.dtype)
+        total[len(self.left_OT) :].add_(self._trimmed(made_RI))
 
-    def _rest_in(self, dtype: torch.dtype) -> Tensor:
-        made = wide_gemm(self.right_OT, self.x_TI, dtype)
-        return made[: self.rows - len(self.left_OT)]
+    def _trimmed(self, made_RI: Tensor) -> Tensor:
+        """Return the rows of the product that are no padding."""
+        return made_RI[: self.rows - len(self.left_OT)]
 
 
 def _blocks(matrix: Tensor) -> Tensor:
