@@ -330,9 +330,16 @@ class CheckpointConfig:
     frozen: bool = True
     # when the run ends, export the model to its folder in Hugging Face format
     export_hf: bool = False
-    # steps between copies of each rank's state to its host's memory and to that of another rank,
-    # from which a rank that dies is started again in place; null: no copies
+    # finished steps that a rank's death costs at most: each rank's state is copied to its host's
+    # memory and to another rank's, from which it is started again in place; null: no copies
     memory_every: int | None = None
+
+    @property
+    def memory_interval(self) -> int | None:
+        """Steps between copies in memory. The copy before the newest must do while that is under
+        way, which is until the last update before the next.
+        """
+        return None if self.memory_every is None else (self.memory_every + 1) // 2
 
     def __post_init__(self) -> None:
         at_least("checkpoint", self, 0, "interval")
