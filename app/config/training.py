@@ -336,8 +336,8 @@ class CheckpointConfig:
 
     @property
     def memory_interval(self) -> int | None:
-        """Steps between copies in memory. The copy before the newest must do while that is under
-        way, which is until the last update before the next.
+        """Steps between copies in memory. A copy may take that long, and until then a death goes
+        back to the copy before it: over 2 · interval − 1 finished steps at most.
         """
         return None if self.memory_every is None else (self.memory_every + 1) // 2
 

@@ -28,8 +28,8 @@ class Copier:
     are copied on a stream of its own, beside the passes of the next step, and the next update waits
     for them on the device; a captured update waits before its graph. Sum and messages follow in a
     thread, over a process group of its own, so that they and training never wait for each other's
-    collectives. The last update before the next `take` waits for them: what it changes would be
-    one step more than may be lost.
+    collectives. The last update before the next `take` waits for them: without the copy, that step
+    would be one more than may be lost.
     """
 
     def __init__(self, engine: Engine, copies: Copies, origin: Mapping[str, Any]) -> None:

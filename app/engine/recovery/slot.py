@@ -86,11 +86,8 @@ class Slot:
     def sum(self) -> int:
         """Return the CRC-32 of the CRC-32s of parts, which threads compute side by side."""
         parts = [part.numpy().data for part in self.content.split(PART)]
-        if len(parts) == 1:
-            sums = [zlib.crc32(parts[0])]
-        else:
-            with ThreadPoolExecutor(SUMMING) as threads:  # zlib lets other threads run
-                sums = list(threads.map(zlib.crc32, parts))
+        with ThreadPoolExecutor(SUMMING) as threads:  # zlib lets other threads run
+            sums = list(threads.map(zlib.crc32, parts))
         return zlib.crc32(b"".join(each.to_bytes(4, "little") for each in sums))
 
     def is_whole(self) -> bool:
