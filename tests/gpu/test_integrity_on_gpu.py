@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -14,6 +16,9 @@ from app.engine.ranks.groups import create_groups
 from app.engine.step.step import TrainingStep
 from app.planner.plan import Plan
 from tests.gpu.in_process import easy_batches, one_gpu
+from tests.gpu.programs import GPUS
+from tests.gpu.programs import losses as losses_of_run
+from tests.gpu.test_recovery_on_gpu import WHOLE
 from tests.processes.captured import MODELS
 from tests.runs import TWO_MICROBATCHES, make_run
 
@@ -26,6 +31,13 @@ GRAPHS = {
     "full iteration": CudaGraphConfig(GraphImpl.full_iteration, warmup_steps=1),
     "update": CudaGraphConfig(GraphImpl.full_iteration, warmup_steps=1, optimizer=True),
     "layer": CudaGraphConfig(GraphImpl.local, warmup_steps=1),
+}
+LAYOUTS = {
+    "dp": "parallel.dp=2",
+    "ep": "parallel.dp=2 parallel.ep=2",
+    "ep, one graph": f"parallel.dp=2 parallel.ep=2 {WHOLE}",
+    "tp": "parallel=tp2",
+    "pp, partial graphs": "parallel=pp2 cuda_graph=partial",
 }
 
 
@@ -60,6 +72,14 @@ def test_checks_change_no_bit_on_a_gpu(model: str, graph: str):
             precision=PrecisionConfig(Dtype.bfloat16),
         )
         assert losses(run, device, checks=True) == losses(run, device, checks=False)
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_checks_change_no_bit_on_two_gpus(name: str, tmp_path: Path):
+    words = ("precision=bf16", "train.steps=6", *LAYOUTS[name].split())
+    plain = losses_of_run(tmp_path / "plain", *words)
+    assert losses_of_run(tmp_path / "checked", *words, "train.replay_every=2") == plain
 
 
 def test_sums_are_those_of_the_cpu():
