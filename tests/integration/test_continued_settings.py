@@ -303,3 +303,16 @@ def test_run_ends_with_its_streams_closed(trained: Path, fresh: bool):
         (trained / "closed.py").write_text(CLOSED)
         done = run_forked(trained, [sys.executable, "closed.py", *line])
     assert done.returncode == 0 and (trained / f"closed{fresh:d}/ended.json").is_file()
+
+
+def test_run_that_only_lacks_its_end_names_its_last_checkpoint(trained: Path):
+    """As one that was killed between its last save and the name of it."""
+    line = [*TINY, "train.steps=2", "checkpoint.interval=1", "run_dir=unnamed"]
+    assert program(trained, *line).returncode == 0
+    folder = trained / "unnamed"
+    (folder / "ended.json").unlink()
+    (folder / "checkpoints/latest").write_text("step-00000001")
+    done = program(trained, "resume=unnamed")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (folder / "checkpoints/latest").read_text() == "step-00000002"
+    assert (folder / "ended.json").is_file()

@@ -56,6 +56,9 @@ def save_thrice(rank: int, root: Path) -> None:
                     patch.setattr(owner, fault, refusing(getattr(owner, fault), number))
                 saver.save(folder, Progress(step, step, step), {"sequences": 0})
             shutil.copytree(folder, root / f"{fault}-{step}" / CHECKPOINTS)
+            if step == 2:
+                saver.name_newest(folder.parent)
+                assert named_by_latest(folder).name == "step-00000002"
 
 
 def test_checkpoint_counts_if_latest_cannot_be_updated(

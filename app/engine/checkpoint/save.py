@@ -290,7 +290,7 @@ def _finish(
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in manifest.items())
     write_synced(temporary / MANIFEST, lambda file: file.write(f"{{\n{lines}\n}}\n".encode()))
     _commit(temporary, final)
-    _point_to(final, tell)
+    point_to(final, tell)
     _tidy(final, state.keep, tell)
 
 
@@ -330,7 +330,7 @@ def _commit(temporary: Path, final: Path) -> None:
     temporary.rename(final)
 
 
-def _point_to(final: Path, tell: Callable[[str], None]) -> None:
+def point_to(final: Path, tell: Callable[[str], None]) -> None:
     """Point `latest` to a committed checkpoint.
 
     From here on the checkpoint counts, whatever fails: `newest_checkpoint` prefers a newer whole

@@ -15,8 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.engine.checkpoint.load import Progress
-from app.engine.checkpoint.save import RankState, current_state, write_checkpoint
-from app.engine.files.checkpoints import checkpoint_name, temporary_folder
+from app.engine.checkpoint.save import RankState, current_state, point_to, write_checkpoint
+from app.engine.files.checkpoints import (
+    checkpoint_name,
+    fault_of_latest,
+    is_whole,
+    newest_checkpoint,
+    temporary_folder,
+)
 from app.engine.files.names import rank_file
 from app.engine.ranks.groups import host_group
 from app.engine.step.engine import Engine
@@ -108,6 +114,15 @@ class Saver:
         seconds = self._blocked
         self._blocked = None
         return seconds
+
+    def name_newest(self, run_dir: Path) -> None:
+        """Let `latest` name the newest whole checkpoint of a run's folder; rank 0 calls it.
+
+        A run killed between a save and its name resumes there, and may have nothing more to save.
+        """
+        newest = newest_checkpoint(run_dir)
+        if newest is not None and is_whole(newest) and fault_of_latest(newest):
+            point_to(newest, self._tell)
 
     def _tell(self, text: str) -> None:
         if text not in self._told:

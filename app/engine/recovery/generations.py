@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import threading
 import time
 import uuid
@@ -27,6 +28,7 @@ from app.engine.ranks.meeting import TIMEOUT
 
 LOOK_S = 0.2  # seconds between looks at the count of arrivals
 POLL_S = 0.02  # seconds between looks at a meeting
+CONNECT_S = 1.0  # seconds for a listener of this process to take a connection
 GRACE_S = 0.5  # seconds for a rank's own error to say more than that its connections were closed
 FILES = Path("/proc/self/fd")
 # Texts of errors by which gloo, NCCL and torch's store tell of a process at the other end.
@@ -68,7 +70,7 @@ class Generations:
         """
         if self.met:
             self._check_store()
-        self._before = set(_sockets())
+        self._before = {*_sockets(), *_listeners()}
         self._ours = None
         self.over.clear()
         store = self._connect()
@@ -143,7 +145,15 @@ class Generations:
             wait = LOOK_S
 
     def _wake(self) -> None:
-        """Shut down this generation's connections."""
+        """Shut down this generation's connections, those too that have not been made yet.
+
+        While its groups connect, gloo waits at a listener for each rank that is to connect to it,
+        also for one that has died, and nothing but a connection ends that: so it gets one.
+        """
+        if self._ours is None:
+            for inode, address in _listeners().items():
+                if inode not in self._before:
+                    _connect_all(address, self.world_size)
         for inode, number in _sockets().items():
             newer = inode not in self._before
             if newer and (self._ours is None or inode in self._ours):
@@ -202,18 +212,40 @@ def _patiently(what: str) -> Iterator[None]:
     raise TimeoutError(f"{what} within {TIMEOUT}")
 
 
-def _sockets() -> dict[int, int]:
-    """Return the TCP connections of this process: inode -> file descriptor."""
-    found = {}
+def _open_tcp() -> Iterator[tuple[int, int, socket.socket]]:
+    """Yield the TCP sockets of this process: inode, file descriptor, and a duplicate."""
     for entry in FILES.iterdir():
         with suppress(OSError, ValueError):
             name = os.readlink(entry)
             if name.startswith("socket:["):
                 with socket.socket(fileno=os.dup(int(entry.name))) as end:
                     if end.family in (socket.AF_INET, socket.AF_INET6):
-                        end.getpeername()  # raises for one that listens
-                        found[int(name[8:-1])] = int(entry.name)
-    return found
+                        yield int(name[8:-1]), int(entry.name), end
+
+
+def _sockets() -> dict[int, int]:
+    """Return the TCP connections of this process: inode -> file descriptor."""
+    return {inode: number for inode, number, end in _open_tcp() if not _listens(end)}
+
+
+def _listeners() -> dict[int, tuple[str, int]]:
+    """Return where this process listens for TCP connections: inode -> host and port."""
+    return {inode: end.getsockname()[:2] for inode, _, end in _open_tcp() if _listens(end)}
+
+
+def _listens(end: socket.socket) -> bool:
+    return bool(end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _connect_all(address: tuple[str, int], count: int) -> None:
+    """Connect to a listener of gloo as each of the `count` ranks that it may wait for, and close.
+
+    A connection begins with the number that the listener has given a rank: 0, 1, … (gloo's
+    transport/tcp/listener.cc).
+    """
+    for number in range(count):
+        with suppress(OSError), socket.create_connection(address, CONNECT_S) as end:
+            end.sendall(struct.pack("@n", number))
 
 
 def _abort_nccl() -> None:

@@ -164,6 +164,7 @@ class Trainer:
             self._export()
 
         def conclude() -> None:
+            plan, first = self.engine.plan, self.meter.first_step
             sum_up(
                 self.run,
                 self.run_dir,
@@ -171,10 +172,9 @@ class Trainer:
                 report=validated,
                 sample=text,
                 advice=advice,
-                off_plan=end_line(
-                    self.engine.plan, self.run_dir, self._facts(), self.meter.first_step
-                ),
+                off_plan=end_line(plan, self.run_dir, self._facts(), first_step=first),
             )
+            self.saver.name_newest(self.run_dir)
             note_end(self.run_dir, self.progress.step)
 
         self.engine.watchdog.rest("summing up the run")
