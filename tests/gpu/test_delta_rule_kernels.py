@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not GPUS, reason="needs a CUDA device"),
     pytest.mark.skipif(find_spec("fla") is None, reason="needs flash-linear-attention"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # tilelang's own settings
 ]
 TOKENS = 200  # three blocks, and a part of one
 LINEAR = (
