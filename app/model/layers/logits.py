@@ -176,7 +176,7 @@ class _PaddedGrad(WeightGrad):
         total[len(self.left_OT) :].add_(self._trimmed(made_RI))
 
     def _trimmed(self, made_RI: Tensor) -> Tensor:
-        """Return the rows of the product that are no padding."""
+        """Return the rows of the GEMM that are no padding."""
         return made_RI[: self.rows - len(self.left_OT)]
 
 
