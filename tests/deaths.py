@@ -56,7 +56,7 @@ class Setup:
     ranks: int
     layout: str  # keys of `parallel`
     launch: str  # own (by train.py), torchrun, or nodes (two of torchrun)
-    memory: int | None  # steps between copies in memory; None: no copies
+    memory: int | None  # `checkpoint.memory_every`; None: no copies
 
     def lines(self, corpus: Sequence[str], folder: Path) -> list[list[str]]:
         """The command lines, without the interpreter: one, or one of each node."""

@@ -344,9 +344,16 @@ class CheckpointConfig:
     frozen: bool = True
     # when the run ends, export the model to its folder in Hugging Face format
     export_hf: bool = False
-    # steps between copies of each rank's state to its host's memory and to that of another rank,
-    # from which a rank that dies is started again in place; null: no copies
+    # finished steps that a rank's death costs at most: each rank's state is copied to its host's
+    # memory and to another rank's, from which it is started again in place; null: no copies
     memory_every: int | None = None
+
+    @property
+    def memory_interval(self) -> int | None:
+        """Steps between copies in memory. A copy may take that long, and until then a death goes
+        back to the copy before it: over 2 · interval − 1 finished steps at most.
+        """
+        return None if self.memory_every is None else (self.memory_every + 1) // 2
 
     def __post_init__(self) -> None:
         at_least("checkpoint", self, 0, "interval")

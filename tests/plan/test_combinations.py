@@ -106,18 +106,13 @@ def test_layers_move_until_stages_take_equally_long():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("typed", "tflops"),
-    [
-        # of the 400 of the layout that the experiment has by hand
-        (("+experiment=gpt_oss_20b", "parallel.layout=null"), 0.99 * 400),
-        (("+experiment=qwen3_30b_a3b_16", "parallel.layout=null"), 337),
-    ],
-    ids=["gpt_oss_20b", "qwen3_30b_a3b"],
-)
-def test_search_finds_uneven_stages(typed: tuple[str, ...], tflops: float):
-    best = compare_layouts(Plan(load(*typed))).fastest
-    assert best is not None and best.cost.tflops_per_gpu > tflops
+@pytest.mark.parametrize("name", ["gpt_oss_20b", "qwen3_30b_a3b_16"])
+def test_search_finds_uneven_stages(name: str):
+    """Nearly as fast as the layout that the experiment has by hand: the search is bounded."""
+    by_hand = Plan(load(f"+experiment={name}")).step_seconds
+    best = compare_layouts(Plan(load(f"+experiment={name}", "parallel.layout=null"))).fastest
+    assert best is not None and best.cost.seconds < 1.02 * by_hand
+    assert any(word.startswith("parallel.layout=") for word in best.overrides)
 
 
 def test_run_that_does_not_fit_is_not_ranked_first():

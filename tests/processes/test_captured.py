@@ -31,7 +31,7 @@ from app.config import (
 from app.engine.capture.facts import GraphFacts
 from app.engine.files.run_folder import read_metrics
 from app.engine.ranks.groups import process_world
-from app.engine.run import trainer
+from app.engine.run import validations
 from app.engine.step.engine import Engine
 from app.engine.step.executor import ForwardBackward
 from app.engine.step.step import TrainingStep, Validation
@@ -256,7 +256,7 @@ def validated(rank: int, run: Run) -> list[str]:
     def telling(way: str, work: ForwardBackward) -> ForwardBackward:
         return lambda step: ways.append(way) or work(step)
 
-    trainer.Validation = Told
+    validations.Validation = Told
     assert train_rank(rank, run, {})[0]
     return ways
 

@@ -29,7 +29,7 @@ def test_death_after_a_checkpoint_newer_than_copies(tmp_path: Path, alone: Alone
     kill = signal.SIGKILL
     rank = Hit("kill", kill, "rank", phase="step", draws=(0.3, 0.6, 0.2))  # after step 7
     agent = Hit("kill", kill, "agent", phase="step", draws=(0.6, 0.0, 0.0))
-    records = endure(Setup(2, "dp=2", "own", 5), [rank, agent], alone, tmp_path)
+    records = endure(Setup(2, "dp=2", "own", 9), [rank, agent], alone, tmp_path)
     first, second = records
     said = (tmp_path / "run-0/said-1").read_text()
     assert "to 6, from the newest checkpoint, in" in said

@@ -15,7 +15,8 @@ ALLOWED = {"resident": 8 * 2**20, "threads": 1, "files": 0, "bytes": 1000, "reco
 
 @pytest.mark.full
 def test_a_long_run_does_not_grow(tmp_path: Path):
-    seen = soak(corpus_in(tmp_path / "corpus"), tmp_path / "run", 1500)
+    seen = soak(corpus_in(tmp_path / "corpus"), tmp_path / "run", 2400)
     assert len(seen[-1]) == 6 * 3 + 3  # launcher, agent, 2 supervisors, 2 ranks; the folder
-    grown = growth(seen, since=5)  # once malloc has what it keeps
+    # after the heap has grown for the last time, by 9 MB near step 1,030
+    grown = growth(seen, since=5)
     assert {key: more for key, more in grown.items() if more > ALLOWED[key.split()[-1]]} == {}

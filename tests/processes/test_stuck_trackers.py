@@ -49,7 +49,6 @@ def test_a_stopped_run_leaves_its_tracker(capsys: pytest.CaptureFixture[str]):
 def test_ranks_end_with_their_code_while_a_tracker_is_stuck(tmp_path: Path, signals: int):
     """The ranks get one signal, or another one while rank 0 waits for its tracker."""
     (tmp_path / "wandb.py").write_text(STUCK)
-    (tmp_path / "corpus").mkdir()
     words = (*corpus_in(tmp_path / "corpus"), *LONG, "train.steps=100000", "log.wandb=true")
     launcher = ("-m", "app.cli.torchrun", "--nproc-per-node=2", str(ROOT / "train.py"))
     process = subprocess.Popen(

@@ -39,9 +39,10 @@ def _print_host_copies(plan: Plan, console: Console) -> None:
     ranks = min(plan.run.world_size, plan.run.parallel.gpus_per_node)
     shift = shift_of(plan.run.world_size, plan.run.parallel.gpus_per_node)
     sent = gib(round(most.per_step))
+    key = f"checkpoint.memory_every={plan.run.checkpoint.memory_every}"
     console.print(
-        f"Copies in host memory (checkpoint.memory_every={most.every}): {gib(most.held)} GiB a "
-        f"rank, {gib(most.held * ranks)} GiB a host of {count_of(ranks, 'rank')}, two copies each "
+        f"Copies in host memory ({key}): {gib(most.held)} GiB a rank, "
+        f"{gib(most.held * ranks)} GiB a host of {count_of(ranks, 'rank')}, two copies each "
         f"of its own shard and of another rank's. {sent} GiB a step go to the host, "
         f"and as many to the rank {shift} above.",
         style="dim",

@@ -109,6 +109,8 @@ def of_all_values(error: ConfigError, overrides: Sequence[Override]) -> ConfigEr
             continue
         given = _values(each) if each.is_discrete_sweep() else [f"{key}={error.value}"]
         words = [translated(word) for word in given]
+        if words == [(word,) for word in given]:  # the program's own names
+            continue
         if len({tuple(map(key_of, word)) for word in words}) == 1 == len(words[0]):
             found = [word.partition("=")[2] for (word,) in words]
             same = found == [word.partition("=")[2] for word in given]

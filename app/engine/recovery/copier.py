@@ -28,7 +28,8 @@ class Copier:
     are copied on a stream of its own, beside the passes of the next step, and the next update waits
     for them on the device; a captured update waits before its graph. Sum and messages follow in a
     thread, over a process group of its own, so that they and training never wait for each other's
-    collectives. Only the next `take` waits for them.
+    collectives. The last update before the next `take` waits for them: without the copy, that step
+    would be one more than may be lost.
     """
 
     def __init__(self, engine: Engine, copies: Copies, origin: Mapping[str, Any]) -> None:
@@ -44,8 +45,20 @@ class Copier:
         self._read: torch.cuda.Event | None = None  # after it the host has the shards
         # an update within a graph cannot wait for what is copied outside of it
         self._beside = not engine.plan.run.cuda_graph.optimizer
+        self._due = False  # True in the last step before the next copy
         if self._beside:
-            engine.optimizer.changing = self._wait_on_device
+            engine.optimizer.changing = self._before_update
+
+    def begin_step(self, due: bool) -> None:
+        """Note that a step begins, and whether the next copy is `due` after it."""
+        self._due = due
+        if due and not self._beside:
+            self.wait()
+
+    def _before_update(self) -> None:
+        if self._due:
+            self.wait()
+        self._wait_on_device()
 
     def take(self, progress: Progress, cursor: dict[str, Any]) -> None:
         """Begin a copy of the present state. All ranks call it, after the same step."""

@@ -201,9 +201,9 @@ class RecoveringTrainer(Trainer):
     ) -> None:
         self.memory = memory
         super().__init__(engine, data, start, times)
-        every = self.run.checkpoint.memory_every
-        assert every is not None, "chosen by this key"
-        self.every = every
+        interval = self.run.checkpoint.memory_interval
+        assert interval is not None, "chosen by memory_every"
+        self.interval = interval
         self.copier = memory.copier = Copier(engine, memory.copies, self._origin())
         memory.request = self.request
         memory.wait_for_saves = self.saver.wait
@@ -224,6 +224,7 @@ class RecoveringTrainer(Trainer):
 
     def step(self, stopwatch: Stopwatch) -> StepReport:
         """Take a step; its numbers are void if a rank has died meanwhile."""
+        self.copier.begin_step((self.progress.step + 1) % self.interval == 0)
         report = super().step(stopwatch)
         self.memory.generations.check()
         self.memory.step = report.step
@@ -272,6 +273,6 @@ class RecoveringTrainer(Trainer):
             self.copier.wait()
             return
         self.copier.check()
-        if self.progress.step % self.every == 0:
+        if self.progress.step % self.interval == 0:
             self.copier.take(self.progress, self.feed.cursor.state())
             self.memory.attempt.progressed()

@@ -20,7 +20,7 @@ class HostCopies:
 
     pp_rank: int
     state: int  # bytes of main parameters and moments of one rank
-    every: int  # steps between copies
+    interval: int  # steps between copies
 
     @property
     def held(self) -> int:
@@ -30,7 +30,7 @@ class HostCopies:
     @property
     def per_step(self) -> float:
         """Bytes per step that a rank copies to the host, sends, and receives: each as many."""
-        return self.state / self.every
+        return self.state / self.interval
 
 
 def host_copies(run: Run, buffers: Sequence[Sequence[ChunkBuffers]]) -> tuple[HostCopies, ...]:
@@ -38,8 +38,8 @@ def host_copies(run: Run, buffers: Sequence[Sequence[ChunkBuffers]]) -> tuple[Ho
 
     RNG states, router biases, FP8 scales and counters, a few KB, are left out.
     """
-    every = run.checkpoint.memory_every
-    if every is None:
+    interval = run.checkpoint.memory_interval
+    if interval is None:
         return ()
     return tuple(
         HostCopies(
@@ -51,7 +51,7 @@ def host_copies(run: Run, buffers: Sequence[Sequence[ChunkBuffers]]) -> tuple[Ho
                 if buffer is not None
                 for kind in OptimizerKind
             ),
-            every,
+            interval,
         )
         for rank, held in enumerate(buffers)
     )
