@@ -129,6 +129,13 @@ class OptimizerKind(Enum):
     muon = "muon"  # momentum, orthogonalised matrix by matrix
 
 
+class MomentDtype(Enum):
+    """Element type of AdamW's moments."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
 class MuonTp(Enum):
     """Matrix that Muon orthogonalises where tensor parallelism divides matrices."""
 

@@ -14,10 +14,10 @@ from app.choices import GraphImpl, GraphScope, Recompute, ScheduleName, StaticCa
 from app.config import Run
 from app.plan.cost.flops import ParameterCount
 from app.plan.memory.overheads import CUDA_CONTEXT
-from app.plan.memory.rank_memory import bytes_per_parameter
+from app.plan.memory.rank_memory import bytes_per_parameter, main_bytes
 from app.plan.parts.dispatcher import run_dispatcher, without_waits
 from app.plan.select import select_stages
-from app.plan.sharding.optimizers import less_state
+from app.plan.sharding.optimizers import moment_bytes
 from app.plan.stages import spelled_layout
 
 Values = dict[str, Value]  # dotted key -> value
@@ -83,8 +83,8 @@ class Shape:
 
         This is a lower bound for the busiest rank.
         """
-        params, grads, shard = bytes_per_parameter(run.precision)
-        shard -= less_state(run.optim.name)
+        params, grads, _ = bytes_per_parameter(run.precision, run.optim)
+        shard = main_bytes(run.precision) + moment_bytes(run.optim.name, run.optim)
         dense = (count.total - count.experts) / (self.tp * self.pp)
         expert = count.experts / ((self.etp or 1) * self.ep * self.pp)
         replicas = run.world_size // (self.tp * self.pp)  # context-parallel ranks share the state

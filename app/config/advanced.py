@@ -63,6 +63,7 @@ ADVANCED = (
     "precision.fp8.margin",
     "precision.fp8.backend",
     "optim.wsd_decay",
+    "optim.moments",
     "optim.overlap_grads",
     "optim.overlap_params",
     "optim.bucket_numel",

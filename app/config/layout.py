@@ -215,7 +215,7 @@ class Fp8Config:
 @hashed_once
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Element types. Main parameters and moments are fp32 in every choice."""
+    """Element types. Main parameters are fp32 in every choice; `optim.moments` is of moments."""
 
     params: Dtype = Dtype.float32  # parameters and activations
     # main gradients and their reduction: float32, or the type of parameters

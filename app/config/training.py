@@ -12,6 +12,7 @@ from app.choices import (
     BadStep,
     Decay,
     Device,
+    MomentDtype,
     MuonDtype,
     MuonTp,
     Normalize,
@@ -31,6 +32,7 @@ from app.hashed import hashed_once
 LENGTHS = ("steps", "tokens", "epochs")  # keys of TrainConfig of which one is given
 USUAL_STEPS = 700
 PROFILED = 3  # steps of a profile
+BF16_CHANGE = 2**-7  # least 1 - beta of a moment in bf16
 EXAMPLE = "give for example data.path='folder/*'"
 # Most documents of a sequence by default: so many, or as many as there are with so many tokens.
 USUAL_DOCUMENTS, SHORT_DOCUMENT = 16, 64
@@ -69,6 +71,7 @@ class OptimConfig:
     decay_steps: int | None = None  # step at which min_lr is reached; null: train.steps
     wsd_decay_steps: int | None = None  # length of the final decay, steps (decay=wsd)
     wsd_decay: WsdDecay = WsdDecay.exponential  # shape of the final decay
+    moments: MomentDtype = MomentDtype.fp32  # element type of AdamW's moments
     beta1: float = 0.9  # decay of the first moment per step
     beta2: float = 0.95  # decay of the second moment per step
     eps: float = 1e-8  # added to the root of the second moment
@@ -97,6 +100,7 @@ class OptimConfig:
                 raise ConfigError(
                     f"optim.{name}", getattr(self, name), "must be in [0, 1)", nearest=0.95
                 )
+        self._check_moments()
         if self.decay is Decay.wsd and self.wsd_decay_steps is None:
             rule = "optim.decay=wsd needs the length of its last part"
             raise ConfigError(
@@ -105,6 +109,16 @@ class OptimConfig:
                 rule,
                 advice="give a tenth of train.steps, for example",
             )
+
+    def _check_moments(self) -> None:
+        """Refuse averages that bf16 cannot hold: it rounds changes of up to 2^-8 of a value away,
+        so that a moment would not shrink any more.
+        """
+        for name in ("beta1", "beta2") if self.moments is MomentDtype.bf16 else ():
+            if 1 - getattr(self, name) < BF16_CHANGE:
+                rule = "changes too little per step for optim.moments=bf16"
+                near = (1 - BF16_CHANGE, Instead("optim.moments=fp32"))
+                raise ConfigError(f"optim.{name}", getattr(self, name), rule, nearest=near)
 
     def _check_muon(self) -> None:
         """Refuse keys of Muon that nothing reads."""

@@ -74,8 +74,9 @@ def adamw_update(
     skip: Tensor,
     settings: AdamWSettings,
 ) -> None:
-    """Update fp32 parameters and moments in place by gradient / `divisor`, and write the parameters
-    to `rounded_N` in its dtype; no-op if `skip` is 1.
+    """Update fp32 parameters and fp32 or bf16 moments in place by gradient / `divisor`, and write
+    the parameters to `rounded_N` in its dtype; no-op if `skip` is 1. The parameters' update is that
+    of moments before they are rounded.
 
     Everything that differs between updates is read on the device, so that a captured update can be
     replayed: `rates_2` are those of `update_rates`; `step`, `divisor` and `skip` are fp32 scalars,
@@ -141,12 +142,12 @@ def _update(
     """Update one block; `inside` masks the elements that exist, None means all."""
     other = None if inside is None else 0.0
     g = tl.load(grad + place, mask=inside, other=other).to(tl.float32) / scale
-    m = tl.load(exp_avg + place, mask=inside, other=other) * beta1 + g * rest1
-    v = tl.load(exp_avg_sq + place, mask=inside, other=other) * beta2 + g * g * rest2
+    m = tl.load(exp_avg + place, mask=inside, other=other).to(tl.float32) * beta1 + g * rest1
+    v = tl.load(exp_avg_sq + place, mask=inside, other=other).to(tl.float32) * beta2 + g * g * rest2
     w = tl.load(main + place, mask=inside, other=other) * kept
     w -= rate * m / (tl.sqrt_rn(v) / spread + eps)
-    tl.store(exp_avg + place, m, mask=inside)
-    tl.store(exp_avg_sq + place, v, mask=inside)
+    tl.store(exp_avg + place, m.to(exp_avg.dtype.element_ty), mask=inside)
+    tl.store(exp_avg_sq + place, v.to(exp_avg_sq.dtype.element_ty), mask=inside)
     tl.store(main + place, w, mask=inside)
     if rounded is not None:
         tl.store(rounded + place, w.to(rounded.dtype.element_ty), mask=inside)

@@ -1,4 +1,4 @@
-"""AdamW on this rank's shard of one bucket, in fp32.
+"""AdamW on this rank's shard of one bucket, in fp32; its moments may be stored in bf16.
 
 Decoupled weight decay differs per parameter. On GPUs one kernel updates a shard
 (`app.kernels.adamw`), elsewhere torch's fused AdamW, in two groups.
@@ -37,8 +37,14 @@ class AdamShard(Shard):
     kind: ClassVar[OptimizerKind] = OptimizerKind.adamw
     param_shards: tuple[AdamParamShard, ...]
 
-    def __init__(self, buffer: FlatBuffer, bucket: int, group: dist.ProcessGroup) -> None:
-        super().__init__(buffer, bucket, group)
+    def __init__(
+        self,
+        buffer: FlatBuffer,
+        bucket: int,
+        group: dist.ProcessGroup,
+        moments: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(buffer, bucket, group, moments)
         self.exp_avg, self.exp_avg_sq = self.moments["exp_avg"], self.moments["exp_avg_sq"]
         ranges = (
             (*part.local, owned.spec.decay)
@@ -92,11 +98,14 @@ class AdamShard(Shard):
             param_shards = [owned for owned in self.param_shards if owned.spec.decay == decays]
             if not param_shards:
                 continue
+            # fp32 moments themselves; of others wider copies
+            first = [p.moments["exp_avg"].float() for p in param_shards]
+            second = [p.moments["exp_avg_sq"].float() for p in param_shards]
             adamw(
                 [p.main for p in param_shards],
                 [p.grad.float() for p in param_shards],
-                [p.moments["exp_avg"] for p in param_shards],
-                [p.moments["exp_avg_sq"] for p in param_shards],
+                first,
+                second,
                 [],
                 [p.step for p in param_shards],
                 fused=True,
@@ -110,6 +119,9 @@ class AdamShard(Shard):
                 weight_decay=weight_decay if decays else 0.0,
                 eps=config.eps,
             )
+            for owned, exp_avg, exp_avg_sq in zip(param_shards, first, second, strict=True):
+                owned.moments["exp_avg"].copy_(exp_avg)
+                owned.moments["exp_avg_sq"].copy_(exp_avg_sq)
         if self.main is not self.own_params:
             self.own_params.copy_(self.main)
 

@@ -106,7 +106,7 @@ class DistributedOptimizer:
             for spec in buckets.buffer.specs
         }
         self.shards = [  # per chunk: those of all its buckets
-            [shard for buckets in of_chunk for shard in shards_of(buckets)]
+            [shard for buckets in of_chunk for shard in shards_of(buckets, config)]
             for of_chunk in self.grad_buckets
         ]
         self._in_use_order = [

@@ -5,22 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from app.choices import OptimizerKind
+import torch
+
+from app.choices import MomentDtype, OptimizerKind
 from app.config import OptimConfig
 from app.optim.adam import AdamShard
 from app.optim.grad_buckets import GradBuckets
 from app.optim.muon import MuonShard
 from app.optim.shard import OptimizerGroups, Shard, Update
+from app.plan.sharding.optimizers import moment_dtype
 
 SHARDS: Mapping[OptimizerKind, type[Shard]] = MappingProxyType(
     {kind.kind: kind for kind in (AdamShard, MuonShard)}
 )
 
+MOMENTS = MappingProxyType({MomentDtype.fp32: torch.float32, MomentDtype.bf16: torch.bfloat16})
 
-def shards_of(buckets: GradBuckets) -> Iterator[Shard]:
+
+def shards_of(buckets: GradBuckets, config: OptimConfig) -> Iterator[Shard]:
     """Build this rank's shards of a buffer's buckets."""
     for bucket, kind in enumerate(buckets.buffer.layout.optimizers):
-        yield SHARDS[kind](buckets.buffer, bucket, buckets.group)
+        yield SHARDS[kind](
+            buckets.buffer, bucket, buckets.group, MOMENTS[moment_dtype(kind, config)]
+        )
 
 
 def updates_of(

@@ -46,7 +46,7 @@ class ParamShard:
     start: int  # first element within the flattened local parameter
     main: Tensor  # fp32 parameter
     grad: Tensor  # in the dtype of the gradient buffer
-    moments: Mapping[str, Tensor]  # fp32 state of the optimizer, by name in checkpoints
+    moments: Mapping[str, Tensor]  # state of the optimizer, by name in checkpoints
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -73,13 +73,19 @@ class Shard(ABC):
     """fp32 parameters, moments and gradients of the part of a bucket that this rank owns.
 
     In fp32 training the parameters are the buffer itself, otherwise an fp32 copy. The gradients are
-    a view of this rank's part of the gradient buffer.
+    a view of this rank's part of the gradient buffer. `moments` is the dtype of the moments.
     """
 
     kind: ClassVar[OptimizerKind]
     param_shards: tuple[ParamShard, ...]
 
-    def __init__(self, buffer: FlatBuffer, bucket: int, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        buffer: FlatBuffer,
+        bucket: int,
+        group: dist.ProcessGroup,
+        moments: torch.dtype = torch.float32,
+    ) -> None:
         self.buffer = buffer
         self.bucket = bucket
         self.group = group
@@ -90,7 +96,9 @@ class Shard(ABC):
         fp32 = self.own_params.dtype == torch.float32
         self.main = self.own_params if fp32 else self.own_params.float()
         self.grad = buffer.grads[own]
-        self.moments = {name: torch.zeros_like(self.main) for name in PLANNED[self.kind].moments}
+        self.moments = {
+            name: torch.zeros_like(self.main, dtype=moments) for name in PLANNED[self.kind].moments
+        }
         self.ranges = tuple(range_ for _, range_ in self._parts(group.rank()))
         self.param_shards = tuple(
             self._param_shard(spec, range_) for spec, range_ in self._parts(group.rank())

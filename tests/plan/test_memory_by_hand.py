@@ -12,6 +12,7 @@ from app.config import (
     DataConfig,
     LossConfig,
     ModelConfig,
+    OptimConfig,
     ParallelConfig,
     PrecisionConfig,
     ScheduleConfig,
@@ -38,7 +39,7 @@ def test_bytes_per_parameter(params: Dtype, grads: Dtype, alone: int, shared: tu
         )
         state = parts["parameters"] + parts["gradients"] + parts["optimizer"]
         assert state == pytest.approx(count * (shared[0] + shared[1] / dp), rel=0.01)
-    assert sum(bytes_per_parameter(PrecisionConfig(params, grads))) == alone
+    assert sum(bytes_per_parameter(PrecisionConfig(params, grads), OptimConfig())) == alone
 
 
 def test_dense_layer_by_hand_with_tp_and_cp():

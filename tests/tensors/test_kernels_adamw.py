@@ -176,3 +176,21 @@ def test_nothing_to_update():
         skip=one,
         settings=SETTINGS,
     )
+
+
+def test_moments_in_bf16(block: None):
+    """Updates are those of fp32 moments, of which only the rounded values are kept."""
+    narrow, wide = (Shard.drawn(torch.bfloat16) for _ in range(2))
+    narrow.exp_avg, narrow.exp_avg_sq = (torch.zeros_like(narrow.grad) for _ in range(2))
+    for seed in range(4):
+        for shard in (narrow, wide):
+            shard.grad = Shard.drawn(torch.bfloat16, seed).grad
+            shard.update()
+        assert torch.equal(narrow.main, wide.main)
+        for ours, theirs in ((narrow.exp_avg, wide.exp_avg), (narrow.exp_avg_sq, wide.exp_avg_sq)):
+            assert ours.dtype is torch.bfloat16
+            if DEVICE == "cuda":
+                assert torch.equal(ours, theirs.bfloat16())
+            else:  # the interpreter cuts digits off
+                torch.testing.assert_close(ours.float(), theirs, rtol=2**-7, atol=0)
+        wide.exp_avg, wide.exp_avg_sq = narrow.exp_avg.float(), narrow.exp_avg_sq.float()

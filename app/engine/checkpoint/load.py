@@ -341,7 +341,7 @@ class _Found:
         return sum(into[1] - into[0] for _, runs in self.runs for _, into in runs)
 
     def read(self, name: str, key: str, opened: Mapping[int, RankFile]) -> Tensor:
-        """Read main values or a moment: fp32, on the CPU, flat."""
+        """Read main values or a moment: as fp32, on the CPU, flat."""
         filled = torch.empty(self.wanted, dtype=torch.float32)
         for rank, runs in self.runs:
             saved = opened[rank].get_tensor(part_name(name, key))

@@ -110,7 +110,7 @@ def check_header(header: Json, manifest: Json, rank: int, held: Mapping[str, int
         elif name == RANDOM_CUDA:
             _check_tensor(name, header[name], [CUDA_BYTES], dtypes=("U8",))
         elif (parameter := name.rpartition(".")[0]) in held and IMPORTED not in manifest:
-            _check_tensor(name, header[name], [held[parameter]], dtypes=("F32",))
+            _check_tensor(name, header[name], [held[parameter]], dtypes=("F32", "BF16"))
         else:
             raise FieldError(name, header[name], "left out: the manifest has no such tensor")
 

@@ -17,7 +17,7 @@ from app.plan.parts.trace import BYTES
 from app.plan.pipeline.known import WorkLeft
 from app.plan.pipeline.timeline import Times
 from app.plan.sharding.frozen import trained_matrices
-from app.plan.sharding.optimizers import PLANNED
+from app.plan.sharding.optimizers import PLANNED, moved_bytes
 from app.plan.sharding.parameters import ChunkBuffers
 from app.plan.shards import BufferLayout
 from app.plan.stages import Stage, StagePlan
@@ -194,7 +194,7 @@ def _update(run: Run, profile: HardwareProfile, chunks: Sequence[ChunkBuffers]) 
     for chunk in chunks:
         for buffer in (chunk.dense, chunk.expert):
             if buffer is not None:
-                moved += sum(each.moved * buffer.owned(kind) for kind, each in PLANNED.items())
+                moved += sum(moved_bytes(kind, run.optim) * buffer.owned(kind) for kind in PLANNED)
                 cleared = buffer is chunk.dense or not run.writes_expert_grads
                 passed += (NORM + ZERO * cleared) * buffer.numel
     passes = passed / (profile.other_gb_s[0] * GIGA)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from app.choices import OptimizerKind
 from app.config import Run
-from app.plan.sharding.optimizers import PLANNED
+from app.plan.sharding.optimizers import moment_bytes
 from app.plan.sharding.parameters import ChunkBuffers
 
 FP32 = 4  # bytes
@@ -45,7 +45,7 @@ def host_copies(run: Run, buffers: Sequence[Sequence[ChunkBuffers]]) -> tuple[Ho
         HostCopies(
             rank,
             sum(
-                buffer.owned(kind) * FP32 * (1 + len(PLANNED[kind].moments))
+                buffer.owned(kind) * (FP32 + moment_bytes(kind, run.optim))
                 for chunk in held
                 for buffer in (chunk.dense, chunk.expert)
                 if buffer is not None

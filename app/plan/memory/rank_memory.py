@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from app.choices import GraphImpl, OptimizerKind
-from app.config import ModelConfig, PrecisionConfig, Run
+from app.config import ModelConfig, OptimConfig, PrecisionConfig, Run
 from app.plan.actions import Action, Forward
 from app.plan.formatting import GIB, amount
 from app.plan.graphs import GraphPlan
@@ -46,7 +46,7 @@ from app.plan.parts.static import PlannedStatic
 from app.plan.parts.trace import BYTES
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.sharding.frozen import frozen_bytes, frozen_numel, trained_matrices
-from app.plan.sharding.optimizers import PLANNED, less_state
+from app.plan.sharding.optimizers import PLANNED, moment_bytes
 from app.plan.sharding.parameters import ChunkBuffers
 from app.plan.stages import Stage, StagePlan
 
@@ -151,20 +151,22 @@ class _Rank:
         owned = sum(buffer.numel // buffer.world for kind in pairs for buffer in kind)
         return dense, expert, owned
 
-    def _optimizer(self, size: int) -> int:
-        """Return bytes of the optimizer's state; `size` is AdamW's per parameter."""
+    def _optimizer(self) -> int:
+        """Return bytes of the optimizer's state."""
+        main = main_bytes(self.run.precision)
         total = 0
         for each in self.buffers:
             for buffer in (each.dense, each.expert):
                 if buffer is not None:
                     total += sum(
-                        buffer.owned(kind) * (size - less_state(kind)) for kind in OptimizerKind
+                        buffer.owned(kind) * (main + moment_bytes(kind, self.run.optim))
+                        for kind in OptimizerKind
                     )
         return total
 
     def _state(self) -> Iterator[MemoryPart]:
         """Yield parameters, gradients, optimizer state, and FP8 copies of weights."""
-        params, grads, shard = bytes_per_parameter(self.run.precision)
+        params, grads, shard = bytes_per_parameter(self.run.precision, self.run.optim)
         layout, (dense, expert, owned) = self.layout, self._numels()
         experts = f", {amount(expert)} of them experts" if expert else ""
         count = amount(dense + expert) + experts
@@ -182,7 +184,7 @@ class _Rank:
         )
         how = f"{params + grads + shard} → {params + grads}+{shard}/d, d = {layout.dp * layout.cp}"
         how += f", experts {layout.edp}" if expert else ""
-        own = self._optimizer(shard)
+        own = self._optimizer()
         if 0 < own < shard * owned:
             how += f"; {own / owned:.2f} with optim.name={self.run.optim.name.value}"
         yield MemoryPart("optimizer", own, how)
@@ -294,16 +296,20 @@ def fp8_shapes(run: Run, layout: ParallelLayout, stages: Sequence[Stage]) -> lis
     ]
 
 
-def bytes_per_parameter(precision: PrecisionConfig) -> tuple[int, int, int]:
-    """Return P, G, O: bytes of a parameter, its gradient, and its sharded optimizer state.
+def bytes_per_parameter(precision: PrecisionConfig, optim: OptimConfig) -> tuple[int, int, int]:
+    """Return P, G, O: bytes of a parameter, its gradient, and AdamW's sharded state.
 
-    With d ranks a parameter takes P + G + O/d bytes. O is two fp32 moments, and an fp32 main
-    parameter if P < 4: 8+8/d for fp32 throughout, 6+12/d for bf16 with fp32 gradients, 4+12/d for
-    bf16 throughout. Gradients below fp32 are widened only during the update.
+    With d ranks a parameter takes P + G + O/d bytes. O is two moments, and an fp32 main parameter
+    if P < 4: with fp32 moments 8+8/d for fp32 throughout, 6+12/d for bf16 with fp32 gradients,
+    4+12/d for bf16 throughout. Gradients below fp32 are widened only during the update.
     """
-    params = BYTES[precision.params]
-    grads = BYTES[precision.grads]
-    return params, grads, 8 + (4 if params < 4 else 0)
+    params, grads = BYTES[precision.params], BYTES[precision.grads]
+    return params, grads, main_bytes(precision) + moment_bytes(OptimizerKind.adamw, optim)
+
+
+def main_bytes(precision: PrecisionConfig) -> int:
+    """Return bytes of a main parameter beside the model's own."""
+    return 4 if BYTES[precision.params] < 4 else 0
 
 
 def _communicators_note(groups: Sequence[Group]) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 
-from app.choices import MuonDtype, MuonTp, OptimizerKind
+from app.choices import MomentDtype, MuonDtype, MuonTp, OptimizerKind
 from app.config import OptimConfig, Run
 from app.plan.groups import DP_CP, EDP, ETP_EP, TP, Group
 from app.plan.layout import ParallelLayout
@@ -44,10 +44,11 @@ def no_matrices(run: Run, layout: ParallelLayout, weights: Sequence[Weight]) -> 
 class PlannedOptimizer:
     """State and cost of an optimizer."""
 
-    moments: tuple[str, ...]  # fp32 tensors beside the main parameters, by name in checkpoints
-    # bytes per parameter of a rank's shard that its passes over memory move
+    moments: tuple[str, ...]  # tensors beside the main parameters, by name in checkpoints
+    # bytes per parameter of a rank's shard that its passes over memory move, with fp32 moments
     moved: int
     work: WorkOf = no_matrices
+    narrows: bool = False  # True if its moments are in `optim.moments`; otherwise fp32
 
     @property
     def has_matrices(self) -> bool:
@@ -120,16 +121,28 @@ def _batch(pieces: Sequence[PlacedPiece], parts: int) -> int:
 
 PLANNED: Mapping[OptimizerKind, PlannedOptimizer] = MappingProxyType({
     # moments and main parameter read and written, gradient read, parameter written
-    OptimizerKind.adamw: PlannedOptimizer(("exp_avg", "exp_avg_sq"), moved=30),
+    OptimizerKind.adamw: PlannedOptimizer(("exp_avg", "exp_avg_sq"), moved=30, narrows=True),
     # momentum and main parameter read and written, gradient read, parameter written; what it
     # computes from them written to and read from batches twice, with their results
     OptimizerKind.muon: PlannedOptimizer(("momentum",), moved=22 + 12, work=muon_work),
 })  # fmt: skip
 
 
-def less_state(kind: OptimizerKind) -> int:
-    """Return how many bytes per parameter an optimizer's state is smaller than AdamW's."""
-    return 4 * (len(PLANNED[OptimizerKind.adamw].moments) - len(PLANNED[kind].moments))
+def moment_dtype(kind: OptimizerKind, optim: OptimConfig) -> MomentDtype:
+    """Return the element type of an optimizer's moments."""
+    return optim.moments if PLANNED[kind].narrows else MomentDtype.fp32
+
+
+def moment_bytes(kind: OptimizerKind, optim: OptimConfig) -> int:
+    """Return the bytes per parameter of an optimizer's moments."""
+    each = 2 if moment_dtype(kind, optim) is MomentDtype.bf16 else 4
+    return each * len(PLANNED[kind].moments)
+
+
+def moved_bytes(kind: OptimizerKind, optim: OptimConfig) -> int:
+    """Return the bytes per parameter of a rank's shard that passes over memory move."""
+    planned = PLANNED[kind]  # each moment is read and written
+    return planned.moved - 2 * (4 * len(planned.moments) - moment_bytes(kind, optim))
 
 
 def optimizer_of(weight: Weight, optim: OptimConfig) -> OptimizerKind:
