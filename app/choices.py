@@ -248,6 +248,8 @@ class LinearBackendKind(Enum):
 class AttentionBackendKind(Enum):
     """Library that computes softmax attention."""
 
+    # transformer_engine if train.deterministic=true, the host has it, and its memory suffices
+    auto = "auto"
     torch = "torch"
     # cuDNN's kernels, also deterministic ones that torch lacks
     transformer_engine = "transformer_engine"

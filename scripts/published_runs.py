@@ -17,6 +17,7 @@ from app.cli.options.arguments import Typed
 from app.cli.options.compose import load_typed
 from app.cli.plan_views.published import SHOWN, gap_lines
 from app.plan.formatting import figures, gib
+from app.planner.attention import planned_attention
 from app.planner.plan import Plan
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/published-runs.md"
@@ -147,7 +148,7 @@ RUNS = (
 
 def plan_of(run: PublishedRun) -> Plan:
     """Return our plan of a published run."""
-    return Plan(load_typed(Typed.parse([_spelled(word) for word in run.overrides])))
+    return Plan(planned_attention(load_typed(Typed.parse([_spelled(word) for word in run.overrides]))))
 
 
 def _spelled(override: str) -> str:

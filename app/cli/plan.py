@@ -43,6 +43,7 @@ from app.config import Run
 from app.errors import ConfigError, nearest, warn
 from app.own_files import write_whole
 from app.plan.formatting import literal_text
+from app.planner.attention import planned_attention
 from app.planner.export import DECODING, WHAT, Decoding, layout_json, plan_json
 from app.planner.plan import Plan
 from app.planner.suggestion import Suggestion
@@ -141,7 +142,7 @@ class PlanView:
         """Plan the run that is asked for, and print notices about it. Raises ConfigError, and what
         composing raises.
         """
-        plan = Plan(load_typed(typed))
+        plan = Plan(planned_attention(load_typed(typed)))
         for line in notices(plan.run, typed, trains=False):
             warn(line, "plan")
         return cls(plan)
@@ -305,7 +306,7 @@ def asked_plan(typed: Typed) -> Asked:
     """Return the requested plan, which advice is tried on."""
 
     def load(typed: Typed) -> Run:
-        plan = Plan(load_typed(typed))
+        plan = Plan(planned_attention(load_typed(typed)))
         if len(plan.stages.in_order) * plan.run.num_microbatches <= MOST_PLANNED:
             plan.busiest  # noqa: B018 - computes the whole plan, whose errors advice must avoid
         return plan.run

@@ -43,6 +43,7 @@ from app.errors import ConfigError, say
 from app.own_files import write_whole
 from app.plan.formatting import figures, gib
 from app.plan.parts.fp8 import RECIPES
+from app.planner.attention import planned_attention, with_attention
 from app.planner.plan import Plan
 from app.programs import command_name, with_names
 from app.shell import shell_line
@@ -126,7 +127,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     with readable_errors("tune", speak=True, asked=lambda: _asked(arguments)):
         asked = parse(arguments)
-        run = load_typed(asked.typed)
+        run = planned_attention(load_typed(asked.typed))
         folder = asked.folder(run)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -276,7 +277,8 @@ class Search:
 
     def _check(self, typed: Typed, best: PlannedCombination) -> None:
         """Raise ConfigError unless the written experiment is the combination."""
-        if load_typed(typed) != best.run:
+        written = load_typed(typed)  # leaves the library of attention to train.py
+        if with_attention(written, best.run.train.attention_backend) != best.run:
             rule = "does not give the chosen run"
             advice = f"type its overrides: {' '.join(best.overrides)}"
             raise ConfigError("name", self.asked.name, rule, advice=advice)

@@ -456,8 +456,9 @@ class TrainConfig:
     device: Device = Device.auto  # where the run computes
     # make equal runs repeat bit for bit; slower attention kernels on a GPU
     deterministic: bool = True
-    # library that computes attention; transformer_engine: cuDNN on GPUs, deterministic ones too
-    attention_backend: AttentionBackendKind = AttentionBackendKind.torch
+    # library that computes attention; auto: with train.deterministic=true Transformer Engine, where
+    # it is installed and the memory for all scores suffices, else torch
+    attention_backend: AttentionBackendKind = AttentionBackendKind.auto
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "frozen", tuple(self.frozen))

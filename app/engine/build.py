@@ -257,9 +257,9 @@ def _attention(run: Run, groups: Groups, device: torch.device) -> Attend:
     dtype = DTYPES[run.precision.params]
     if run.model.attention_softcap is not None:
         return _attention_alone(run)
-    if run.train.attention_backend is AttentionBackendKind.torch:
-        return all_succeed(groups, lambda: torch_attention(run, dtype, device))
-    return all_succeed(groups, lambda: library_attention(run, dtype, device))
+    if run.train.attention_backend is AttentionBackendKind.transformer_engine:
+        return all_succeed(groups, lambda: library_attention(run, dtype, device))
+    return all_succeed(groups, lambda: torch_attention(run, dtype, device))
 
 
 def _attention_alone(run: Run) -> Attend:

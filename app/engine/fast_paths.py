@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -19,8 +18,8 @@ from app.config import Run
 from app.errors import ConfigError, Instead
 from app.kernels.common import moves_tiles, triton
 from app.moe.dispatch.static import StaticDispatcher
+from app.planner.attention import faster_attention
 from app.planner.explain import Facts
-from app.rules.attention import check_attention
 
 NARROW = 1024  # hidden size up to which recipe `block` was measured no faster than bfloat16
 SHORT = 8192  # tokens; cuDNN's deterministic backward stores all scores, GiB for longer ones
@@ -50,7 +49,7 @@ def slow_paths(
             "plain torch, since Triton is not installed: a step of model=small takes 1.5 "
             "times as long",
         )
-    by_torch = run.train.attention_backend is AttentionBackendKind.torch
+    by_torch = run.train.attention_backend is not AttentionBackendKind.transformer_engine
     if run.train.deterministic and by_torch and run.model.attention_softcap is None:
         yield "attention", _ordered_attention(run)
     if slow := _slow_fp8(run):
@@ -96,14 +95,10 @@ def _slow_fp8(run: Run) -> str | None:
 def _ordered_attention(run: Run) -> str:
     """Say what torch's deterministic attention costs, and the cheaper backend if there is one."""
     line = "torch's deterministic kernel (train.deterministic=true): about half as fast"
-    backend = AttentionBackendKind.transformer_engine
-    train = dataclasses.replace(run.train, attention_backend=backend)
-    try:
-        check_attention(dataclasses.replace(run, train=train))
-    except ConfigError:
+    if faster_attention(run) is None or run.train.seq_len > SHORT:
         return line
-    faster = f"; cuDNN's is faster (train.attention_backend={backend.value})"
-    return line + (faster if run.train.seq_len <= SHORT else "")
+    backend = AttentionBackendKind.transformer_engine
+    return f"{line}; cuDNN's is faster (train.attention_backend={backend.value})"
 
 
 def _stores_gradients(run: Run, device: torch.device) -> bool:

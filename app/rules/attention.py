@@ -14,7 +14,7 @@ MULTIPLE, WIDEST = 8, 256  # of the width of a head, for cuDNN
 def check_attention(run: Run) -> None:
     """Refuse Transformer Engine's attention where it has no kernel."""
     asked = run.train.attention_backend
-    if asked is AttentionBackendKind.torch:
+    if asked is not AttentionBackendKind.transformer_engine:
         return
     torch = AttentionBackendKind.torch
     if run.train.device is Device.cpu:

@@ -30,7 +30,8 @@ from app.engine.files.attempt import Attempt
 from app.engine.ranks.groups import create_groups, process_world
 from app.engine.run.host import check_host
 from app.engine.run.train import closing_graphs
-from app.engine.start.start import choose_device
+from app.engine.start.attention import choose_attention
+from app.engine.start.start import Start, choose_device
 from app.engine.step.engine import Engine
 from app.engine.step.source_losses import SourceLosses
 from app.engine.step.step import TrainingStep
@@ -92,6 +93,7 @@ def measure(
     with process_world(launch.rank, launch.world_size or 1, device, store=store):
         groups = create_groups(plan.layout, launch.rank)
         check_host(plan.run, device)
+        plan, _ = choose_attention(plan, groups, device, Start(None))
         torch.manual_seed(plan.run.train.seed * plan.run.world_size + launch.rank)
         engine = build_engine(plan, groups, device)
         with closing_graphs(engine), engine.watchdog.running():

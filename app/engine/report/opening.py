@@ -45,6 +45,8 @@ def print_opening(
     run = engine.plan.run
     if run.log.verbose:
         rows = [*_details(engine, folder, data), ("version", version.short)]
+        if start.by_torch:
+            rows.append(("attention", f"by torch, as {start.by_torch}"))
     else:
         rows = [*_calm(engine, folder, data)]
     rows += [("data", text) for text in _cut(data)]

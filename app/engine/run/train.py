@@ -24,6 +24,7 @@ from app.engine.report.lasting import lasting_output
 from app.engine.run.host import check_host
 from app.engine.run.ready import StartTimes
 from app.engine.run.trainer import Trainer
+from app.engine.start.attention import choose_attention
 from app.engine.start.start import (
     Data,
     Start,
@@ -215,6 +216,7 @@ def start_up(
     data = load_all_data(run, groups, local_rank, sources=sources, manifest=start.manifest)
     plan = Plan(with_steps(run, data.train, start)) if run.train.epochs else plan
     times.end("data")
+    plan, start = choose_attention(plan, groups, device, start)
     watchdog.rest("building the model")
     # differs by rank, as the jitter of router inputs must
     torch.manual_seed((run.train.seed * run.world_size + rank) % 2**64)

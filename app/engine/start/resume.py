@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from app.choices import AttentionBackendKind
 from app.config import ModelConfig, MoEConfig, Run
 from app.config.model import LOSS_WEIGHTS
 from app.data.sources import (
@@ -83,6 +84,7 @@ FREE_SECTIONS = ("parallel.", "hardware.", "schedule.", "recompute.", "cuda_grap
 PLACES = ("data.path", "data.name", "data.tokenizer")
 # Not reported as changes: start-up paths, and the world size, which follows from `parallel`.
 SOURCES = "data.sources"
+ATTENTION = "train.attention_backend"
 BIAS_RATE = "model.moe.bias_update_rate"
 # Keys of a source that may differ: its share, and its place, whose contents count instead.
 SHARES = ("weight", "after_end", "path", "name")
@@ -133,7 +135,9 @@ def allowed_changes(
         near = None if key == SOURCES else FirstOf([was])
         raise ConfigError(key, now, rule, nearest=near, advice=advice)
     data.check(checkpoint)
-    idle = set(unread(saved)) & set(unread(current))
+    idle = {*unread(saved)} & {*unread(current)}
+    if run.train.attention_backend is AttentionBackendKind.auto:
+        idle.add(ATTENTION)  # the checkpoint's is taken, if the host has it
     quiet = (*UNREPORTED, *idle, *(LENGTH if run.train.epochs else ()))
     told = (each for each in differences if not each[0].startswith(quiet))
     changes = tuple(

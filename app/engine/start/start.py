@@ -74,6 +74,7 @@ class Start:
     manifest: dict[str, Any] | None = None  # of the checkpoint
     changes: tuple[str, ...] = ()  # settings and data that differ from the checkpoint's, as text
     passed_over: str | None = None  # newer checkpoint that does not fit, with the reason
+    by_torch: str | None = None  # why torch computes attention, where another library is faster
 
 
 def reads_initial_weights(start: Start) -> bool:
