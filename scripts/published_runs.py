@@ -148,7 +148,8 @@ RUNS = (
 
 def plan_of(run: PublishedRun) -> Plan:
     """Return our plan of a published run."""
-    return Plan(planned_attention(load_typed(Typed.parse([_spelled(word) for word in run.overrides]))))
+    typed = Typed.parse([_spelled(word) for word in run.overrides])
+    return Plan(planned_attention(load_typed(typed)))
 
 
 def _spelled(override: str) -> str:

@@ -37,7 +37,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def opening(
     capsys: pytest.CaptureFixture[str], *overrides: str, device: torch.device = CPU,
-    padding: float = 0.0, ranks: int = 1, settings: str | None = None,
+    padding: float = 0.0, ranks: int = 1, settings: str | None = None, by_torch: str | None = None,
 ) -> list[tuple[str, str]]:  # fmt: skip
     """Return the rows that a run prints, as (heading, text)."""
     sequences = SimpleNamespace(padding=padding, documents=10**9)
@@ -45,9 +45,7 @@ def opening(
     plan = Plan(composed(overrides, ranks))
     engine = cast(Engine, SimpleNamespace(plan=plan, device=device, recorder=None, static=None))
     data = cast(Data, SimpleNamespace(train=train, validation=[]))
-    start = cast(
-        Start, SimpleNamespace(checkpoint=None, manifest=None, passed_over=None, changes=())
-    )
+    start = Start(None, by_torch=by_torch)
     version = Version("1.2", None, None)
     print_opening(engine, "runs/x", start, data=data, version=version, settings=settings)
     said = capsys.readouterr().out
@@ -103,6 +101,8 @@ def test_log_verbose_tells_everything(capsys: pytest.CaptureFixture[str]):
             "data", "version", "settings"} <= set(rows)  # fmt: skip
     assert rows["version"] == "1.2, commit not known" and rows["settings"] == "of a"
     assert rows["memory"].count(",") > 2 and "by speeds" in rows["planned"]
+    told = opening(capsys, *H100, "log.verbose=true", device=GPU, by_torch="the GPU lacks memory")
+    assert ("attention", "by torch, as the GPU lacks memory") in told
 
 
 def printed(rank: int, run: Run) -> str:
