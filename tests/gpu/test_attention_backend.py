@@ -6,6 +6,7 @@ Shapes: B sequences, S queries, K keys, N query heads, G key/value heads, H head
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from app.model.attention.transformer_engine import TransformerEngineAttention
 from app.model.layers.attend import Attend, TorchAttention
 from tests.gpu.fp8_runs import FOUR
 from tests.gpu.in_process import trained_alone
-from tests.gpu.programs import GPUS
+from tests.gpu.programs import GPUS, losses
 from tests.runs import make_run
 
 pytest.importorskip("transformer_engine")
@@ -143,3 +144,19 @@ def test_graphs_repeat_eager_steps(kind: str):
     for impl in impls:
         found = trained_alone(run_of(kind, CudaGraphConfig(impl)), steps=20, validates=10)
         assert found == eager, impl
+
+
+def test_auto_takes_it_and_a_resumed_run_keeps_it(tmp_path: Path):
+    words = ("precision=bf16", "optim.decay_steps=8", "checkpoint=default", "parallel.dp=1")
+    whole = losses(tmp_path / "whole", *words, "train.steps=8")
+    settings = (tmp_path / "whole/config.yaml").read_text()
+    assert "attention_backend: transformer_engine" in settings
+    typed = "train.attention_backend=transformer_engine"
+    assert losses(tmp_path / "typed", *words, "train.steps=8", typed) == whole
+    half = tmp_path / "half"
+    losses(half, *words, "train.steps=4")
+    assert losses(half, *words, "train.steps=8", "resume=auto", first=5) == whole[4:]
+    by_torch = tmp_path / "torch"
+    losses(by_torch, *words, "train.steps=4", "train.attention_backend=torch")
+    losses(by_torch, *words, "train.steps=8", "resume=auto")
+    assert "attention_backend: torch" in (by_torch / "config.yaml").read_text()
