@@ -42,7 +42,7 @@ class AdamShard(Shard):
         buffer: FlatBuffer,
         bucket: int,
         group: dist.ProcessGroup,
-        moments: torch.dtype = torch.float32,
+        moments: torch.dtype | None = None,
     ) -> None:
         super().__init__(buffer, bucket, group, moments)
         self.exp_avg, self.exp_avg_sq = self.moments["exp_avg"], self.moments["exp_avg_sq"]

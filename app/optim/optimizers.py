@@ -19,7 +19,8 @@ SHARDS: Mapping[OptimizerKind, type[Shard]] = MappingProxyType(
     {kind.kind: kind for kind in (AdamShard, MuonShard)}
 )
 
-MOMENTS = MappingProxyType({MomentDtype.fp32: torch.float32, MomentDtype.bf16: torch.bfloat16})
+# None: the dtype of main parameters
+MOMENTS = MappingProxyType({MomentDtype.fp32: None, MomentDtype.bf16: torch.bfloat16})
 
 
 def shards_of(buckets: GradBuckets, config: OptimConfig) -> Iterator[Shard]:

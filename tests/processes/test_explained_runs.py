@@ -58,7 +58,9 @@ def slow_to_read(rank: int, run: Run) -> list[tuple[str, int]]:
         patch.setattr(time, "perf_counter", clock)
         patch.setattr(TrainFeed, "_microbatch", late)
         patch.setattr(host.HostMeter, "lap", lambda self: (0.0, 1.0, 1.0))  # by no fake clock
-        ends: Any = lambda plan, folder, facts, first: asked.append((facts.device, first))  # noqa: E731
+        ends: Any = lambda plan, folder, facts, first_step: asked.append(  # noqa: E731
+            (facts.device, first_step)
+        )
         patch.setattr(trainer, "end_line", ends)
         train_rank(rank, run, {})
     return asked

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from app.choices import LayerType
+from app.choices import AttentionBackendKind, LayerType
 from app.cli.options.compose import load_overrides
 from app.cli.options.keys import all_keys
 from app.config import (
@@ -132,7 +132,8 @@ def test_fixed_keys_are_refused_and_free_ones_reported(tmp_path: Path):
         ),
     }
     measured = replace(RUN, hardware=load_overrides(["hardware=h200"]).hardware)
-    measured = replace(measured, parallel=replace(RUN.parallel, dp=1))
+    by_torch = replace(RUN.train, attention_backend=AttentionBackendKind.torch)
+    measured = replace(measured, parallel=replace(RUN.parallel, dp=1), train=by_torch)
     for number, key in enumerate(leaves()):
         model = scaled.get(".".join(key.split(".")[:2]), latent)
         config = plain(asdict(replace(measured, model=model)))
