@@ -73,8 +73,8 @@ class Shard(ABC):
     """fp32 parameters, moments and gradients of the part of a bucket that this rank owns.
 
     In fp32 training the parameters are the buffer itself, otherwise an fp32 copy. The gradients are
-    a view of this rank's part of the gradient buffer. `moments`: the dtype of the moments; None: that
-    of the fp32 parameters.
+    a view of this rank's part of the gradient buffer. `moments`: their dtype; None: that of the
+    fp32 parameters.
     """
 
     kind: ClassVar[OptimizerKind]
