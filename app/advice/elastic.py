@@ -16,6 +16,7 @@ from app.advice.trials import Trials
 from app.config import Run
 from app.errors import ConfigError, typed
 from app.plan.formatting import count_of, gib
+from app.planner.attention import AUTO
 from app.planner.plan import Plan
 from app.rules import check
 
@@ -47,7 +48,7 @@ def laid_out(run: Run, ranks: int | None) -> Run:
 
 def told(run: Run) -> Iterator[str]:
     """Yield the line about the settings that were chosen for the number of ranks, if any were."""
-    words = [word.partition("=") for word in run.parallel.replaced]
+    words = [word.partition("=") for word in run.parallel.replaced if word != AUTO]
     if words:
         new = " ".join(f"{key}={typed(attrgetter(key)(run))} (was {was})" for key, _, was in words)
         follows = [key for key, _, _ in words] == ["parallel.dp"]

@@ -18,6 +18,7 @@ from app.config import Fp8Config, Run
 from app.config.layout import OF_ALL, OF_DELAYED
 from app.plan.parts.dispatcher import run_dispatcher, without_waits
 from app.plan.parts.fp8 import RECIPES
+from app.planner.attention import asks
 from app.planner.plan import Plan
 from app.planner.suggestion import Suggestion
 
@@ -118,7 +119,7 @@ def faster_attention(run: Run) -> Iterator[Change]:
     """Compute attention's gradients in a fixed order by cuDNN's kernel instead of torch's."""
     by_library = AttentionBackendKind.transformer_engine
     values: dict[str, Value] = {"train.attention_backend": by_library}
-    if run.train.deterministic and run.train.attention_backend is not by_library:
+    if run.train.deterministic and not asks(run) and run.train.attention_backend is not by_library:
         yield Change(values, BY_LIBRARY)
 
 

@@ -23,6 +23,7 @@ from app.choices import (
 )
 from app.config import Run
 from app.plan.parts.dispatcher import run_dispatcher
+from app.planner.attention import asks
 
 Value = int | float | str | bool | None | Enum | tuple[Enum, ...]
 
@@ -131,7 +132,7 @@ TWICE = "twice the GPUs"
 def attention_by_torch(run: Run) -> Iterator[Change]:
     """Use torch's deterministic attention backward, which stores no matrix of all scores."""
     by_library = run.train.attention_backend is AttentionBackendKind.transformer_engine
-    if by_library and run.train.deterministic:
+    if by_library and run.train.deterministic and not asks(run):
         torch = AttentionBackendKind.torch
         yield Change(
             {"train.attention_backend": torch},

@@ -11,6 +11,7 @@ from app.config import Run
 from app.plan.actions import Action
 from app.plan.memory.rank_memory import RankMemory, plan_memory
 from app.plan.select import graphs_by_rank
+from app.planner.attention import planned_attention
 from app.planner.known import Known
 from app.planner.plan import Plan
 
@@ -29,32 +30,38 @@ class Trials:
     timed: int = 0  # runs whose steps were timed so far
     bounded: int = 0  # shapes of a search whose times were bounded so far
     known: Known = field(default_factory=Known)
+    # runs with the library of attention that `auto` stands for
+    settled: dict[Run, Run] = field(default_factory=dict)
 
     def progress(self) -> str:
         """Return how far a search for layouts is, in words."""
         return f"{self.bounded} shapes bounded, {self.timed} layouts planned"
 
     def plan(self, run: Run) -> Plan:
-        """Plan a run, reusing lists of earlier ones."""
-        return Plan(run, self.known)
+        """Plan a run, reusing lists of earlier ones, with the library of attention that fits."""
+        if run not in self.settled:
+            self.settled[run] = planned_attention(run, self._peak)
+        return Plan(self.settled[run], self.known)
+
+    def _peak(self, run: Run) -> int:
+        return max(rank.total for rank in self._ranks(Plan(run, self.known), whole=False))
 
     def memory(self, run: Run, whole: bool = False) -> int:
         """Return bytes of the busiest rank, with all (`whole`) or just enough microbatches.
 
         Just enough are those that fill the pipeline.
         """
-        return max(rank.total for rank in self._ranks(run, whole))
+        return max(rank.total for rank in self._ranks(self.plan(run), whole))
 
     def fits(self, run: Run, whole: bool = False) -> bool:
         """Return whether every rank fits into its GPU, with microbatches as in `memory`.
 
         Ranks behind the first that does not fit are not planned.
         """
-        return all(rank.total <= self.limit for rank in self._ranks(run, whole))
+        return all(rank.total <= self.limit for rank in self._ranks(self.plan(run), whole))
 
-    def _ranks(self, run: Run, whole: bool) -> Iterator[RankMemory]:
-        plan = self.plan(run)
-        key = plan.schedule_key
+    def _ranks(self, plan: Plan, whole: bool) -> Iterator[RankMemory]:
+        run, key = plan.run, plan.schedule_key
         if not whole and key.name != "gpipe" and key.group_size is None:
             count = min(key.num_microbatches, SATURATED * key.pp + key.num_microbatches % key.pp)
             key = dataclasses.replace(key, num_microbatches=count)

@@ -17,6 +17,7 @@ from app.cli.processes.output import table_width
 from app.engine.ranks.memory import memory_of
 from app.engine.rehearsal.rehearse import refuse_what_needs_others, rehearse
 from app.engine.run.train import on_device
+from app.engine.start.attention import attention_here
 from app.errors import ConfigError
 from app.plan.formatting import gib
 from app.planner.plan import Plan
@@ -31,6 +32,7 @@ def rehearse_ranks(
     """Rehearse ranks, print tables unless `as_json`, and return their rows. Raises ConfigError."""
     ranks = _ranks(plan, rank)
     device = on_device(plan.run, 0)
+    plan = Plan(attention_here(plan.run, device)[0])
     refuse_what_needs_others(plan.run, device)
     for each in ranks:
         _check_fits(plan, typed, each, device)
@@ -90,7 +92,7 @@ def _check_fits(plan: Plan, typed: Typed, rank: int, device: torch.device) -> No
 def _advice(plan: Plan, typed: Typed, device: torch.device, there: int) -> str:
     for words in _smaller(plan):
         try:
-            tried = Plan(load_typed(typed.with_overrides(words)))
+            tried = Plan(attention_here(load_typed(typed.with_overrides(words)), device)[0])
             fits = max(needed(tried, each, device) for each in range(tried.layout.pp)) <= there
         except ConfigError:
             continue

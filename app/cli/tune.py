@@ -277,7 +277,7 @@ class Search:
 
     def _check(self, typed: Typed, best: PlannedCombination) -> None:
         """Raise ConfigError unless the written experiment is the combination."""
-        written = load_typed(typed)  # leaves the library of attention to train.py
+        written = planned_attention(load_typed(typed))
         if with_attention(written, best.run.train.attention_backend) != best.run:
             rule = "does not give the chosen run"
             advice = f"type its overrides: {' '.join(best.overrides)}"

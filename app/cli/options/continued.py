@@ -27,6 +27,7 @@ from app.engine.files.checkpoints import CHECKPOINTS, MANIFEST, newest_checkpoin
 from app.engine.files.run_folder import CONFIG, HEADER, read_config
 from app.engine.files.signals import ctrl_c_held_back
 from app.errors import ConfigError
+from app.planner.attention import AUTO
 from app.shell import literal
 
 ACCEPTED = "data.accept_changed"
@@ -105,6 +106,7 @@ def words_for_plain(typed: Typed, sweeps: bool) -> list[str]:
     if file.read_text(encoding="utf-8", errors="replace").startswith(HEADER):
         words += (f"{key}=null" for key in sorted(OF_ONE_RUN - {ACCEPTED}))
         words.append(f"{ACCEPTED}=false")
+        words += [AUTO] if AUTO in ((values.get("parallel") or {}).get("replaced") or ()) else []
     given = {each.lstrip("+").partition("=")[0] for each in typed.overrides}
     return [each for each in words if each.partition("=")[0] not in given]
 
@@ -172,7 +174,7 @@ def _by_present_names(file: Path, values: dict[str, Any], keys: Collection[str])
 
 
 def _take_back(values: dict[str, Any]) -> None:
-    """Put settings back for which `parallel.elastic` has chosen others: the next start chooses."""
+    """Put settings back for which this program has chosen others: the next start chooses."""
     parallel = values.get("parallel")
     words = parallel.pop("replaced", None) or () if isinstance(parallel, dict) else ()
     for word in words if isinstance(words, list | tuple) else [words]:
@@ -186,7 +188,7 @@ def _take_back(values: dict[str, Any]) -> None:
                 raise KeyError(name)
             section[name] = yaml.safe_load(text)
         except (AttributeError, LookupError, TypeError, yaml.YAMLError):
-            rule = "is no setting that parallel.elastic replaces"
+            rule = "is no setting for which others are chosen"
             raise ConfigError("parallel.replaced", word, rule) from None
 
 

@@ -121,7 +121,8 @@ class Saver:
         A run killed between a save and its name resumes there, and may have nothing more to save.
         """
         newest = newest_checkpoint(run_dir)
-        if newest is not None and is_whole(newest) and fault_of_latest(newest):
+        named = newest is not None and newest.name.startswith("step-")  # no hidden one
+        if newest is not None and named and is_whole(newest) and fault_of_latest(newest):
             point_to(newest, self._tell)
 
     def _tell(self, text: str) -> None:

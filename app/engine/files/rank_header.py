@@ -110,7 +110,8 @@ def check_header(header: Json, manifest: Json, rank: int, held: Mapping[str, int
         elif name == RANDOM_CUDA:
             _check_tensor(name, header[name], [CUDA_BYTES], dtypes=("U8",))
         elif (parameter := name.rpartition(".")[0]) in held and IMPORTED not in manifest:
-            _check_tensor(name, header[name], [held[parameter]], dtypes=("F32", "BF16"))
+            dtypes = ("F32",) if name.endswith(".main") else ("F32", "BF16")
+            _check_tensor(name, header[name], [held[parameter]], dtypes=dtypes)
         else:
             raise FieldError(name, header[name], "left out: the manifest has no such tensor")
 

@@ -91,9 +91,7 @@ class _SeesMessages(SeesCollectives):
         done = call()
         if not values.get("async_op", True):
             work = dist.Work.unbox(_work_in(done))
-            if (
-                work is not None
-            ):  # NCCL gives none for what is already in the current stream's order
+            if work is not None:  # NCCL's is none: what follows on this stream waits for it anyway
                 work.wait()
             self.trace.add(ValueKind.received, name, into, ranks)
         return done

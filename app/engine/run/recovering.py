@@ -221,6 +221,8 @@ class RecoveringTrainer(Trainer):
     def _print_opening(self, settings: str | None) -> None:
         if self.memory.agreed is None:
             super()._print_opening(settings)
+        for change in () if self.memory.agreed is None else self.start.changes:
+            warn(change)
 
     def step(self, stopwatch: Stopwatch) -> StepReport:
         """Take a step; its numbers are void if a rank has died meanwhile."""
