@@ -9,12 +9,12 @@ from collections.abc import Callable
 from app.choices import AttentionBackendKind
 from app.config import Run
 from app.errors import ConfigError
+from app.plan.memory.overheads import MOST
 from app.planner.plan import Plan
 from app.rules.attention import KEY, check_attention
 
 AUTO = f"{KEY}={AttentionBackendKind.auto.value}"  # in parallel.replaced of a run with a choice
 ORDERED = re.compile(r"\bG?[HB]\d{2,3}\b")  # names of GPUs of Hopper and Blackwell, as in profiles
-MOST = 0.95  # of a GPU's memory for the plan with all scores: plans may be 5 % too small
 
 
 def asks(run: Run) -> bool:

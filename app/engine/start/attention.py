@@ -17,7 +17,8 @@ from app.engine.ranks.memory import memory_of
 from app.engine.start.start import Start
 from app.errors import ConfigError
 from app.model.attention.chosen import library_attention
-from app.planner.attention import MOST, allowed_library, asks, faster_attention, with_attention
+from app.plan.memory.overheads import MOST
+from app.planner.attention import allowed_library, asks, faster_attention, with_attention
 from app.planner.plan import Plan
 from app.rules.attention import KEY
 
