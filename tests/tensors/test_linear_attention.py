@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from app.kernels.short_convolution import short_convolution as convolution_kernel
 from app.model.attention import delta_library
 from app.model.attention.delta_rule import (
     BLOCK,
@@ -22,6 +23,7 @@ from app.model.attention.delta_rule import (
     with_state,
 )
 from tests.rounding import EPS, error, in_fp64
+from tests.tensors.kernels_layer import DEVICE, Outputs, check, normal
 
 TOKENS = 2 * BLOCK + 7
 
@@ -131,6 +133,34 @@ def test_convolution_sees_one_document():
     found = short_convolution(x, taps, number)
     alone = [short_convolution(part, taps, None) for part in (x[:, :4], x[:, 4:])]
     torch.testing.assert_close(found, torch.cat(alone, dim=1))
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("tokens", "channels", "width"), [(3, 5, 4), (150, 70, 4), (65, 64, 2)])
+def test_convolution_kernel_equals_fp64(
+    tokens: int, channels: int, width: int, dtype: torch.dtype, documents: bool
+):
+    """Also where documents end within a program's tokens, and end its tokens."""
+    ends = torch.tensor([1, 64, 66], device=DEVICE)
+    number = torch.searchsorted(ends, torch.arange(tokens, device=DEVICE), right=True)
+    number = number.expand(2, -1) if documents else None
+
+    def kernel(x: Tensor, taps: Tensor) -> Outputs:
+        return (convolution_kernel(x, taps, number),)
+
+    def plain(x: Tensor, taps: Tensor) -> Outputs:
+        total = torch.zeros_like(x)
+        for back in range(min(width, tokens)):
+            seen = F.pad(x[:, : tokens - back], (0, 0, back, 0))
+            if number is not None:
+                came = F.pad(number[:, : tokens - back], (back, 0), value=-1)
+                seen = seen * (came == number)[..., None]
+            total = total + seen * taps[:, width - 1 - back]
+        return (F.silu(total),)
+
+    taps = normal(channels, width, dtype=dtype, seed=1)
+    check(kernel, plain, (normal(2, tokens, channels, dtype=dtype), taps))
 
 
 BF16, GPU = torch.bfloat16, torch.device("cuda")
