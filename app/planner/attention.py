@@ -35,7 +35,7 @@ def with_attention(run: Run, backend: AttentionBackendKind) -> Run:
     )
 
 
-def faster_attention(run: Run) -> Run | None:
+def ordered_attention(run: Run) -> Run | None:
     """Return the run with cuDNN's ordered backward instead of torch's; None if it is not faster, or
     rules forbid it. Its memory, and whether a host has it, is for the caller to check.
     """
@@ -62,7 +62,7 @@ def planned_attention(run: Run, peak: Callable[[Run], int] | None = None) -> Run
         return run
     profile = run.hardware.profile
     if profile is not None and ORDERED.search(profile.gpu):
-        faster = faster_attention(run)
+        faster = ordered_attention(run)
         if faster is not None:
             plan = Plan(faster)
             needed = plan.busiest.total if peak is None else peak(faster)
