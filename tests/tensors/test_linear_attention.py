@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.kernels.short_convolution import short_convolution as convolution_kernel
 from app.model.attention import delta_library
 from app.model.attention.delta_rule import (
     BLOCK,
@@ -23,7 +22,7 @@ from app.model.attention.delta_rule import (
     with_state,
 )
 from tests.rounding import EPS, error, in_fp64
-from tests.tensors.kernels_layer import DEVICE, Outputs, check, normal
+from tests.tensors.kernels_layer import check_convolution
 
 TOKENS = 2 * BLOCK + 7
 
@@ -141,26 +140,7 @@ def test_convolution_sees_one_document():
 def test_convolution_kernel_equals_fp64(
     tokens: int, channels: int, width: int, dtype: torch.dtype, documents: bool
 ):
-    """Also where documents end within a program's tokens, and end its tokens."""
-    ends = torch.tensor([1, 64, 66], device=DEVICE)
-    number = torch.searchsorted(ends, torch.arange(tokens, device=DEVICE), right=True)
-    number = number.expand(2, -1) if documents else None
-
-    def kernel(x: Tensor, taps: Tensor) -> Outputs:
-        return (convolution_kernel(x, taps, number),)
-
-    def plain(x: Tensor, taps: Tensor) -> Outputs:
-        total = torch.zeros_like(x)
-        for back in range(min(width, tokens)):
-            seen = F.pad(x[:, : tokens - back], (0, 0, back, 0))
-            if number is not None:
-                came = F.pad(number[:, : tokens - back], (back, 0), value=-1)
-                seen = seen * (came == number)[..., None]
-            total = total + seen * taps[:, width - 1 - back]
-        return (F.silu(total),)
-
-    taps = normal(channels, width, dtype=dtype, seed=1)
-    check(kernel, plain, (normal(2, tokens, channels, dtype=dtype), taps))
+    check_convolution(tokens, channels, width, dtype=dtype, documents=documents)
 
 
 BF16, GPU = torch.bfloat16, torch.device("cuda")
