@@ -182,10 +182,6 @@ class Search:
 
     def _measure(self) -> None:
         """Measure what may be fastest, until nothing is likely to be faster or time is over."""
-        lacks = self._lacks()
-        if self.asked.budget_s == 0 or lacks:
-            print(f"nothing is measured: {lacks or 'budget=0'}")
-            return
         where = "GPU" if gpus_here(self.run) else "CPU"
         head = (*sorted(self.asked.typed.words), where, Version.of().short)
         record = self.folder / RECORD
@@ -193,6 +189,10 @@ class Search:
         self.found = bench.measured()
         if self.found:
             print(f"{len(self.found)} measurements of {bench.record} are taken over")
+        lacks = self._lacks()
+        if self.asked.budget_s == 0 or lacks:
+            print(f"nothing is measured: {lacks or 'budget=0'}")
+            return
         end = time.monotonic() + self.asked.budget_s
         while (left := end - time.monotonic()) > 0:
             following = self._next()
@@ -244,6 +244,9 @@ class Search:
         for each in front(self.combinations)[:ROWS]:
             table.add_row(figures(each.seconds * 1e3), gib(each.memory), Text(each.key))
         self.console.print(table)
+        if self.run.hardware.profile is None:
+            told = "Times are planned by a GPU's data sheet (hardware.profile is null)"
+            print(f"{told}: they rank combinations on such a GPU, not on this host.")
 
     def _write(self) -> None:
         """Write picture and experiment, and print the fastest. Raises ConfigError."""
@@ -257,7 +260,9 @@ class Search:
         self._show(ranked)
         how = f"measured {times[best.key]:,.1f} ms per step" if timed else "not measured"
         about = [f"{how}, planned {figures(best.seconds * 1e3)} ms and {gib(best.memory)} GiB."]
-        if own.key in times and timed:
+        if own is best and timed:
+            about.append(f"The run as typed is the fastest of {len(timed)} measured ones.")
+        elif own.key in times:
             gain = times[own.key] / times[best.key]
             about.append(f"The run as typed takes {gain:.2f} times as long.")
         about.append(f"Written by {command_name('tune')} {shell_line(self.asked.typed.words)}")

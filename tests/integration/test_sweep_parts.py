@@ -19,6 +19,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from app.choices import AttentionBackendKind
 from app.cli.options.compose import register_schema
 from app.cli.run_report.sweep_record import JobState, Sweep, locked
 from app.cli.sweeps import combinations as sweep_plan
@@ -37,6 +38,7 @@ from app.config import Run
 from app.engine.files.run_folder import plain
 from app.errors import ConfigError
 from app.plan.formatting import GIB
+from app.planner.attention import with_attention
 from app.planner.plan import Plan
 from app.shell import quoted
 from tests.config import CONF, load
@@ -145,9 +147,11 @@ def combination(*overrides: str, checkpoint: str = "default") -> Combination:
 
 
 def finished_run(run_dir: Path, *overrides: str) -> None:
-    """Files of a run that has come to its last step and saves nothing."""
+    """Files of a run that has come to its last step and saves nothing; its start has chosen the
+    library of attention.
+    """
     run_dir.mkdir(parents=True)
-    run = load("checkpoint=none", *overrides)
+    run = with_attention(load("checkpoint=none", *overrides), AttentionBackendKind.torch)
     (run_dir / "config.yaml").write_text(
         OmegaConf.to_yaml(OmegaConf.create(plain(dataclasses.asdict(run))))
     )
@@ -156,7 +160,6 @@ def finished_run(run_dir: Path, *overrides: str) -> None:
     )
 
 
-@pytest.mark.full
 def test_a_run_whose_files_say_so_is_done(tmp_path: Path):
     """As when the sweep was killed before it could note that."""
     sweep, found = sweep_of(tmp_path, 2, 3)

@@ -22,6 +22,7 @@ from app.config import (
 )
 from app.errors import ConfigError
 from app.plan.formatting import GIB
+from app.planner.attention import planned_attention
 from app.planner.plan import Plan
 from app.rules import check
 from tests.cases import chosen
@@ -153,7 +154,7 @@ def test_suggestions_work_when_typed(line: str):
     suggestions = suggest(Plan(run))
     assert suggestions
     for suggestion in suggestions:
-        again = Plan(load(*overrides, *suggestion.overrides))
+        again = Plan(planned_attention(load(*overrides, *suggestion.overrides)))
         assert (
             again.fits
             and again.busiest.total == suggestion.memory

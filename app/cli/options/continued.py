@@ -169,11 +169,11 @@ def _by_present_names(file: Path, values: dict[str, Any], keys: Collection[str])
     depends on, unless the key that decides in its place is among those typed.
     """
     present, told = with_new_names(values, saved=True, typed_keys=keys)
-    _take_back(present)
+    take_back(present)
     return RunSettings(file, present, tuple(told))
 
 
-def _take_back(values: dict[str, Any]) -> None:
+def take_back(values: dict[str, Any]) -> None:
     """Put settings back for which this program has chosen others: the next start chooses."""
     parallel = values.get("parallel")
     words = parallel.pop("replaced", None) or () if isinstance(parallel, dict) else ()

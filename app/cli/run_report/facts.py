@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from app.cli.options.continued import take_back
 from app.config.renamed import with_new_names
 from app.engine.files.checkpoints import newest_checkpoint
 from app.engine.files.metric_lines import MOST
@@ -94,15 +95,18 @@ def clock(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds))) if 0 <= seconds < MOST_SECONDS else "?"
 
 
-def settings(run_dir: Path) -> dict[str, Any]:
+def settings(run_dir: Path, *, as_typed: bool = False) -> dict[str, Any]:
     """Return dotted key -> value of a run's configuration; empty if none has been written. Raises
-    ConfigError for a broken one.
+    ConfigError for a broken one. as_typed: before the program chose others for some of them.
     """
     try:
         values = read_config(run_dir / CONFIG)
     except FileNotFoundError:
         return {}
-    return dict(flat(with_new_names(values, saved=True)[0]))
+    values = with_new_names(values, saved=True)[0]
+    if as_typed:
+        take_back(values)
+    return dict(flat(values))
 
 
 def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -280,7 +280,7 @@ def _as_it_stands(folder: Path, job: Job, combination: Combination) -> Job:
 
 def _check_settings(folder: Path, job: Job, run: Run) -> None:
     # The same overrides give other settings once a YAML file or a default has changed.
-    was = settings(folder / job.folder)
+    was = settings(folder / job.folder, as_typed=True)
     for key, now in flat(plain(dataclasses.asdict(run))):
         if key in was and was[key] != now:
             rule = f"{job.folder} was trained with {key}={was[key]}, but it is {now} now"
