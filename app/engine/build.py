@@ -45,6 +45,7 @@ from app.model.layers.attend import Attend, TorchAttention
 from app.model.layers.frozen import freeze, start_backward_at
 from app.model.layers.layer_groups import LayerGroups, own_tokens
 from app.model.lora import add_adapters, hold_base
+from app.model.offload import HostBuffers
 from app.moe.dispatch.paged_buffer import build_paged_buffer
 from app.moe.phases import MoEBody, Router
 from app.moe.protocol import Dispatcher
@@ -206,6 +207,8 @@ def _states(
         yield AheadLosses(run.model.mtp.layers, chunks, device)
     if run.data.parts:
         yield SourceLosses([source.label for source, _ in run.data.parts], device)
+    if run.recompute.offload:
+        yield HostBuffers(chunks, run.recompute.offload, device)
 
 
 def _build_dispatcher(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from app.choices import Balance, Recompute
+from app.choices import Balance, Offload, Recompute
 from app.config import RecomputeConfig, Run
 from app.plan.actions import Forward, MicrobatchChunk
 from app.plan.schedule import peak_in_flight
@@ -24,9 +24,12 @@ class RecomputeChoice:
 
     parts: frozenset[Recompute] = frozenset()  # of each layer
     whole_layers: bool = False  # every layer from its input, which includes all parts
+    offload: frozenset[Offload] = frozenset()  # parts that keep what they save in host memory
 
 
 NOTHING = RecomputeChoice()
+# bytes of memory of saved tensors from which it is offloaded: a copy takes 10 µs to start
+OFFLOADED_FROM = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +62,10 @@ class RankRecompute:
 
 def recompute_policy(run: Run) -> RecomputePolicy:
     """Return the recomputation of a run."""
-    parts = RecomputeChoice(frozenset(run.recompute.phases))
-    usual = RecomputeChoice(whole_layers=True) if run.recompute.full else parts
+    offload = frozenset(run.recompute.offload)
+    parts = RecomputeChoice(frozenset(run.recompute.phases), offload=offload)
+    full = RecomputeChoice(whole_layers=True, offload=offload)
+    usual = full if run.recompute.full else parts
     return RecomputePolicy(usual, spared=parts, partial=run.recompute.partial_microbatches)
 
 

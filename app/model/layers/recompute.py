@@ -168,6 +168,12 @@ class Recomputation:
         if not (self.chosen.parts or self.replaces):
             yield
             return
+        with self.hooks():
+            yield
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Install the hooks around a forward, whatever is recomputed."""
         self._running = True
         with saved_tensors_hooks(self._pack, _unpack):
             yield
