@@ -25,7 +25,7 @@ from app.choices import Offload
 from app.model.block import Phase, StepState
 from app.model.chunk import Chunk
 from app.model.layers.layers import Context
-from app.model.layers.recompute import BackwardSource, Recomputation
+from app.model.layers.recompute import BackwardSource, Recomputation, SavedView
 from app.plan.phases import OFFLOADED
 from app.plan.recompute import OFFLOADED_FROM, RecomputeChoice
 
@@ -159,7 +159,9 @@ class HostBuffers(StepState):
             return False
         storage = saved.untyped_storage()
         if not self.staying:
-            held = (each for chunk in self.chunks for each in (*chunk.parameters(), *chunk.buffers()))
+            held = (
+                each for chunk in self.chunks for each in (*chunk.parameters(), *chunk.buffers())
+            )
             self.staying = frozenset(each.untyped_storage().data_ptr() for each in held)
         return storage.nbytes() >= OFFLOADED_FROM and storage.data_ptr() not in self.staying
 
@@ -169,7 +171,7 @@ class HostBuffers(StepState):
         storage = saved.untyped_storage()
         count = storage.nbytes() // saved.element_size()
         flat = torch.empty(0, dtype=saved.dtype, device=saved.device)
-        flat.set_(storage, 0, (count,), (1,))  # type: ignore[call-overload]
+        flat.set_(storage, 0, (count,), (1,))
         host = self._buffer(flat)
         with self._beside(back=False):
             host.copy_(flat, non_blocking=True)
@@ -257,9 +259,11 @@ class OffloadingRecomputation(Recomputation):
         self.last: OffloadedGroup | None = None  # of the layer before
         self.shared: frozenset[int] = frozenset()  # addresses of what all layers read
 
-    def forward(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def forward(self) -> Iterator[None]:
         """Install the hooks around a forward."""
-        return self.hooks()
+        with self.hooks():
+            yield
 
     def whole_layer(self, layer: Callable[[*Ts], T], *arguments: *Ts) -> T:
         """See `Recomputation`; one group has what the layer offloads."""
@@ -277,7 +281,7 @@ class OffloadingRecomputation(Recomputation):
         with self.buffers.layer(self.last) as self.last, self.buffers.opened(whole):
             return super().whole_layer(layer, *arguments)
 
-    def _pack(self, saved: Tensor) -> object:
+    def _pack(self, saved: Tensor) -> Tensor | SavedView:
         storage = saved.untyped_storage()
         if self.buffers.takes(saved) and storage.data_ptr() not in self.shared:
             noted = self._sources.get(storage._cdata)

@@ -15,7 +15,12 @@ from dataclasses import dataclass, replace
 from app.choices import Balance, Offload, Recompute
 from app.config import RecomputeConfig, Run
 from app.plan.actions import Forward, MicrobatchChunk
+from app.plan.phases import OFFLOADED, PhaseName
 from app.plan.schedule import peak_in_flight
+
+# bytes of memory of saved tensors from which it is offloaded: a copy takes 10 µs to start
+OFFLOADED_FROM = 64 * 1024
+KEPT_PHASES = ("embedding", "head", PhaseName.preprocess, PhaseName.dispatch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +31,19 @@ class RecomputeChoice:
     whole_layers: bool = False  # every layer from its input, which includes all parts
     offload: frozenset[Offload] = frozenset()  # parts that keep what they save in host memory
 
+    def offloads(self, phase: str, saved: int) -> bool:
+        """Return whether bytes that an operation of a phase saves go to host memory.
+
+        Phases of none but integers keep them.
+        """
+        if saved < OFFLOADED_FROM or phase in KEPT_PHASES:
+            return False
+        return Offload.layers in self.offload or any(
+            phase in OFFLOADED[part] for part in self.offload
+        )
+
 
 NOTHING = RecomputeChoice()
-# bytes of memory of saved tensors from which it is offloaded: a copy takes 10 µs to start
-OFFLOADED_FROM = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)

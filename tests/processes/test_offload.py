@@ -9,7 +9,6 @@ import pytest
 
 from app.choices import Offload, Recompute, ScheduleName
 from app.config import MoEConfig, ParallelConfig, RecomputeConfig, Run, ScheduleConfig, TrainConfig
-from app.model.offload import HostBuffers
 from tests.distributed import run_distributed
 from tests.processes.recompute import steps
 from tests.runs import make_run
@@ -28,6 +27,8 @@ def run_of(name: str, schedule: str = "auto", pp: int = 1, **recompute: Any) -> 
         schedule=ScheduleConfig(ScheduleName(schedule)),
         recompute=RecomputeConfig(**recompute),
     )
+
+
 CASES = [
     ("dense", dict(offload=(Offload.layers,))),
     ("moe", dict(offload=(Offload.layers,))),

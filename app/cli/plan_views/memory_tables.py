@@ -30,6 +30,15 @@ def print_memory(plan: Plan, console: Console) -> None:
     console.print(table)
     if plan.host_copies:
         _print_host_copies(plan, console)
+    if most := max(rank.offloaded for rank in plan.memory):
+        ranks = min(plan.run.world_size, plan.run.parallel.gpus_per_node)
+        parts = ",".join(part.value for part in plan.run.recompute.offload)
+        console.print(
+            f"Activations in host memory (recompute.offload=[{parts}]): {gib(most)} GiB a rank, "
+            f"{gib(most * ranks)} GiB a host of {count_of(ranks, 'rank')}; up to twice that, as "
+            "torch rounds the size of pinned memory up to a power of two.",
+            style="dim",
+        )
     console.print()
 
 

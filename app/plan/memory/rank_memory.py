@@ -22,6 +22,8 @@ from app.plan.layout import ParallelLayout
 from app.plan.memory.activations import (
     ChunkActivations,
     Peak,
+    host_peak,
+    rank_moments,
 )
 from app.plan.memory.overheads import (
     BACKWARD_KERNELS,
@@ -44,6 +46,7 @@ from app.plan.parts.known import KnownParts
 from app.plan.parts.paged_buffer import planned_paged_buffer
 from app.plan.parts.static import PlannedStatic
 from app.plan.parts.trace import BYTES
+from app.plan.recompute import recompute_policy
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.sharding.frozen import frozen_bytes, frozen_numel, trained_matrices
 from app.plan.sharding.optimizers import PLANNED, moment_bytes
@@ -71,6 +74,7 @@ class RankMemory:
 
     pp_rank: int
     parts: tuple[MemoryPart, ...]
+    offloaded: int = 0  # bytes of activations in host memory at most (`recompute.offload`)
 
     @property
     def total(self) -> int:
@@ -106,7 +110,7 @@ def plan_memory(
     known = SharedMemory(layout, KnownParts() if parts is None else parts)
     for rank, (held, graph) in enumerate(zip(stages.stages, graphs, strict=True)):
         planned = _Rank(run, layout, held, buffers[rank], actions[rank], graph, rank, known)
-        yield RankMemory(rank, tuple(planned.parts()))
+        yield RankMemory(rank, tuple(planned.parts()), planned.offloaded())
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +144,14 @@ class _Rank:
             groups = communicators(run.model, self.layout, self.rank)
             size = NCCL_ITSELF + sum(COMMUNICATOR[group.kind] for group in groups)
             yield MemoryPart("NCCL", size, _communicators_note(groups))
+
+    def offloaded(self) -> int:
+        """Return the most bytes of activations in host memory."""
+        if not self.run.recompute.offload:
+            return 0
+        chunks = self.known.chunks(self.run, self.stages)
+        spared = recompute_policy(self.run).on_rank(self.actions).spared
+        return host_peak(rank_moments(self.actions, spared), chunks)
 
     def _numels(self) -> tuple[int, int, int]:
         """Return dense and expert elements, padding included, and those whose state it owns."""
