@@ -55,6 +55,7 @@ from app.optim.frozen import FrozenWeight
 from app.optim.scale import LossScale
 from app.optim.shard import OptimizerGroups
 from app.plan.model.held import is_held
+from app.plan.recompute import recompute_policy
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.sharding.frozen import frozen_in
 from app.plan.stages import StagePlan
@@ -207,8 +208,8 @@ def _states(
         yield AheadLosses(run.model.mtp.layers, chunks, device)
     if run.data.parts:
         yield SourceLosses([source.label for source, _ in run.data.parts], device)
-    if run.recompute.offload:
-        yield HostBuffers(chunks, run.recompute.offload, device)
+    if offload := recompute_policy(run).usual.offload:
+        yield HostBuffers(chunks, offload, device)
 
 
 def _build_dispatcher(

@@ -12,7 +12,7 @@ compute waits for a copy first, and every copy waits for compute. On a CPU copie
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -92,7 +92,7 @@ class HostBuffers(StepState):
     """
 
     def __init__(
-        self, chunks: Sequence[Chunk], chosen: Sequence[Offload], device: torch.device
+        self, chunks: Sequence[Chunk], chosen: Collection[Offload], device: torch.device
     ) -> None:
         self.chunks = chunks
         self.device = device

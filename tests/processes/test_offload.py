@@ -7,11 +7,21 @@ from typing import Any
 
 import pytest
 
-from app.choices import Offload, Recompute, ScheduleName
-from app.config import MoEConfig, ParallelConfig, RecomputeConfig, Run, ScheduleConfig, TrainConfig
+from app.choices import GraphImpl, Offload, Recompute, ScheduleName
+from app.config import (
+    CudaGraphConfig,
+    MoEConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    Run,
+    ScheduleConfig,
+    TrainConfig,
+)
+from app.errors import ConfigError
+from app.model.offload import HostBuffers
 from tests.distributed import run_distributed
 from tests.processes.recompute import steps
-from tests.runs import make_run
+from tests.runs import engine_of, make_run, train_steps
 from tests.tensors.activation_memory import DENSE
 
 LARGE = dataclasses.replace(DENSE, num_layers=4)  # whose activations are above the smallest size
@@ -51,3 +61,56 @@ def test_offloading_changes_no_bit(name: str, options: dict[str, Any]):
     assert run_distributed(steps, run.world_size, run) == run_distributed(
         steps, run.world_size, plain
     )
+
+
+HALF = MODELS["dense"].hidden_size * 2 * 128 * 4  # bytes of hidden states
+
+
+def host_bytes(rank: int, run: Run) -> tuple[int, int, float]:
+    """Host memory after one step and after three, and planned."""
+    engine = engine_of(run, rank)
+    found = []
+    for count in (1, 2):
+        train_steps(run, engine, count)
+        buffers = engine.state(HostBuffers)
+        assert buffers is not None and not buffers.fetching
+        found.append(buffers.host_bytes)
+    return found[0], found[1], engine.plan.memory[rank].offloaded
+
+
+def test_host_memory_is_that_of_microbatches_in_flight():
+    run = run_of("dense", pp=2, offload=(Offload.layers,))
+    first, last = run_distributed(host_bytes, 2, run)
+    assert first[0] == first[1] and last[0] == last[1]
+    # two in flight on the first rank; the last one keeps the stage's input for its gradient
+    assert first[0] == 2 * (last[0] + HALF) > 0
+    assert first[2] == 2 * (last[2] + HALF)
+
+
+LOCAL = CudaGraphConfig(GraphImpl.local)
+REFUSED = [
+    (
+        "dense",
+        dict(cuda_graph=CudaGraphConfig(GraphImpl.local)),
+        [Offload.layers],
+        "cuda_graph=none",
+    ),
+    ("dense", dict(full=True), [Offload.attn], "recompute.offload=[layers]"),
+    ("moe", dict(phases=(Recompute.moe,)), [Offload.moe], "recompute.offload=[layers]"),
+    ("dense", dict(), [Offload.moe], "recompute.offload=[layers]"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "offload", "advice"), REFUSED, ids=str)
+def test_offload_is_refused_with_advice(
+    name: str, options: dict[str, Any], offload: list[Offload], advice: str
+):
+    graph = options.get("cuda_graph", CudaGraphConfig())
+    recompute = {key: value for key, value in options.items() if key != "cuda_graph"}
+    with pytest.raises(ConfigError, match=r"recompute\.offload=\[") as error:
+        make_run(
+            MODELS[name],
+            recompute=RecomputeConfig(offload=tuple(offload), **recompute),
+            cuda_graph=graph,
+        )
+    assert advice in str(error.value)

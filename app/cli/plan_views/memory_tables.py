@@ -9,6 +9,7 @@ from app.cli.plan_views.rows import heading, new_table
 from app.plan.formatting import count_of, figures, gib
 from app.plan.memory.rank_memory import RankMemory
 from app.plan.partners import shift_of
+from app.plan.recompute import recompute_policy
 from app.planner.decoding import fixed_bytes
 from app.planner.export import Decoding
 from app.planner.plan import Plan
@@ -32,7 +33,7 @@ def print_memory(plan: Plan, console: Console) -> None:
         _print_host_copies(plan, console)
     if most := max(rank.offloaded for rank in plan.memory):
         ranks = min(plan.run.world_size, plan.run.parallel.gpus_per_node)
-        parts = ",".join(part.value for part in plan.run.recompute.offload)
+        parts = ",".join(sorted(part.value for part in recompute_policy(plan.run).usual.offload))
         console.print(
             f"Activations in host memory (recompute.offload=[{parts}]): {gib(most)} GiB a rank, "
             f"{gib(most * ranks)} GiB a host of {count_of(ranks, 'rank')}; up to twice that, as "

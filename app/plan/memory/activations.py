@@ -120,8 +120,10 @@ def _microbatch(s: Sizes, stage: Stage, recompute: RecomputeChoice) -> Microbatc
     if ropes:
         # cosines and sines of each kind of positions
         kept["rotary"] = len(ropes) * s.rotary
-    if not stage.embedding and recompute.offloads(PhaseName.attn, s.stream):
-        kept[PhaseName.attn] = s.stream  # the stage's input stays for its gradient
+    # the stage's input stays on the GPU for its gradient
+    stays = not stage.embedding and recompute.offloads(PhaseName.attn, s.stream)
+    if stays:
+        kept[PhaseName.attn] = s.stream
     forward = backward = saved = kept.total()
     waiting = waits = sum(times * found[part].waiting for part, times in part_counts(s, stage))
     # the gradient of an embedding that is used again is alive from there to the lookup's backward
@@ -146,7 +148,7 @@ def _microbatch(s: Sizes, stage: Stage, recompute: RecomputeChoice) -> Microbatc
                 for phase, size in memory.kept.items()
             }
         )
-    host = sum(times * away[part] for part, times in part_counts(s, stage))
+    host = sum(times * away[part] for part, times in part_counts(s, stage)) - stays * s.stream
     return MicrobatchMemory(
         +kept, forward - saved, backward - saved, waiting=waiting, offloaded=host
     )

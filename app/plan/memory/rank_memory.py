@@ -147,10 +147,11 @@ class _Rank:
 
     def offloaded(self) -> int:
         """Return the most bytes of activations in host memory."""
-        if not self.run.recompute.offload:
+        policy = recompute_policy(self.run)
+        if not policy.usual.offload:
             return 0
         chunks = self.known.chunks(self.run, self.stages)
-        spared = recompute_policy(self.run).on_rank(self.actions).spared
+        spared = policy.on_rank(self.actions).spared
         return host_peak(rank_moments(self.actions, spared), chunks)
 
     def _numels(self) -> tuple[int, int, int]:
