@@ -38,7 +38,8 @@ class OffloadedTensor(BackwardSource):
     """Memory of saved tensors, on the device or on the host."""
 
     group: OffloadedGroup
-    host: Tensor
+    buffer: Tensor  # uint8 on the host, at least as large
+    host: Tensor  # the part of `buffer` that holds it, flat
     value: Tensor | None  # on the device, flat; None: on the host alone
 
     def add_reader(self, saved: Tensor) -> None:
@@ -100,8 +101,8 @@ class HostBuffers(StepState):
         self.group: OffloadedGroup | None = None  # of the layer whose forward runs
         self.leaving: OffloadedGroup | None = None  # of the last layer, still on the device
         self.fetching: list[OffloadedGroup] = []  # copies back that compute has not waited for
-        self.made: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
-        self.idle: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+        self.made: dict[int, list[Tensor]] = defaultdict(list)  # by bytes
+        self.idle: dict[int, list[Tensor]] = defaultdict(list)
         self.staying: frozenset[int] = frozenset()  # addresses of parameters and buffers
         self.streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None  # out, back
         if device.type == "cuda":
@@ -172,20 +173,23 @@ class HostBuffers(StepState):
         count = storage.nbytes() // saved.element_size()
         flat = torch.empty(0, dtype=saved.dtype, device=saved.device)
         flat.set_(storage, 0, (count,), (1,))
-        host = self._buffer(flat)
+        buffer = self._buffer(flat.nbytes)
+        host = buffer[: flat.nbytes].view(flat.dtype)
         with self._beside(back=False):
             host.copy_(flat, non_blocking=True)
-        found = OffloadedTensor(self.group, host, flat)
+        found = OffloadedTensor(self.group, buffer, host, flat)
         self.group.tensors.append(found)
         return found
 
-    def _buffer(self, flat: Tensor) -> Tensor:
-        key = len(flat), flat.dtype
-        if self.idle[key]:
-            return self.idle[key].pop()
-        host = torch.empty(len(flat), dtype=flat.dtype, pin_memory=flat.is_cuda)
-        self.made[key].append(host)
-        return host
+    def _buffer(self, size: int) -> Tensor:
+        # few sizes, as dispatched tokens have a number of their own in every microbatch
+        step = 1 << max(0, size.bit_length() - 4)
+        size = -(-size // step) * step
+        if self.idle[size]:
+            return self.idle[size].pop()
+        buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        self.made[size].append(buffer)
+        return buffer
 
     def _beside(self, back: bool) -> AbstractContextManager[object]:
         """Return a context whose copies start after the compute launched so far, and run beside
@@ -238,7 +242,7 @@ class HostBuffers(StepState):
         if group in self.fetching:
             self.fetching.remove(group)
         for tensor in group.tensors:
-            self.idle[len(tensor.host), tensor.host.dtype].append(tensor.host)
+            self.idle[len(tensor.buffer)].append(tensor.buffer)
         if self.leaving is not None:  # of another microbatch
             self._drop(self.leaving)
             self.leaving = None

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
 from app.choices import GraphImpl, Offload, Recompute, ScheduleName
 from app.config import (
@@ -20,23 +21,42 @@ from app.config import (
 from app.errors import ConfigError
 from app.model.offload import HostBuffers
 from tests.distributed import run_distributed
-from tests.processes.recompute import steps
-from tests.runs import engine_of, make_run, train_steps
+from tests.runs import engine_of, make_run, train_steps, whole_gradients, whole_parameters
 from tests.tensors.activation_memory import DENSE
 
+EAGER = CudaGraphConfig()
+WHOLE = CudaGraphConfig(GraphImpl.full_iteration, warmup_steps=1)
 LARGE = dataclasses.replace(DENSE, num_layers=4)  # whose activations are above the smallest size
 MOE = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=64, first_k_dense=1)
 MODELS = {"dense": LARGE, "moe": dataclasses.replace(LARGE, moe=MOE)}
 
 
-def run_of(name: str, schedule: str = "auto", pp: int = 1, **recompute: Any) -> Run:
+def run_of(
+    name: str, schedule: str = "auto", pp: int = 1, graph: CudaGraphConfig = EAGER, **recompute: Any
+) -> Run:
     return make_run(
         MODELS[name],
+        cuda_graph=graph,
         train=TrainConfig(steps=20, seq_len=128, micro_batch=2, global_batch=8),
         parallel=ParallelConfig(dp=1, pp=pp),
         schedule=ScheduleConfig(ScheduleName(schedule)),
         recompute=RecomputeConfig(**recompute),
     )
+
+
+def trained(rank: int, run: Run) -> dict[str, Any]:
+    """Losses of an eager step and of two more, which are captured and replayed with a graph; then
+    gradients and parameters.
+    """
+    torch.manual_seed(0)
+    engine = engine_of(run, rank)
+    losses = train_steps(run, engine, 3)
+    both = {"gradients": whole_gradients(engine), "values": whole_parameters(engine)}
+    return {"losses": losses} | {
+        f"{kind} {name}": value.numpy().tobytes()
+        for kind, values in both.items()
+        for name, value in values.items()
+    }
 
 
 CASES = [
@@ -51,15 +71,17 @@ CASES = [
     ("moe", dict(offload=(Offload.layers,), pp=2)),
     ("moe", dict(offload=(Offload.layers,), pp=2, schedule="zero_bubble_h1")),
     ("dense", dict(offload=(Offload.layers,), pp=2, full=True, partial_microbatches=1)),
+    ("dense", dict(offload=(Offload.layers,), pp=2, graph=WHOLE)),
+    ("moe", dict(offload=(Offload.layers,), graph=WHOLE)),
 ]
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
 def test_offloading_changes_no_bit(name: str, options: dict[str, Any]):
     run = run_of(name, **options)
-    plain = dataclasses.replace(run, recompute=RecomputeConfig())
-    assert run_distributed(steps, run.world_size, run) == run_distributed(
-        steps, run.world_size, plain
+    plain = dataclasses.replace(run, recompute=RecomputeConfig(), cuda_graph=EAGER)
+    assert run_distributed(trained, run.world_size, run) == run_distributed(
+        trained, run.world_size, plain
     )
 
 

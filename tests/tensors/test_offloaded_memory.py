@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from app.choices import Dtype, Offload, Recompute
-from app.model.offload import HostBuffers
+from app.model.offload import HostBuffers, OffloadedTensor
 from tests.tensors.activation_memory import (
     DENSE,
     SIGMOID,
@@ -43,8 +44,19 @@ def test_device_and_host_keep_what_is_planned(name: str, recompute: dict[str, An
     assert memory.total + memory.offloaded == before.total
     chunk = chunk_of(run)
     buffers = HostBuffers([chunk], run.recompute.offload, torch.device("cpu"))
+    sent: list[Tensor] = []
+    send = buffers.send
+
+    def noted(saved: Tensor) -> OffloadedTensor:
+        found = send(saved)
+        sent.append(found.host.view(torch.uint8))
+        return found
+
+    buffers.send = noted
     _, _, backward = forward_and_backward(run, chunk, True)
     host = buffers.host_bytes
-    assert memory.offloaded == pytest.approx(host, rel=0.05)
+    used = sum(map(len, sent))
+    assert memory.offloaded == pytest.approx(used, rel=0.05)
+    assert used <= host <= 1.125 * used
     assert memory.total + memory.backward == pytest.approx(backward - host, rel=0.05)
     assert memory.total + memory.backward < before.total + before.backward
