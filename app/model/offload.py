@@ -54,7 +54,7 @@ class OffloadedTensor(BackwardSource):
 
 @dataclass(slots=True, eq=False)
 class OffloadedGroup:
-    """What one layer of one microbatch has offloaded."""
+    """Tensors that one layer of one microbatch has offloaded."""
 
     buffers: HostBuffers
     before: OffloadedGroup | None  # of the layer before, copied back ahead of its backward
