@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from app.choices import GraphImpl, Offload, Recompute, ScheduleName
+from app.choices import Dtype, GraphImpl, Offload, Recompute, ScheduleName
 from app.config import (
     CudaGraphConfig,
     MoEConfig,
     ParallelConfig,
+    PrecisionConfig,
     RecomputeConfig,
     Run,
     ScheduleConfig,
@@ -31,15 +32,20 @@ MOE = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=64, first_k_dense=1)
 MODELS = {"dense": LARGE, "moe": dataclasses.replace(LARGE, moe=MOE)}
 
 
-def run_of(
-    name: str, schedule: str = "auto", pp: int = 1, graph: CudaGraphConfig = EAGER, **recompute: Any
-) -> Run:
+def run_of(name: str, recompute: dict[str, Any], **options: Any) -> Run:
+    """A run with these keys of `recompute`; other options are `graph`, `schedule`, `precision` and
+    degrees.
+    """
+    graph = options.pop("graph", EAGER)
+    schedule = ScheduleConfig(ScheduleName(options.pop("schedule", "auto")))
+    precision = PrecisionConfig(options.pop("precision", Dtype.float32))
     return make_run(
         MODELS[name],
-        cuda_graph=graph,
         train=TrainConfig(steps=20, seq_len=128, micro_batch=2, global_batch=8),
-        parallel=ParallelConfig(dp=1, pp=pp),
-        schedule=ScheduleConfig(ScheduleName(schedule)),
+        precision=precision,
+        cuda_graph=graph,
+        parallel=ParallelConfig(**dict(dp=1) | options),
+        schedule=schedule,
         recompute=RecomputeConfig(**recompute),
     )
 
@@ -53,32 +59,36 @@ def trained(rank: int, run: Run) -> dict[str, Any]:
     losses = train_steps(run, engine, 3)
     both = {"gradients": whole_gradients(engine), "values": whole_parameters(engine)}
     return {"losses": losses} | {
-        f"{kind} {name}": value.numpy().tobytes()
+        f"{kind} {name}": value.float().numpy().tobytes()
         for kind, values in both.items()
         for name, value in values.items()
     }
 
 
-CASES = [
-    ("dense", dict(offload=(Offload.layers,))),
-    ("moe", dict(offload=(Offload.layers,))),
-    ("moe", dict(offload=(Offload.moe,))),
-    ("dense", dict(offload=(Offload.attn,), phases=(Recompute.norm, Recompute.mlp_act))),
-    ("moe", dict(offload=(Offload.attn, Offload.mlp), phases=(Recompute.moe,))),
-    ("moe", dict(offload=(Offload.layers,), phases=tuple(Recompute))),
-    ("dense", dict(offload=(Offload.layers,), full=True)),
-    ("dense", dict(offload=(Offload.layers,), pp=2)),
-    ("moe", dict(offload=(Offload.layers,), pp=2)),
-    ("moe", dict(offload=(Offload.layers,), pp=2, schedule="zero_bubble_h1")),
-    ("dense", dict(offload=(Offload.layers,), pp=2, full=True, partial_microbatches=1)),
-    ("dense", dict(offload=(Offload.layers,), pp=2, graph=WHOLE)),
-    ("moe", dict(offload=(Offload.layers,), graph=WHOLE)),
+ALL = dict(offload=(Offload.layers,))
+CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("dense", ALL, {}),
+    ("moe", ALL, {}),
+    ("moe", dict(offload=(Offload.moe,)), {}),
+    ("dense", dict(offload=(Offload.attn,), phases=(Recompute.norm, Recompute.mlp_act)), {}),
+    ("moe", dict(offload=(Offload.attn, Offload.mlp), phases=(Recompute.moe,)), {}),
+    ("moe", ALL | dict(phases=tuple(Recompute)), {}),
+    ("dense", ALL | dict(full=True), {}),
+    ("dense", ALL, dict(pp=2)),
+    ("dense", ALL, dict(tp=2, precision=Dtype.bfloat16)),
+    ("dense", ALL, dict(cp=2)),
+    ("moe", ALL, dict(pp=2, vpp=2, schedule="interleaved")),
+    ("moe", ALL, dict(pp=2, schedule="zero_bubble_h1")),
+    ("moe", ALL, dict(dp=2, ep=2, precision=Dtype.bfloat16)),
+    ("dense", ALL | dict(full=True, partial_microbatches=1), dict(pp=2)),
+    ("dense", ALL, dict(pp=2, graph=WHOLE)),
+    ("moe", ALL, dict(graph=WHOLE)),
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
-def test_offloading_changes_no_bit(name: str, options: dict[str, Any]):
-    run = run_of(name, **options)
+@pytest.mark.parametrize(("name", "recompute", "options"), CASES, ids=str)
+def test_offloading_changes_no_bit(name: str, recompute: dict[str, Any], options: dict[str, Any]):
+    run = run_of(name, recompute, **options)
     plain = dataclasses.replace(run, recompute=RecomputeConfig(), cuda_graph=EAGER)
     assert run_distributed(trained, run.world_size, run) == run_distributed(
         trained, run.world_size, plain
@@ -101,7 +111,7 @@ def host_bytes(rank: int, run: Run) -> tuple[int, int, float]:
 
 
 def test_host_memory_is_that_of_microbatches_in_flight():
-    run = run_of("dense", pp=2, offload=(Offload.layers,))
+    run = run_of("dense", ALL, pp=2)
     first, last = run_distributed(host_bytes, 2, run)
     assert first[0] == first[1] and last[0] == last[1]
     # two in flight on the first rank; the last one keeps the stage's input for its gradient
