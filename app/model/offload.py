@@ -287,12 +287,12 @@ class OffloadingRecomputation(Recomputation):
 
     def _pack(self, saved: Tensor) -> Tensor | SavedView:
         storage = saved.untyped_storage()
-        if self.buffers.takes(saved) and storage.data_ptr() not in self.shared:
-            noted = self._sources.get(storage._cdata)
-            if noted is None:
+        _, source = self._sources.get(storage._cdata, (None, None))
+        if source is None:
+            if self.buffers.takes(saved) and storage.data_ptr() not in self.shared:
                 self._note(saved, self.buffers.send(saved))
-            elif isinstance(noted[1], OffloadedTensor) and noted[1].host.dtype != saved.dtype:
-                return saved.detach()  # another type of the same memory, which stays
+        elif isinstance(source, OffloadedTensor) and source.host.dtype != saved.dtype:
+            return saved.detach()  # another type of the same memory, which stays
         return super()._pack(saved)
 
 

@@ -34,7 +34,7 @@ class RecomputeChoice:
     def offloads(self, phase: str, saved: int) -> bool:
         """Return whether bytes that an operation of a phase saves go to host memory.
 
-        Phases of none but integers keep them.
+        Phases that save integers keep them on the GPU.
         """
         if saved < OFFLOADED_FROM or phase in KEPT_PHASES:
             return False

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from app.choices import Dtype, Offload, Recompute
 from app.model.offload import HostBuffers, OffloadedTensor
+from app.plan.recompute import recompute_policy
 from tests.tensors.activation_memory import (
     DENSE,
     SIGMOID,
+    batch_of,
     chunk_of,
     forward_and_backward,
     planned,
@@ -60,3 +62,32 @@ def test_device_and_host_keep_what_is_planned(name: str, recompute: dict[str, An
     assert used <= host <= 1.125 * used
     assert memory.total + memory.backward == pytest.approx(backward - host, rel=0.05)
     assert memory.total + memory.backward < before.total + before.backward
+
+
+class Bits(torch.autograd.Function):
+    """Negative values become 0; backward reads the same memory as fp32 and as integers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        made = x * 1
+        ctx.save_for_backward(made, made.view(torch.int32))
+        return made.clamp(min=0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        made, bits = ctx.saved_tensors
+        return grad * made * (bits >> 31 == 0)
+
+
+def test_another_type_of_the_same_memory_stays():
+    run = run_of(DENSE, Dtype.float32, offload=(Offload.layers,))
+    chunk, batch = chunk_of(run), batch_of(run)
+    buffers = HostBuffers([chunk], run.recompute.offload, torch.device("cpu"))
+    again = recompute_policy(run).usual
+    context = chunk.context(batch.positions, batch.ends, recompute=again)
+    value = torch.randn(256, 256, requires_grad=True)
+    with context.recompute.forward():
+        out = context.recompute.whole_layer(Bits.apply, value)
+    assert buffers.host_bytes == value.nbytes
+    out.sum().backward()
+    assert torch.equal(value.grad, value.detach().clamp(min=0))
