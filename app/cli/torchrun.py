@@ -341,7 +341,7 @@ def main(arguments: Sequence[str]) -> int:
         say(
             _explain(error, options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}")
         )
-        return 1 if _keeper_has_ended(error) else 2
+        return 1 if _ended_elsewhere(error) else 2  # a mistake of the user
     return 0
 
 
@@ -451,6 +451,11 @@ def _explain(error: BaseException, endpoint: str) -> str:
         return f"{endpoint}: the launcher there has ended"
     *_, last = _causes(error)
     return f"{endpoint}: {(str(last) or type(last).__name__).splitlines()[0]}"
+
+
+def _ended_elsewhere(error: BaseException) -> bool:
+    """Return whether other nodes have ended the run, or their launcher with the store has ended."""
+    return isinstance(error, RendezvousClosedError) or _keeper_has_ended(error)
 
 
 def _keeper_has_ended(error: BaseException) -> bool:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from app.choices import (
+    AttentionBackendKind,
     DispatcherKind,
     Dtype,
     Fp8Part,
@@ -41,6 +42,10 @@ def test_a_line_for_each_slow_path(monkeypatch: pytest.MonkeyPatch):
     assert list(slow) == ["kernels", "attention", "experts", "gradients"]
     assert all(len(line) < 150 and "\n" not in line for line in slow.values()), slow
     faster = "train.attention_backend=transformer_engine"
+    assert faster not in slow["attention"]  # auto has tried it
+    half = PrecisionConfig(Dtype.float16)
+    typed = dataclasses.replace(make_run().train, attention_backend=AttentionBackendKind.torch)
+    slow = dict(slow_paths(make_run(train=typed, precision=half), GPU))
     assert faster in slow["attention"]  # which takes no float32
     assert faster not in dict(slow_paths(make_run(), GPU))["attention"]
     long = dataclasses.replace(FAST, deterministic=True, seq_len=16384)

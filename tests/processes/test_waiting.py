@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousParameters,
     RendezvousTimeoutError,
@@ -95,6 +96,12 @@ def test_an_end_without_a_text_is_told_by_its_kind():
 def test_the_launcher_that_kept_a_lost_store_is_named(text: str):
     ended = RendezvousConnectionError("the connection has failed")
     ended.__cause__ = RuntimeError(text)
-    assert torchrun._keeper_has_ended(ended)
+    assert torchrun._ended_elsewhere(ended)
     assert torchrun._explain(ended, "n1:1") == "n1:1: the launcher there has ended"
-    assert not torchrun._keeper_has_ended(RendezvousTimeoutError())
+    assert not torchrun._ended_elsewhere(RendezvousTimeoutError())
+
+
+def test_a_node_that_comes_after_the_end_is_no_mistake():
+    ended = RendezvousClosedError()
+    assert torchrun._ended_elsewhere(ended)
+    assert torchrun._explain(ended, "n1:1") == "n1:1: the run has ended on the other nodes"

@@ -54,9 +54,11 @@ def attention_here(
     """Return the run with the library of attention that `auto` stands for on this device, and why
     that is torch where another would be faster. `recorded`: the library of the checkpoint.
     """
+    if not asks(run):
+        return run, None
     found = allowed_library(run) if recorded == BY_LIBRARY.value else faster_attention(run)
-    if not asks(run) or device.type != "cuda" or found is None:
-        return (with_attention(run, BY_TORCH) if asks(run) else run), None
+    if device.type != "cuda" or found is None:
+        return with_attention(run, BY_TORCH), None
     reason = _why_not(found, device, recorded)
     return (found, None) if reason is None else (with_attention(run, BY_TORCH), reason)
 

@@ -29,6 +29,7 @@ from app.engine.files.run_folder import RUNS, plain
 from app.engine.start.in_effect import unread
 from app.errors import ConfigError, FirstOf, nearest, typed
 from app.hf.file_names import CONFIG_JSON
+from app.rules import attention
 
 FIXED = frozenset((
     # Types of parameters and main gradients; the optimizer, whose state a checkpoint holds.
@@ -84,7 +85,6 @@ FREE_SECTIONS = ("parallel.", "hardware.", "schedule.", "recompute.", "cuda_grap
 PLACES = ("data.path", "data.name", "data.tokenizer")
 # Not reported as changes: start-up paths, and the world size, which follows from `parallel`.
 SOURCES = "data.sources"
-ATTENTION = "train.attention_backend"
 BIAS_RATE = "model.moe.bias_update_rate"
 # Keys of a source that may differ: its share, and its place, whose contents count instead.
 SHARES = ("weight", "after_end", "path", "name")
@@ -137,7 +137,7 @@ def allowed_changes(
     data.check(checkpoint)
     idle = {*unread(saved)} & {*unread(current)}
     if run.train.attention_backend is AttentionBackendKind.auto:
-        idle.add(ATTENTION)  # the checkpoint's is taken, if the host has it
+        idle.add(attention.KEY)  # the checkpoint's is taken, if the host has it
     quiet = (*UNREPORTED, *idle, *(LENGTH if run.train.epochs else ()))
     told = (each for each in differences if not each[0].startswith(quiet))
     changes = tuple(
