@@ -6,13 +6,15 @@ layer's forward has ended; compute then waits for the copies, and drops the tens
 of a group in backward starts to copy back the group of the layer before, on a second stream.
 
 No tensor is in use by a copy when it is freed, and no host buffer when it is filled again, since
-compute waits for a copy first, and every copy waits for compute. On a CPU copies are plain ones.
+compute waits for a copy first, and every copy waits for compute. A step ends with compute waiting
+for both streams, so a graph can hold it. On a CPU copies are plain ones.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,6 +33,8 @@ from app.plan.recompute import OFFLOADED_FROM, RecomputeChoice
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+ALIGNED = 512  # bytes
+SMALLEST, LARGEST = 1 << 26, 1 << 30  # bytes of a block of host memory, unless a tensor has more
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +68,11 @@ class OffloadedGroup:
     returned: torch.cuda.Event | None = None  # end of the copies back
     fetched: bool = False
 
+    def drop(self) -> None:
+        """Keep the host's copies alone."""
+        for tensor in self.tensors:
+            tensor.value = None
+
     def fetch(self) -> None:
         """Start to copy back what is no longer on the device."""
         if not self.fetched:
@@ -88,8 +97,8 @@ class OffloadedGroup:
 class HostBuffers(StepState):
     """Host memory of a rank for activations, and the streams of copies to and from it.
 
-    Buffers are made in the first steps and used again in all others, so a graph of a full iteration
-    can hold the copies.
+    Buffers are parts of few blocks, as torch rounds each pinned allocation up to a power of two.
+    They are made in the first steps and used again in all others.
     """
 
     def __init__(
@@ -103,8 +112,11 @@ class HostBuffers(StepState):
         self.fetching: list[OffloadedGroup] = []  # copies back that compute has not waited for
         self.made: dict[int, list[Tensor]] = defaultdict(list)  # by bytes
         self.idle: dict[int, list[Tensor]] = defaultdict(list)
+        self.block = torch.empty(0, dtype=torch.uint8)  # host memory for more buffers
+        self.pinned = 0  # bytes of all blocks
         self.staying: frozenset[int] = frozenset()  # addresses of parameters and buffers
         self.streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None  # out, back
+        self.apart: set[torch.cuda.Stream] = set()  # those that compute has to wait for
         if device.type == "cuda":
             self.streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
         phases = {phase for part in chosen for phase in OFFLOADED[part]}
@@ -122,11 +134,16 @@ class HostBuffers(StepState):
         return sum(buffer.nbytes for buffers in self.made.values() for buffer in buffers)
 
     def start_step(self) -> None:
-        """Take back buffers whose backward did not run; see `StepState`."""
+        """See `StepState`; there is something to do only after a step that failed."""
+        self.end_passes()
+
+    def end_passes(self) -> None:
+        """Have compute wait for all copies, and take back all buffers; see `StepState`."""
+        for stream in self.apart:
+            torch.cuda.current_stream().wait_stream(stream)
+        self.apart.clear()
         if self.leaving is not None:
-            self._drop(self.leaving)
-        for group in self.fetching:
-            _wait(group.returned)
+            self.leaving.drop()
         self.leaving = None
         self.fetching.clear()
         self.idle = defaultdict(list, {key: [*all_of] for key, all_of in self.made.items()})
@@ -182,14 +199,32 @@ class HostBuffers(StepState):
         return found
 
     def _buffer(self, size: int) -> Tensor:
-        # few sizes, as dispatched tokens have a number of their own in every microbatch
-        step = 1 << max(0, size.bit_length() - 4)
-        size = -(-size // step) * step
-        if self.idle[size]:
-            return self.idle[size].pop()
-        buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        size = -(-size // ALIGNED) * ALIGNED
+        # or one a little larger: dispatched tokens have a number of their own in every microbatch
+        fit = [each for each, idle in self.idle.items() if idle and size <= each <= size * 9 // 8]
+        if fit:
+            return self.idle[min(fit)].pop()
+        if size > len(self.block):
+            self.block = self._more(size)
+        buffer, self.block = self.block[:size], self.block[size:]
         self.made[size].append(buffer)
         return buffer
+
+    def _more(self, size: int) -> Tensor:
+        """Return new host memory for buffers, at least this large."""
+        size = 1 << (max(size, min(LARGEST, max(SMALLEST, self.pinned))) - 1).bit_length()
+        self.pinned += size
+
+        def allocate() -> Tensor:
+            if self.device.type != "cuda":
+                return torch.empty(size, dtype=torch.uint8)
+            torch.cuda.set_device(self.device)
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+        # A capture forbids its own thread to allocate, and would own the memory; meters of device
+        # memory watch that thread too.
+        with ThreadPoolExecutor(1) as other:
+            return other.submit(allocate).result()
 
     def _beside(self, back: bool) -> AbstractContextManager[object]:
         """Return a context whose copies start after the compute launched so far, and run beside
@@ -198,6 +233,7 @@ class HostBuffers(StepState):
         if self.streams is None:
             return nullcontext()
         stream = self.streams[back]
+        self.apart.add(stream)
         stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(stream)
 
@@ -219,8 +255,7 @@ class HostBuffers(StepState):
 
     def _drop(self, group: OffloadedGroup) -> None:
         _wait(group.copied)
-        for tensor in group.tensors:
-            tensor.value = None
+        group.drop()
 
     def fetch(self, group: OffloadedGroup) -> torch.cuda.Event | None:
         """Start a group's copies back; return their end."""
@@ -228,7 +263,10 @@ class HostBuffers(StepState):
             self.leaving = None
             return group.copied
         # made by compute, which frees them: it waits for the copies in between
-        values = [torch.empty_like(each.host, device=self.device) for each in group.tensors]
+        values = [
+            torch.empty(each.host.shape, dtype=each.host.dtype, device=self.device)
+            for each in group.tensors
+        ]
         self.fetching.append(group)
         with self._beside(back=True):
             _wait(group.copied)

@@ -36,8 +36,8 @@ def print_memory(plan: Plan, console: Console) -> None:
         parts = ",".join(sorted(part.value for part in recompute_policy(plan.run).usual.offload))
         console.print(
             f"Activations in host memory (recompute.offload=[{parts}]): {gib(most)} GiB a rank, "
-            f"{gib(most * ranks)} GiB a host of {count_of(ranks, 'rank')}; up to twice that, as "
-            "torch rounds the size of pinned memory up to a power of two.",
+            f"{gib(most * ranks)} GiB a host of {count_of(ranks, 'rank')}, pinned in blocks of "
+            "at most 1 GiB, or of the next power of two of a larger tensor.",
             style="dim",
         )
     console.print()
