@@ -269,7 +269,6 @@ class HostBuffers(StepState):
         ]
         self.fetching.append(group)
         with self._beside(back=True):
-            _wait(group.copied)
             for tensor, value in zip(group.tensors, values, strict=True):
                 tensor.value = value.copy_(tensor.host, non_blocking=True)
         return None if self.streams is None else self.streams[True].record_event()

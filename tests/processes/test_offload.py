@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.choices import Dtype, GraphImpl, Offload, Recompute, ScheduleName
 from app.config import (
@@ -50,12 +54,71 @@ def run_of(name: str, recompute: dict[str, Any], **options: Any) -> Run:
     )
 
 
-def trained(rank: int, run: Run) -> dict[str, Any]:
+class LateStream:
+    """Stand-in for a CUDA stream beside compute, whose copies run when compute waits for them."""
+
+    def __init__(self, compute: bool = False) -> None:
+        self.compute = compute
+        self.work: list[Callable[[], None]] = []
+        self.done = 0
+
+    def record_event(self) -> tuple[LateStream, int]:
+        return self, len(self.work)
+
+    def wait_event(self, event: tuple[LateStream, int]) -> None:
+        stream, until = event
+        if self.compute:
+            stream.run(until)
+        else:
+            self.work.append(lambda: stream.run(until))
+
+    def wait_stream(self, other: LateStream) -> None:
+        self.wait_event(other.record_event())
+
+    def run(self, until: int) -> None:
+        while self.done < until:
+            self.done += 1
+            self.work[self.done - 1]()
+
+
+class Late(TorchDispatchMode):
+    """Copies within the block are those of a stream."""
+
+    def __init__(self, stream: LateStream) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.copy_.default:
+            return func(*args, **(kwargs or {}))
+        given = [weakref.ref(each) for each in args[:2]]
+
+        def copy() -> None:
+            into, source = (each() for each in given)
+            assert into is not None and source is not None, "freed while it was copied"
+            into.copy_(source)
+
+        self.stream.work.append(copy)
+        return args[0]
+
+
+def trained_late(rank: int, run: Run) -> dict[str, Any]:
+    """As `trained`, where copies are as late as waits for them allow."""
+    compute, *beside = LateStream(compute=True), LateStream(), LateStream()
+    with patch.multiple(torch.cuda, current_stream=lambda: compute, stream=Late):
+        found = trained(rank, run, tuple(beside))
+    assert all(each.done == len(each.work) > 0 for each in beside)
+    return found
+
+
+def trained(rank: int, run: Run, streams: Any = None) -> dict[str, Any]:
     """Losses of an eager step and of two more, which are captured and replayed with a graph; then
     gradients and parameters.
     """
     torch.manual_seed(0)
     engine = engine_of(run, rank)
+    if streams:
+        engine.state(HostBuffers).streams = streams
     losses = train_steps(run, engine, 3)
     both = {"gradients": whole_gradients(engine), "values": whole_parameters(engine)}
     return {"losses": losses} | {
@@ -92,6 +155,14 @@ def test_offloading_changes_no_bit(name: str, recompute: dict[str, Any], options
     plain = dataclasses.replace(run, recompute=RecomputeConfig(), cuda_graph=EAGER)
     assert run_distributed(trained, run.world_size, run) == run_distributed(
         trained, run.world_size, plain
+    )
+
+
+@pytest.mark.parametrize(("name", "recompute", "options"), [*CASES[2:4], *CASES[9:12]], ids=str)
+def test_late_copies_change_no_bit(name: str, recompute: dict[str, Any], options: dict[str, Any]):
+    run = run_of(name, recompute, **options)
+    assert run_distributed(trained_late, run.world_size, run) == run_distributed(
+        trained, run.world_size, run
     )
 
 
