@@ -4,16 +4,18 @@
     torchrun --nproc-per-node N bench/reliability.py OUT.jsonl …
 
 Turn by turn in one process, on random tokens: blocks of steps without copies, and with a copy every
-so many steps; with train.deterministic=true checks by replays; then engines with and without marks
-in their graphs. A block with copies has two, and its time has the waits for them. Of one process
-copies are not sent. Prints each part once it is there, and adds all as a line of JSON to OUT:
-milliseconds per step of each block, and medians of ratios by round.
+so many steps, from the shards and on a GPU from a copy of them there; with
+train.deterministic=true checks by replays; then engines with and without marks in their graphs. A
+block with copies has two, and its time has the waits for them. Of one process copies are not sent.
+Prints each part once it is there, and adds all as a line of JSON to OUT: milliseconds per step of
+each block, and medians of ratios by round.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import statistics
@@ -64,13 +66,15 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--every", default="5,20", help="steps between copies")
+    parser.add_argument("--parts", default="checks,copies,marks", help="what to measure")
     args, overrides = parser.parse_known_args()
     every = [int(each) for each in args.every.split(",")]
     launch = Launch.from_environment(os.environ)
     with readable_errors("reliability.py", launch.rank == 0):
-        steps = 2 + args.rounds * (PLAIN + 2 * sum(every)) + 2 * PLAIN
+        steps = 2 + args.rounds * (PLAIN + 4 * sum(every)) + 2 * PLAIN
         run = load_overrides([*QUIET, *overrides, f"train.steps={steps}"], launch.world_size or 1)
-        found = measure(run, launch, rounds=args.rounds, every=every)
+        parts = args.parts.split(",")
+        found = measure(run, launch, rounds=args.rounds, every=every, parts=parts)
     if launch.rank == 0:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         line = {"overrides": overrides, "ranks": run.world_size, **found, **versions()}
@@ -78,8 +82,10 @@ def main() -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def measure(run: Run, launch: Launch, *, rounds: int, every: Sequence[int]) -> dict[str, Any]:
-    """Measure all parts on this rank."""
+def measure(
+    run: Run, launch: Launch, *, rounds: int, every: Sequence[int], parts: Sequence[str]
+) -> dict[str, Any]:
+    """Measure these parts on this rank."""
     device = choose_device(run, launch.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -87,11 +93,12 @@ def measure(run: Run, launch: Launch, *, rounds: int, every: Sequence[int]) -> d
     with process_world(launch.rank, run.world_size, device):
         found: dict[str, Any] = {}
         with training(run, launch.rank, device) as trainer:
-            if run.train.deterministic:
+            if "checks" in parts and run.train.deterministic:
                 found |= told(checks(trainer), launch.rank)
-            found |= told(copies(trainer, rounds, every), launch.rank)
+            if "copies" in parts:
+                found |= told(copies(trainer, rounds, every), launch.rank)
         del trainer
-        if run.cuda_graph.impl is not GraphImpl.none:
+        if "marks" in parts and run.cuda_graph.impl is not GraphImpl.none:
             found |= told(marks(run, launch.rank, device), launch.rank)
         return found
 
@@ -137,17 +144,22 @@ def copies(trainer: Trainer, rounds: int, every: Sequence[int]) -> dict[str, Any
     size, cuda = groups.world.size(), trainer.engine.device.type == "cuda"
     kind = Copies if size > 1 else KeptHere
     copier = Copier(trainer.engine, kind(groups.rank, size, 1, pinned=cuda), {})
-    whole = []
+    host, whole = [], []
     for _ in range(3):  # the first two have new memory
         began = time.perf_counter()
         copier.take(trainer.progress, trainer.feed.cursor.state())
+        if cuda:
+            torch.cuda.synchronize()
+        host.append(time.perf_counter() - began)
         copier.wait()
         whole.append(time.perf_counter() - began)
     rows: dict[str, list[float]] = {"plain_ms": []}
     for _ in range(rounds):
         rows["plain_ms"].append(block(trainer, PLAIN))
-        for k in every:
-            rows.setdefault(f"every_{k}_ms", []).append(block(trainer, 2 * k, copier, k))
+        for k, staged in itertools.product(every, (False, True) if cuda else (False,)):
+            copier.staged = {} if staged else None
+            name = f"every_{k}_staged_ms" if staged else f"every_{k}_ms"
+            rows.setdefault(name, []).append(block(trainer, 2 * k, copier, k))
     ratios = {
         name.replace("_ms", ""): statistics.median(
             each / plain for each, plain in zip(times, rows["plain_ms"], strict=True)
@@ -158,6 +170,7 @@ def copies(trainer: Trainer, rounds: int, every: Sequence[int]) -> dict[str, Any
     bytes_ = copier.copies.own[copier.copies.serial % 2].header["size"]
     return {
         "copied_gib": round(bytes_ / 2**30, 3),
+        "copies_to_host_s": [round(each, 3) for each in host],
         "copies_alone_s": [round(each, 3) for each in whole],
         **{name: [round(each, 2) for each in times] for name, times in rows.items()},
         **{f"{name}_ratio": round(each, 4) for name, each in ratios.items()},

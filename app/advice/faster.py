@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from app.advice.even_stages import even_layout
-from app.advice.moves import Change, Move, Value
+from app.advice.moves import Change, Move, Value, can_recompute
 from app.advice.suggest import ENOUGH, Candidate
 from app.advice.trials import Trials
-from app.choices import AttentionBackendKind, Fp8Recipe, GraphImpl, ScheduleName
+from app.choices import AttentionBackendKind, Fp8Recipe, GraphImpl, Recompute, ScheduleName
 from app.config import Fp8Config, Run
 from app.config.layout import OF_ALL, OF_DELAYED
 from app.plan.parts.dispatcher import run_dispatcher, without_waits
@@ -43,11 +43,13 @@ def less_recompute(run: Run) -> Iterator[Change]:
     """Recompute less in backward."""
     cost = "more memory: less recomputation"
     if run.recompute.full:
-        values: dict[str, Value] = {
-            "recompute.partial_microbatches": 0,
-            "recompute.full": False,
-        }
+        values: dict[str, Value] = {"recompute.full": False}
+        if run.recompute.partial_microbatches:
+            values["recompute.partial_microbatches"] = 0
         yield Change(values, cost)
+        parts = (Recompute.norm, Recompute.mlp_act, Recompute.shared, Recompute.moe)
+        phases = tuple(phase for phase in parts if can_recompute(run, phase))
+        yield Change(values | {"recompute.phases": phases}, f"{cost} of attention")
     if run.recompute.phases:
         yield Change({"recompute.phases": ()}, cost)
     if run.loss.chunk_tokens is not None:

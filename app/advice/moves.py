@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 from app.choices import (
@@ -21,7 +22,8 @@ from app.choices import (
     Recompute,
     ScheduleName,
 )
-from app.config import Run
+from app.config import ModelConfig, Run
+from app.plan.cost.flops import flops_per_token
 from app.plan.parts.dispatcher import run_dispatcher
 from app.planner.attention import asks
 
@@ -72,7 +74,7 @@ def recompute_more(run: Run) -> Iterator[Change]:
             )
         return
     have = set(run.recompute.phases)
-    for wanted, cost in RUNGS:
+    for wanted, cost in rungs(run):
         phases = tuple(
             phase
             for phase in Recompute
@@ -84,13 +86,31 @@ def recompute_more(run: Run) -> Iterator[Change]:
     yield Change({"recompute.full": True, **none}, "every forward twice")
 
 
-# cheapest recomputation per saved byte first
-RUNGS = (
-    ({Recompute.norm, Recompute.mlp_act, Recompute.experts_act}, "norms and activations twice"),
-    ({Recompute.attn_core}, "attention's softmax twice"),
-    ({Recompute.shared}, "shared experts twice"),
-    ({Recompute.moe}, "MoE forwards twice, with their communication"),
+Rung = tuple[frozenset[Recompute], str]
+SOFTMAX: Rung = frozenset({Recompute.attn_core}), "attention's softmax twice"
+CHEAP: Rung = (
+    frozenset({Recompute.norm, Recompute.mlp_act, Recompute.experts_act}),
+    "norms and activations twice",
 )
+OF_EXPERTS: tuple[Rung, ...] = (
+    (frozenset({Recompute.shared}), "shared experts twice"),
+    (frozenset({Recompute.moe}), "MoE forwards twice, with their communication"),
+)
+
+
+def rungs(run: Run) -> tuple[Rung, ...]:
+    """Return groups of phases and their costs, cheapest recomputation per saved byte first."""
+    if mostly_attention(run.model, run.train.seq_len):
+        return CHEAP, *OF_EXPERTS, SOFTMAX
+    return CHEAP, SOFTMAX, *OF_EXPERTS
+
+
+@lru_cache(maxsize=64)
+def mostly_attention(model: ModelConfig, seq_len: int) -> bool:
+    """Return whether softmax attention has more than half of the FLOPs, as in long sequences."""
+    flops = flops_per_token(model, seq_len)
+    attention = 2 * (flops - flops_per_token(model, seq_len // 2))  # it grows with the length
+    return attention > flops / 2
 
 
 def can_recompute(run: Run, phase: Recompute) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from app.advice.moves import RUNGS, Value, can_recompute
+from app.advice.moves import Value, can_recompute, rungs
 from app.choices import GraphImpl, GraphScope, Recompute, ScheduleName, StaticCapacity
 from app.config import Run
 from app.plan.cost.flops import ParameterCount
@@ -173,7 +173,7 @@ def recompute_ladder(run: Run) -> Iterator[Values]:
     plain: Values = {"recompute.full": False, "recompute.partial_microbatches": 0}
     yield plain | {"recompute.phases": phases}
     have: set[Recompute] = set()
-    for wanted, _ in RUNGS:
+    for wanted, _ in rungs(run):
         have |= wanted
         phases = tuple(phase for phase in Recompute if phase in have and can_recompute(run, phase))
         yield plain | {"recompute.phases": phases}

@@ -22,6 +22,8 @@ from app.config.profile import HardwareProfile
 from app.errors import ConfigError, Instead
 from app.hashed import hashed_once
 
+GPU_MEMORY_GIB = 79.1  # usable memory of an 80 GB H100
+
 
 @hashed_once
 @dataclass(frozen=True)
@@ -100,6 +102,11 @@ class HardwareConfig:
         )
         if self.profile is not None and self.peak_tflops is not None:
             self.profile.check_peak(self.peak_tflops)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of one GPU's memory."""
+        return int((self.gpu_memory_gib or GPU_MEMORY_GIB) * 2**30)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from app.config import Run
 from app.errors import ConfigError, Instead
 from app.kernels.common import moves_tiles, triton
 from app.moe.dispatch.static import StaticDispatcher
-from app.planner.attention import asks, faster_attention
+from app.planner.attention import asks, ordered_attention
 from app.planner.explain import Facts
 
 NARROW = 1024  # hidden size up to which recipe `block` was measured no faster than bfloat16
@@ -95,7 +95,7 @@ def _slow_fp8(run: Run) -> str | None:
 def _ordered_attention(run: Run) -> str:
     """Say what torch's deterministic attention costs, and the cheaper backend if there is one."""
     line = "torch's deterministic kernel (train.deterministic=true): about half as fast"
-    if asks(run) or faster_attention(run) is None or run.train.seq_len > SHORT:
+    if asks(run) or ordered_attention(run) is None or run.train.seq_len > SHORT:
         return line
     backend = AttentionBackendKind.transformer_engine
     return f"{line}; cuDNN's is faster (train.attention_backend={backend.value})"

@@ -20,6 +20,8 @@ HEADS = 6  # at least, per program, if there are that many: they share one read 
 ONES = 16  # columns of ones in a grouped GEMM that adds up rows: whole 16 bytes in any type
 PARTS = 3  # bf16 parts whose sum is the fp32 value: 3 · 8 bits
 
+CONVOLVED = 64  # tokens of a program of a short convolution, which sums the taps' gradients
+
 ROW_BLOCK = 2048  # columns of a token's rows that a program has
 ROW_PER_WARP = 256  # 8 values, 16 bytes of bf16, for each of 32 threads
 

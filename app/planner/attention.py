@@ -9,12 +9,12 @@ from collections.abc import Callable
 from app.choices import AttentionBackendKind
 from app.config import Run
 from app.errors import ConfigError
+from app.plan.memory.overheads import MOST
 from app.planner.plan import Plan
 from app.rules.attention import KEY, check_attention
 
 AUTO = f"{KEY}={AttentionBackendKind.auto.value}"  # in parallel.replaced of a run with a choice
 ORDERED = re.compile(r"\bG?[HB]\d{2,3}\b")  # names of GPUs of Hopper and Blackwell, as in profiles
-MOST = 0.95  # of a GPU's memory for the plan with all scores: plans may be 5 % too small
 
 
 def asks(run: Run) -> bool:
@@ -35,7 +35,7 @@ def with_attention(run: Run, backend: AttentionBackendKind) -> Run:
     )
 
 
-def faster_attention(run: Run) -> Run | None:
+def ordered_attention(run: Run) -> Run | None:
     """Return the run with cuDNN's ordered backward instead of torch's; None if it is not faster, or
     rules forbid it. Its memory, and whether a host has it, is for the caller to check.
     """
@@ -62,7 +62,7 @@ def planned_attention(run: Run, peak: Callable[[Run], int] | None = None) -> Run
         return run
     profile = run.hardware.profile
     if profile is not None and ORDERED.search(profile.gpu):
-        faster = faster_attention(run)
+        faster = ordered_attention(run)
         if faster is not None:
             plan = Plan(faster)
             needed = plan.busiest.total if peak is None else peak(faster)

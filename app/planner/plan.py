@@ -27,7 +27,6 @@ from app.plan.cost.step_time import (
 from app.plan.cost.times import stage_times
 from app.plan.cost.traffic import GroupTraffic, OrderAdvice, order_advice, plan_traffic
 from app.plan.cost.volumes import most_sends
-from app.plan.formatting import GIB
 from app.plan.graphs import GraphPlan, check_graphs
 from app.plan.groups import PP
 from app.plan.layout import ParallelLayout, select_layout
@@ -43,8 +42,6 @@ from app.plan.sharding.frozen import frozen_in
 from app.plan.sharding.parameters import ChunkBuffers, Parameter, chunk_parameters
 from app.plan.stages import StagePlan
 from app.planner.known import Known
-
-GPU_MEMORY_GIB = 79.1  # usable memory of an 80 GB H100
 
 
 @dataclass(frozen=True)
@@ -304,7 +301,7 @@ class Plan:
     @property
     def gpu_memory(self) -> int:
         """Memory of one GPU, bytes."""
-        return int((self.run.hardware.gpu_memory_gib or GPU_MEMORY_GIB) * GIB)
+        return self.run.hardware.memory
 
     @property
     def fits(self) -> bool:

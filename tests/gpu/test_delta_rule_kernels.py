@@ -13,12 +13,14 @@ from app.model.attention.delta_library import by_library
 from app.model.attention.delta_rule import DeltaRule, by_torch, forgetting
 from tests.gpu.programs import GPUS, losses
 from tests.rounding import in_fp64
+from tests.tensors.kernels_layer import check_convolution
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not GPUS, reason="needs a CUDA device"),
     pytest.mark.skipif(find_spec("fla") is None, reason="needs flash-linear-attention"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # tilelang's own settings
+    # what fla and tilelang say of themselves
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ImportWarning"),
 ]
 TOKENS = 200  # three blocks, and a part of one
 LINEAR = (
@@ -69,6 +71,12 @@ def test_the_library_equals_fp64(value_heads: int, begins: int):
         exact = results(by_torch, [each.double() for each in given], grad.double(), number)
     for each, wanted in zip(found, exact, strict=True):
         assert (each.double() - wanted).norm() < 2e-2 * wanted.norm()
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_convolution_equals_fp64(dtype: torch.dtype, documents: bool):
+    check_convolution(1000, 300, 4, dtype=dtype, documents=documents)
 
 
 @pytest.mark.parametrize("graph", ["attn", "partial", "full_iteration"])

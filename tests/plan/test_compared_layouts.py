@@ -199,8 +199,10 @@ def test_stages_are_spelled(sizes: list[int]):
     assert stages[0].startswith("E") and stages[-1].endswith("L")
 
 
-def test_the_ladder_only_rises():
-    run = load(*QWEN)
+@pytest.mark.parametrize("seq_len", [4096, 131_072])
+def test_the_ladder_only_rises(seq_len: int):
+    """Long sequences recompute attention's softmax last."""
+    run = load(*QWEN, f"train.seq_len={seq_len}")
     trials = Trials(0)
     legal = [dataclasses.replace(run, recompute=with_values(run, rung).recompute)
              for rung in recompute_ladder(run)]  # fmt: skip

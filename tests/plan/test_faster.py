@@ -67,7 +67,7 @@ def test_none_without_a_profile_or_for_what_does_not_fit():
 
 @pytest.mark.full
 def test_a_faster_kernel_with_a_fixed_order():
-    ordered = (*LLAMA, "train.deterministic=true")
+    ordered = (*LLAMA, "train.deterministic=true", "train.attention_backend=torch")
     by_library = "train.attention_backend=transformer_engine"
     (best, *_) = faster(Plan(load(*ordered)))
     assert by_library in best.overrides and "Transformer Engine" in best.cost

@@ -45,6 +45,7 @@ from app.kernels import (
     quantise,
     rms_norm,
     rows,
+    short_convolution,
     swiglu,
 )
 from app.kernels.attention import heads
@@ -52,6 +53,7 @@ from app.kernels.common import DTYPES
 from app.kernels.fp8 import swiglu as swiglu_fp8
 from app.kernels.fp8 import weights
 from app.kernels.routing import parts
+from app.model.attention import delta_rule
 from app.model.attention import modules as attention
 from app.model.attention.linear import LinearAttention
 from app.model.attention.softcap import SoftcapAttention
@@ -196,6 +198,7 @@ TORCH = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
 # modules that take kernels in place of plain torch
 CALLERS = (
     attention,
+    delta_rule,
     dispatch,
     ready,
     expert_rows,
@@ -215,6 +218,7 @@ LAUNCHED = {
     rms_norm: ("_forward", "_backward"),
     partial_sums: ("_sum",),
     swiglu: ("_forward", "_backward"),
+    short_convolution: ("_forward", "_backward_sums", "_backward_tokens"),
     cross_entropy: ("_statistics", "_into_gradient"),
     rows: ("_spread", "_sum", "_gradients"),
     parts: ("_split",),

@@ -11,6 +11,7 @@ from torch import Tensor
 from app.config.attention import Rope
 from app.kernels.attention.heads import HeadNorms, split_and_rotate
 from app.kernels.rms_norm import rms_norm, rms_norm_beside
+from app.kernels.short_convolution import short_convolution
 from app.kernels.swiglu import geglu, swiglu
 from app.model.layers.layers import RotaryTable, rotate, rotate_part
 
@@ -163,3 +164,28 @@ def check_rms_norm_beside(*shape: int, dtype: torch.dtype) -> None:
     same, out = rms_norm_beside(x, weight, EPS)
     assert torch.equal(same, x) and same.data_ptr() == x.data_ptr()
     assert torch.equal(out, rms_norm(x, weight, EPS))
+
+
+def check_convolution(
+    tokens: int, channels: int, width: int, *, dtype: torch.dtype, documents: bool
+) -> None:
+    """Also where documents end within a program's tokens, and end its tokens."""
+    ends = torch.tensor([1, 64, 66], device=DEVICE)
+    number = torch.searchsorted(ends, torch.arange(tokens, device=DEVICE), right=True)
+    number = number.expand(2, -1) if documents else None
+
+    def kernel(x: Tensor, taps: Tensor) -> Outputs:
+        return (short_convolution(x, taps, number),)
+
+    def plain(x: Tensor, taps: Tensor) -> Outputs:
+        total = torch.zeros_like(x)
+        for back in range(min(width, tokens)):
+            seen = F.pad(x[:, : tokens - back], (0, 0, back, 0))
+            if number is not None:
+                came = F.pad(number[:, : tokens - back], (back, 0), value=-1)
+                seen = seen * (came == number)[..., None]
+            total = total + seen * taps[:, width - 1 - back]
+        return (F.silu(total),)
+
+    taps = normal(channels, width, dtype=dtype, seed=1)
+    check(kernel, plain, (normal(2, tokens, channels, dtype=dtype), taps))

@@ -22,6 +22,7 @@ from app.model.attention.delta_rule import (
     with_state,
 )
 from tests.rounding import EPS, error, in_fp64
+from tests.tensors.kernels_layer import check_convolution
 
 TOKENS = 2 * BLOCK + 7
 
@@ -131,6 +132,15 @@ def test_convolution_sees_one_document():
     found = short_convolution(x, taps, number)
     alone = [short_convolution(part, taps, None) for part in (x[:, :4], x[:, 4:])]
     torch.testing.assert_close(found, torch.cat(alone, dim=1))
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("tokens", "channels", "width"), [(3, 5, 4), (150, 70, 4), (65, 64, 2)])
+def test_convolution_kernel_equals_fp64(
+    tokens: int, channels: int, width: int, dtype: torch.dtype, documents: bool
+):
+    check_convolution(tokens, channels, width, dtype=dtype, documents=documents)
 
 
 BF16, GPU = torch.bfloat16, torch.device("cuda")

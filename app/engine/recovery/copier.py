@@ -26,10 +26,11 @@ class Copier:
 
     The state must not change before the host has it. On a CPU `take` returns then. On a GPU shards
     are copied on a stream of its own, beside the passes of the next step, and the next update waits
-    for them on the device; a captured update waits before its graph. Sum and messages follow in a
-    thread, over a process group of its own, so that they and training never wait for each other's
-    collectives. The last update before the next `take` waits for them: without the copy, that step
-    would be one more than may be lost.
+    for them on the device; a captured update waits before its graph. Where the plan has room
+    (`RankMemory.stages_copies`), shards are copied on the GPU first, and updates wait for that
+    only. Sum and messages follow in a thread, over a process group of its own, so that they and
+    training never wait for each other's collectives. The last update before the next `take` waits
+    for them: without the copy, that step would be one more than may be lost.
     """
 
     def __init__(self, engine: Engine, copies: Copies, origin: Mapping[str, Any]) -> None:
@@ -42,7 +43,9 @@ class Copier:
         self._error: Exception | None = None
         cuda = engine.device.type == "cuda"
         self._side = torch.cuda.Stream(engine.device) if cuda else None
-        self._read: torch.cuda.Event | None = None  # after it the host has the shards
+        staged = engine.plan.memory[engine.groups.pp_rank].stages_copies
+        self.staged: dict[str, Tensor] | None = {} if staged else None  # the copy on the GPU
+        self._read: torch.cuda.Event | None = None  # after it the shards may change
         # an update within a graph cannot wait for what is copied outside of it
         self._beside = not engine.plan.run.cuda_graph.optimizer
         self._due = False  # True in the last step before the next copy
@@ -102,14 +105,28 @@ class Copier:
             return None
         self._side.wait_stream(torch.cuda.current_stream(self.engine.device))
         with torch.cuda.stream(self._side):
-            for name in updated:
-                into[name].copy_(tensors[name], non_blocking=True)
+            shards = {name: tensors[name] for name in updated}
+            if self.staged is not None:
+                shards = self._stage(shards)
+            staged = torch.cuda.Event()
+            staged.record()
+            for name, shard in shards.items():
+                into[name].copy_(shard, non_blocking=True)
             done = torch.cuda.Event()
             done.record()
-        self._read = done
+        self._read = done if self.staged is None else staged
         if not self._beside:
             self._wait_on_device()
         return done
+
+    def _stage(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy shards on the GPU, into memory that is kept for the next copies."""
+        assert self.staged is not None, "asked before"
+        if not self.staged:
+            self.staged = {name: torch.empty_like(shard) for name, shard in shards.items()}
+        for name, shard in shards.items():
+            self.staged[name].copy_(shard)
+        return self.staged
 
     def _wait_on_device(self) -> None:
         if self._read is not None:

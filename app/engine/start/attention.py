@@ -17,7 +17,8 @@ from app.engine.ranks.memory import memory_of
 from app.engine.start.start import Start
 from app.errors import ConfigError
 from app.model.attention.chosen import library_attention
-from app.planner.attention import MOST, allowed_library, asks, faster_attention, with_attention
+from app.plan.memory.overheads import MOST
+from app.planner.attention import allowed_library, asks, ordered_attention, with_attention
 from app.planner.plan import Plan
 from app.rules.attention import KEY
 
@@ -56,7 +57,7 @@ def attention_here(
     """
     if not asks(run):
         return run, None
-    found = allowed_library(run) if recorded == BY_LIBRARY.value else faster_attention(run)
+    found = allowed_library(run) if recorded == BY_LIBRARY.value else ordered_attention(run)
     if device.type != "cuda" or found is None:
         return with_attention(run, BY_TORCH), None
     reason = _why_not(found, device, recorded)

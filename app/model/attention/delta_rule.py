@@ -24,6 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from app.kernels.common import usable
+from app.kernels.short_convolution import short_convolution as convolution_kernel
+
 BLOCK = 64  # tokens, as flash-linear-attention has
 FORGETS = -50.0  # logarithm of what is left of the state at the first token of a document
 UNIT_EPS = 1e-6  # added to the squared length of keys and queries, as flash-linear-attention does
@@ -158,6 +161,8 @@ def short_convolution(x_BSF: Tensor, taps_FW: Tensor, number_BS: Tensor | None) 
     number_BS: of the document of each token; tokens of others count as zeros. Computed in fp32;
     saves its inputs alone.
     """
+    if usable(x_BSF, taps_FW):
+        return convolution_kernel(x_BSF, taps_FW, number_BS)
     out_BSF: Tensor = _ShortConvolution.apply(x_BSF, taps_FW, number_BS)
     return out_BSF
 

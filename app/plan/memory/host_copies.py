@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from app.choices import OptimizerKind
-from app.config import Run
+from app.config import OptimConfig, Run
 from app.plan.sharding.optimizers import moment_bytes
 from app.plan.sharding.parameters import ChunkBuffers
 
@@ -44,14 +44,19 @@ def host_copies(run: Run, buffers: Sequence[Sequence[ChunkBuffers]]) -> tuple[Ho
     return tuple(
         HostCopies(
             rank,
-            sum(
-                buffer.owned(kind) * (FP32 + moment_bytes(kind, run.optim))
-                for chunk in held
-                for buffer in (chunk.dense, chunk.expert)
-                if buffer is not None
-                for kind in OptimizerKind
-            ),
+            copied_bytes(held, run.optim),
             interval,
         )
         for rank, held in enumerate(buffers)
+    )
+
+
+def copied_bytes(buffers: Sequence[ChunkBuffers], optim: OptimConfig) -> int:
+    """Return bytes of main parameters and moments of a rank with the buffers of these chunks."""
+    return sum(
+        buffer.owned(kind) * (FP32 + moment_bytes(kind, optim))
+        for chunk in buffers
+        for buffer in (chunk.dense, chunk.expert)
+        if buffer is not None
+        for kind in OptimizerKind
     )

@@ -25,6 +25,7 @@ from app.plan.memory.activations import (
     host_peak,
     rank_moments,
 )
+from app.plan.memory.host_copies import copied_bytes
 from app.plan.memory.overheads import (
     BACKWARD_KERNELS,
     COMMUNICATOR,
@@ -34,6 +35,7 @@ from app.plan.memory.overheads import (
     GRAPH,
     GRAPH_KERNEL,
     MIB,
+    MOST,
     NCCL_ITSELF,
     WORKSPACES,
 )
@@ -56,6 +58,7 @@ from app.plan.stages import Stage, StagePlan
 # parts outside torch's allocator
 OUTSIDE = frozenset({"exchange buffers", "graph objects", "fragmentation", "CUDA context", "NCCL"})
 STATE = ("parameters", "gradients", "optimizer")  # parts that stay from step to step
+STAGED = "copy of optimizer"  # on a GPU, before the host has it (checkpoint.memory_every)
 BORDERS = 4  # tensors at stage borders: one sent and one received in each direction
 
 
@@ -85,6 +88,11 @@ class RankMemory:
     def kept(self) -> int:
         """Bytes that stay from step to step: parameters, gradients, optimizer state."""
         return sum(part.bytes for part in self.parts if part.name in STATE)
+
+    @property
+    def stages_copies(self) -> bool:
+        """True if there is room for a copy of the optimizer's state on its way to the host."""
+        return any(part.name == STAGED for part in self.parts)
 
     @property
     def allocated(self) -> int:
@@ -135,13 +143,24 @@ class _Rank:
         tensors += self._dispatch(peak.total)
         size = WORKSPACES + (FP8_WORKSPACE if run.precision.fp8.by_library else 0)
         tensors.append(MemoryPart("library workspaces", size, "of GEMMs, forward and backward"))
-        yield from tensors
+        outside = list(self._outside(tensors))
+        if run.checkpoint.memory_interval is not None:
+            size = copied_bytes(self.buffers, run.optim)
+            needed = size + sum(part.bytes for part in (*tensors, *outside))
+            if needed <= MOST * run.hardware.memory:
+                how = "parameters and moments, on their way to the host"
+                tensors.append(MemoryPart(STAGED, size, how))
+                outside = list(self._outside(tensors))
+        yield from (*tensors, *outside)
+
+    def _outside(self, tensors: Sequence[MemoryPart]) -> Iterator[MemoryPart]:
+        """Yield memory that is none of torch's tensors."""
         allocated = sum(part.bytes for part in tensors if part.name not in OUTSIDE)
         how = f"{FRAGMENTATION:.0%} of what is allocated"
         yield MemoryPart("fragmentation", int(FRAGMENTATION * allocated), how)
         yield MemoryPart("CUDA context", CUDA_CONTEXT, "of the process")
         if self.layout.world_size > 1:
-            groups = communicators(run.model, self.layout, self.rank)
+            groups = communicators(self.run.model, self.layout, self.rank)
             size = NCCL_ITSELF + sum(COMMUNICATOR[group.kind] for group in groups)
             yield MemoryPart("NCCL", size, _communicators_note(groups))
 

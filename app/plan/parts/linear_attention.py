@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from app.choices import Recompute
 from app.config import AttentionSpec, LinearAttentionConfig
+from app.kernels.tiling import CONVOLVED, cdiv
 from app.plan.model.attention import LinearAttentionWeights
 from app.plan.parts.linear import column_parallel, norm, row_parallel
 from app.plan.parts.trace import Trace, Work
@@ -33,19 +34,14 @@ def linear_attention(
         t.op(Work.other, made, made, kernels=2)  # channels and gates of all heads side by side
         # fp32 decays and shares of what is written, and what their gradients need
         t.op(Work.other, decay, rows * (4 + s.size), 3 * 4 * rows, kernels=6)
-        wide = channels // s.size * 4
         # beside an operation: what the projection made, which a rerun keeps, and the gates side by
         # side; their gradient within one of gates and outputs
         held = values + (0 if t.open else made), 2 * values
-        scratch = held[0] + 2 * wide - channels, held[1] + 3 * wide - channels
-        t.op(
-            Work.other,
-            channels,
-            channels,
-            channels,
-            scratch=scratch,
-            kernels=2 * linear.conv_width + 2,
-        )
+        # backward: gradients of the sums, stored and read in fp32, and of the taps by every program
+        wide = channels // s.size * 4
+        scratch = held[0], held[1] + wide + cdiv(wide * linear.conv_width, CONVOLVED)
+        moves = 1.0, 1 + 2 * wide / (3 * channels)
+        t.op(Work.other, channels, channels, channels, scratch=scratch, kernels=2, moves=moves)
         delta_rule(t, linear, channels, values=values, held=held)
         norm(t, values)
         # gates and outputs side by side, then one pass
