@@ -211,6 +211,15 @@ class Recompute(Enum):
     moe = "moe"  # the whole MoE layer after attention
 
 
+class Offload(Enum):
+    """Parts of a layer that keep what backward needs in host memory."""
+
+    layers = "layers"  # whole layers; with recompute.full their inputs
+    attn = "attn"  # attention with its norm
+    mlp = "mlp"  # dense feed-forwards with their norm
+    moe = "moe"  # the whole MoE layer after attention
+
+
 class Dtype(Enum):
     """Element type of tensors."""
 

@@ -1,6 +1,6 @@
 """What clones of hot experts do to the loads of ranks, on a CPU: by algorithm and spares.
 
-    python bench/echo_loads.py [--draws 20 --steps 300 --json bench/results/echo_loads.json]
+    python bench/echo_loads.py [--draws 20 --steps 300 --json bench/results/echo_loads.json.gz]
 
 `synthetic`: experts' popularity by Zipf's law or from a Dirichlet distribution, 4096 tokens per
 rank, 8 experts each. `trained`: models of `--experts` experts, 4 per token, trained here on the
@@ -19,6 +19,7 @@ Shapes: N cases, R ranks, E experts, T tokens, K experts per token.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import statistics
 import tempfile
@@ -68,7 +69,7 @@ def main() -> None:
     }
     found |= {"trained": trained(recorded, args.experts)}
     found |= {"assumed": [assumed(args)], "simulated": simulated(args, recorded)}
-    args.json.write_text(written(found))
+    args.json.write_bytes(gzip.compress(written(found).encode(), mtime=0))
 
 
 def written(found: dict[str, list[Json]]) -> str:
@@ -98,7 +99,7 @@ def parsed() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value, help=what)
     cache = Path(tempfile.gettempdir()) / "graphfold_echo_loads"
     parser.add_argument("--cache", type=Path, default=cache, help="of the corpus")
-    path = ROOT / "bench/results/echo_loads.json"
+    path = ROOT / "bench/results/echo_loads.json.gz"
     parser.add_argument("--json", type=Path, default=path, help="write there")
     return parser.parse_args()
 

@@ -15,6 +15,7 @@ smallmoe="+experiment=smallmoe $whole"
 dense="+experiment=small model=llama3_8b model.num_layers=8 train.micro_batch=1 train.global_batch=8 $whole"
 ordered=train.deterministic=true
 te=train.attention_backend=transformer_engine
+away=recompute.offload
 captured=cuda_graph.impl=transformer_engine
 fp8=precision.fp8.recipe
 delayed="$fp8=delayed precision.fp8.include=[linear,head]"
@@ -52,6 +53,12 @@ run_part() {
       $by_part $captured $delayed / $small $delayed
     timeout 560 python3 -m pytest -m gpu -q -n0 tests/gpu/test_fp8_runs.py tests/gpu/test_te_graphs.py \
       2>&1 | tee "$out/captured_tests.txt" ;;
+  offload) # activations in host memory, beside recomputation
+    timeout 300 python3 -m pytest -m gpu -q -n0 tests/gpu/test_offload_on_gpu.py \
+      2>&1 | tee "$out/offload_tests.txt"
+    steps 500 offload.jsonl $dense / $dense $away=[attn] / $dense $away=[layers] / \
+      $dense recompute=full / $dense recompute=full $away=[layers] / \
+      $smallmoe / $smallmoe $away=[attn] / $smallmoe $away=[layers] ;;
   recompute) # whole and in part, and attention of other lengths
     timeout 300 python3 bench/step_profile.py --json "$out/recompute.jsonl" --steps 6 --top 12 \
       $dense / $dense recompute=full / $dense recompute=selective / \
@@ -73,5 +80,5 @@ run_part() {
   esac
 }
 parts=("${@:2}")
-[ ${#parts[@]} -gt 0 ] || parts=(attention fp8 captured recompute layers losses)
+[ ${#parts[@]} -gt 0 ] || parts=(attention fp8 captured offload recompute layers losses)
 for part in "${parts[@]}"; do run_part "$part"; done

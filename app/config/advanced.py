@@ -51,6 +51,7 @@ ADVANCED = (
     "schedule.timeout_s",
     "cuda_graph.marks",
     "recompute.partial_microbatches",
+    "recompute.offload",
     # numbers
     "precision.loss_scale",
     "precision.initial_loss_scale",

@@ -13,6 +13,7 @@ from app.choices import (
     GraphKey,
     GraphScope,
     LinearBackendKind,
+    Offload,
     Recompute,
     ScheduleName,
 )
@@ -135,9 +136,12 @@ class RecomputeConfig:
     phases: tuple[Recompute, ...] = ()  # parts of each layer
     # with full: microbatches in flight that recompute only `phases`
     partial_microbatches: int = 0
+    # parts of each layer whose saved activations wait for backward in pinned host memory
+    offload: tuple[Offload, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", tuple(self.phases))
+        object.__setattr__(self, "offload", tuple(self.offload))
         at_least("recompute", self, 0, "partial_microbatches")
         if self.partial_microbatches and not self.full:
             rule = "lets some microbatches save more, so it needs recompute.full=true"

@@ -45,6 +45,7 @@ from app.model.layers.attend import Attend, TorchAttention
 from app.model.layers.frozen import freeze, start_backward_at
 from app.model.layers.layer_groups import LayerGroups, own_tokens
 from app.model.lora import add_adapters, hold_base
+from app.model.offload import HostBuffers
 from app.moe.dispatch.paged_buffer import build_paged_buffer
 from app.moe.phases import MoEBody, Router
 from app.moe.protocol import Dispatcher
@@ -54,6 +55,7 @@ from app.optim.frozen import FrozenWeight
 from app.optim.scale import LossScale
 from app.optim.shard import OptimizerGroups
 from app.plan.model.held import is_held
+from app.plan.recompute import recompute_policy
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.sharding.frozen import frozen_in
 from app.plan.stages import StagePlan
@@ -206,6 +208,8 @@ def _states(
         yield AheadLosses(run.model.mtp.layers, chunks, device)
     if run.data.parts:
         yield SourceLosses([source.label for source, _ in run.data.parts], device)
+    if offload := recompute_policy(run).usual.offload:
+        yield HostBuffers(chunks, offload, device)
 
 
 def _build_dispatcher(

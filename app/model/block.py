@@ -324,6 +324,9 @@ class StepState:
     def start_step(self) -> None:
         """Prepare for the first forward of a step, or of its rerun."""
 
+    def end_passes(self) -> None:
+        """Run the work that follows the last backward of a step, or of its rerun."""
+
     def inputs(
         self, tokens_BS: Tensor, labels_BS: Tensor, positions_BS: Tensor
     ) -> Mapping[str, Tensor]:

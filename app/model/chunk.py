@@ -101,6 +101,7 @@ class Chunk(nn.Module):
         self.head = ColumnParallelLinear(rows, layer_groups) if untied else None
         self.logit_map = logits_of(model, layer_groups.coords.shape(rows)[0])
         self.lora: LoraConfig | None = None  # set where adapters are added
+        self.recomputation: Callable[..., Recomputation] = Recomputation  # or what offloads
         # replaced with optim.overlap_params, where the head's table may still be gathered
         self.wait_for_head: Callable[[], None] = nothing
 
@@ -166,7 +167,7 @@ class Chunk(nn.Module):
             self.ropes,
             attend=self.attend,
             sink=sink,
-            recompute=Recomputation(recompute, draws, replaces=paged_buffers),
+            recompute=self.recomputation(recompute, draws, replaces=paged_buffers),
             length=self.rope_length or length,
             extras=extras,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from app.choices import GraphScope
+from app.choices import GraphScope, Offload
 
 
 class PhaseName(StrEnum):
@@ -34,3 +34,9 @@ CAPTURED = {
     GraphScope.moe_preprocess: (PhaseName.preprocess,),
     GraphScope.moe: (*ROUTER, PhaseName.preprocess, *EXPERTS),
 }  # part of a layer -> its phases that a graph holds
+OFFLOADED = {
+    Offload.layers: DENSE + MOE[1:],
+    Offload.attn: (PhaseName.attn,),
+    Offload.mlp: (PhaseName.mlp,),
+    Offload.moe: MOE[1:],
+}  # part of a layer -> its phases that keep what they save in host memory

@@ -12,10 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from app.choices import Balance, Recompute
+from app.choices import Balance, Offload, Recompute
 from app.config import RecomputeConfig, Run
 from app.plan.actions import Forward, MicrobatchChunk
+from app.plan.phases import OFFLOADED, PhaseName
 from app.plan.schedule import peak_in_flight
+
+# bytes of memory of saved tensors from which it is offloaded: a copy takes 10 µs to start
+OFFLOADED_FROM = 64 * 1024
+KEPT_PHASES = ("embedding", "head", PhaseName.preprocess, PhaseName.dispatch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +29,18 @@ class RecomputeChoice:
 
     parts: frozenset[Recompute] = frozenset()  # of each layer
     whole_layers: bool = False  # every layer from its input, which includes all parts
+    offload: frozenset[Offload] = frozenset()  # parts that keep what they save in host memory
+
+    def offloads(self, phase: str, saved: int) -> bool:
+        """Return whether bytes that an operation of a phase saves go to host memory.
+
+        Phases that save integers keep them on the GPU.
+        """
+        if saved < OFFLOADED_FROM or phase in KEPT_PHASES:
+            return False
+        return Offload.layers in self.offload or any(
+            phase in OFFLOADED[part] for part in self.offload
+        )
 
 
 NOTHING = RecomputeChoice()
@@ -59,8 +76,10 @@ class RankRecompute:
 
 def recompute_policy(run: Run) -> RecomputePolicy:
     """Return the recomputation of a run."""
-    parts = RecomputeChoice(frozenset(run.recompute.phases))
-    usual = RecomputeChoice(whole_layers=True) if run.recompute.full else parts
+    offload = frozenset(run.recompute.offload)
+    parts = RecomputeChoice(frozenset(run.recompute.phases), offload=offload)
+    full = RecomputeChoice(whole_layers=True, offload=offload)
+    usual = full if run.recompute.full else parts
     return RecomputePolicy(usual, spared=parts, partial=run.recompute.partial_microbatches)
 
 

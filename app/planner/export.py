@@ -187,7 +187,7 @@ def _graphs(plan: Plan) -> dict[str, Any]:
 def _memory(plan: Plan) -> list[dict[str, Any]]:
     host = {copies.pp_rank: {"host_copies": copies.held} for copies in plan.host_copies}
     return [
-        asdict(rank)
+        {name: value for name, value in asdict(rank).items() if name != "offloaded" or value}
         | {"total": rank.total, "allocated": rank.allocated}
         | host.get(rank.pp_rank, {})
         for rank in plan.memory

@@ -30,6 +30,7 @@ from app.rules.layout import (
     check_world,
 )
 from app.rules.lora import check_lora
+from app.rules.offload import check_offload
 from app.rules.pipeline import check_schedule_choice, check_stages
 from app.rules.precision import check_fp8
 from app.rules.sizes import check_microbatches, check_sizes
@@ -55,6 +56,7 @@ RULES: tuple[Callable[[Run], None], ...] = (
     check_static_dispatch,
     check_clones,
     check_recompute,
+    check_offload,
     check_expert_widths,
     check_fp8,
     check_block,

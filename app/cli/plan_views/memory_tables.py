@@ -9,6 +9,7 @@ from app.cli.plan_views.rows import heading, new_table
 from app.plan.formatting import count_of, figures, gib
 from app.plan.memory.rank_memory import RankMemory
 from app.plan.partners import shift_of
+from app.plan.recompute import recompute_policy
 from app.planner.decoding import fixed_bytes
 from app.planner.export import Decoding
 from app.planner.plan import Plan
@@ -30,6 +31,15 @@ def print_memory(plan: Plan, console: Console) -> None:
     console.print(table)
     if plan.host_copies:
         _print_host_copies(plan, console)
+    if most := max(rank.offloaded for rank in plan.memory):
+        ranks = min(plan.run.world_size, plan.run.parallel.gpus_per_node)
+        parts = ",".join(sorted(part.value for part in recompute_policy(plan.run).usual.offload))
+        console.print(
+            f"Activations in host memory (recompute.offload=[{parts}]): {gib(most)} GiB a rank, "
+            f"{gib(most * ranks)} GiB a host of {count_of(ranks, 'rank')}, pinned in blocks of "
+            "at most 1 GiB, or of the next power of two of a larger tensor.",
+            style="dim",
+        )
     console.print()
 
 

@@ -130,6 +130,8 @@ class Replay:
             state.start_step()
         with trace.watching(names):
             totals = self._passes(graphs)(step)
+            for state in engine.states:
+                state.end_passes()
             if isinstance(totals.loss, Tensor):
                 trace.add(ValueKind.computed, "the loss", [totals.loss])
         for buckets in engine.optimizer.all_grad_buckets():

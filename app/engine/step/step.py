@@ -142,6 +142,8 @@ def run_passes(engine: Engine, forward_backward: ForwardBackward, step: StepInpu
     for state in engine.states:
         state.start_step()
     totals = forward_backward(step)
+    for state in engine.states:
+        state.end_passes()
     optimizer.finish_grads()
     totals.norm_sq = optimizer.local_norm_sq()
     return totals

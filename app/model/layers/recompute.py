@@ -52,7 +52,7 @@ class _Function(BackwardSource):
     """Function and arguments that recompute a result, and the number of operations that read it."""
 
     function: Callable[..., Tensor]
-    arguments: tuple[Tensor | _View, ...]
+    arguments: tuple[Tensor | SavedView, ...]
     readers: int = 0  # saved references that have not been read yet
     value: Tensor | None = None
 
@@ -73,7 +73,7 @@ class _Function(BackwardSource):
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
+class SavedView:
     """Saved tensor that is a view of a discarded result."""
 
     source: BackwardSource
@@ -168,22 +168,28 @@ class Recomputation:
         if not (self.chosen.parts or self.replaces):
             yield
             return
+        with self.hooks():
+            yield
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Install the hooks around a forward, whatever is recomputed."""
         self._running = True
         with saved_tensors_hooks(self._pack, _unpack):
             yield
         self._running = False
         self._sources.clear()
 
-    def _pack(self, saved: Tensor) -> Tensor | _View:
+    def _pack(self, saved: Tensor) -> Tensor | SavedView:
         _, source = self._sources.get(saved.untyped_storage()._cdata, (None, None))
         if source is None:
             # saving the tensor itself creates a reference cycle if an operation saves its output
             return saved.detach()
         source.add_reader(saved)
-        return _View(source, saved.size(), saved.stride(), offset=saved.storage_offset())
+        return SavedView(source, saved.size(), saved.stride(), offset=saved.storage_offset())
 
 
-def _unpack(packed: Tensor | _View) -> Tensor:
+def _unpack(packed: Tensor | SavedView) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
     return packed.source.read().as_strided(packed.size, packed.stride, packed.offset)

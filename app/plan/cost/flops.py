@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from app.config import LoraConfig, ModelConfig, MoEConfig, Run, TrainConfig
+from app.plan.cost.rates import GIGA, HOST_GB_S
 from app.plan.layout import ParallelLayout
 from app.plan.model.stage import model_weights
 from app.plan.model.vocabulary import table
 from app.plan.model.weight import Weight
 from app.plan.parts.dispatcher import busiest_load
 from app.plan.parts.stage import fold_stages, sizes_of
-from app.plan.parts.trace import Operation
+from app.plan.parts.trace import Operation, offloaded
 from app.plan.stages import Stage
 
 # Dense bf16 tensor-core peaks without sparsity, TFLOP/s per GPU, from the vendors' data sheets:
@@ -203,11 +204,26 @@ def stage_seconds(
     s = sizes_of(run, layout, load=busiest_load(run))
     rows = fold_stages(s, stages, partial(_part_flops, timed=True))
     rate = (run.hardware.peak_tflops or PLANNED_PEAK) * 1e12 * run.hardware.efficiency
-    return tuple(
+    found = tuple(
         StageSeconds(
             flops.forward / rate,
             (flops.backward_input + flops.recompute) / rate,
             flops.backward_weight / rate,
         )
         for flops in map(_total, rows)
+    )
+    if not s.recompute.usual.offload:
+        return found
+    away = fold_stages(s, stages, lambda ops: sum(offloaded(ops, s.recompute.usual).values()))
+    copies = (sum(size * times for size, times in row) / (HOST_GB_S * GIGA) for row in away)
+    return tuple(map(_with_copies, found, copies))
+
+
+def _with_copies(stage: StageSeconds, copies: float) -> StageSeconds:
+    """Return the times with what compute does not hide of copies to the host, and of those back."""
+    forward = max(stage.forward, copies)
+    return replace(
+        stage,
+        forward=forward,
+        backward_input=max(stage.backward_input, copies - stage.backward_weight),
     )

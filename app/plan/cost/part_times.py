@@ -17,6 +17,7 @@ LAUNCHES = "launches"
 QUANTISED = "quantising"
 RECOMPUTED = "recomputed"
 RECOMPUTED_MATMULS = "recomputed GEMMs"
+OFFLOADED = "copies to host memory"
 MATMULS = (Work.gemm, Work.router_matmul, Work.grouped)
 ATTENTION = (
     Work.attention,

@@ -16,6 +16,7 @@ from app.plan.cost.part_times import (
     EXCHANGE,
     LAUNCHES,
     MATMULS,
+    OFFLOADED,
     QUANTISED,
     RECOMPUTED,
     RECOMPUTED_MATMULS,
@@ -24,15 +25,25 @@ from app.plan.cost.part_times import (
     once_each,
 )
 from app.plan.cost.power import at_clocks
-from app.plan.cost.rates import CAPPED_LOGITS, MICRO, PLAIN_LOGITS, SCALED_LOGITS, Kernels, Links
+from app.plan.cost.rates import (
+    CAPPED_LOGITS,
+    GIGA,
+    HOST_GB_S,
+    MICRO,
+    PLAIN_LOGITS,
+    SCALED_LOGITS,
+    Kernels,
+    Links,
+)
 from app.plan.dependencies import Pipeline
 from app.plan.layout import ParallelLayout
 from app.plan.memory.overheads import BACKWARD_KERNELS
 from app.plan.parts.dispatcher import busiest_load, run_dispatcher
 from app.plan.parts.known import KnownParts
 from app.plan.parts.stage import fold_stages, sizes_of
-from app.plan.parts.trace import ONCE, Operation, Work
+from app.plan.parts.trace import ONCE, Operation, Work, offloaded
 from app.plan.phases import PhaseName
+from app.plan.recompute import NOTHING, RecomputeChoice, recompute_policy
 from app.plan.select import captured_phases
 from app.plan.stages import Stage
 
@@ -124,6 +135,7 @@ class _Clock:
     captured: frozenset[str]  # phases
     whole: bool  # the full iteration is captured
     waits: bool  # the host waits for sizes in every MoE layer
+    recompute: RecomputeChoice = NOTHING
 
     @classmethod
     def of(cls, run: Run, layout: ParallelLayout, profile: HardwareProfile) -> _Clock:
@@ -135,6 +147,7 @@ class _Clock:
             captured=captured_phases(run.cuda_graph),
             whole=run.cuda_graph.impl is GraphImpl.full_iteration,
             waits=dispatcher is not None and dispatcher.waits_for_host,
+            recompute=recompute_policy(run).usual,
         )
 
     def part(self, ops: Sequence[Operation]) -> PartTimes:
@@ -151,6 +164,11 @@ class _Clock:
                     inputs[RECOMPUTED_MATMULS if kind in ARITHMETIC else RECOMPUTED] += seconds
             if op.reached:
                 self._backward(op, inputs, weights)
+        if away := sum(offloaded(ops, self.recompute).values()):
+            copied = away / (HOST_GB_S * GIGA)
+            back = sum(inputs.values()) + sum(weights.values())
+            forward[OFFLOADED] += max(0.0, copied - sum(forward.values()))
+            inputs[OFFLOADED] += max(0.0, copied - back)
         launched = self._launched(ops)
         forward[LAUNCHES] += self._waited(ops)
         again_launched = self._launched([op for op in ops if op.rerun])

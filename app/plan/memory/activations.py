@@ -2,6 +2,7 @@
 
 A stage is a row of parts: embedding, layers, head. Forward adds what each one saves, and backward
 frees it from the other end, so the peak of a part comes on top of what the parts before it save.
+What a layer offloads is on the GPU while that layer or the next one runs, forward and backward.
 All numbers are bytes.
 """
 
@@ -26,6 +27,7 @@ from app.plan.parts.stage import (
     sizes_of,
 )
 from app.plan.parts.trace import Sizes, TraceMemory, trace_memory
+from app.plan.phases import PhaseName
 from app.plan.recompute import RecomputeChoice
 from app.plan.select import captured_phases
 from app.plan.sharding.frozen import frozen_in
@@ -40,6 +42,7 @@ class MicrobatchMemory:
     forward: int  # most that is alive in forward beyond what is saved in the end
     backward: int  # most that is alive in backward beyond what was saved at its start
     waiting: int  # inputs of weight gradients between the two parts of a split backward
+    offloaded: int = 0  # saved in host memory
     total: int = field(init=False)  # all that autograd saves
 
     def __post_init__(self) -> None:
@@ -117,28 +120,43 @@ def _microbatch(s: Sizes, stage: Stage, recompute: RecomputeChoice) -> Microbatc
     if ropes:
         # cosines and sines of each kind of positions
         kept["rotary"] = len(ropes) * s.rotary
+    # the stage's input stays on the GPU for its gradient
+    stays = not stage.embedding and recompute.offloads(PhaseName.attn, s.stream)
+    if stays:
+        kept[PhaseName.attn] = s.stream
     forward = backward = saved = kept.total()
     waiting = waits = sum(times * found[part].waiting for part, times in part_counts(s, stage))
     # the gradient of an embedding that is used again is alive from there to the lookup's backward
     tied = stage.embedding and stage.head and s.model.copies_embedding and not s.splits
     tied = tied and "embedding" not in frozen_in(s.run)
     carried = s.weight(table(s.model)) if tied else 0
-    totals = {part: sum(memory.kept.values()) for part, memory in found.items()}
+    away = {part: sum(memory.offloaded.values()) for part, memory in found.items()}
+    totals = {part: sum(memory.kept.values()) - away[part] for part, memory in found.items()}
     for place, part in enumerate(parts):
         memory = found[part]
         waits -= memory.waiting
         beside = waits + (carried if place + 1 < len(parts) else 0)
-        forward = max(forward, saved + memory.forward)
-        backward = max(backward, saved + memory.backward + beside)
+        moving = away[parts[place - 1]] if place else 0
+        forward = max(forward, saved + memory.forward + moving)
+        backward = max(backward, saved + memory.backward + beside + moving)
         saved += totals[part]
     for part, times in part_counts(s, stage):
-        kept.update({phase: times * size for phase, size in found[part].kept.items()})
-    return MicrobatchMemory(kept, forward - saved, backward - saved, waiting=waiting)
+        memory = found[part]
+        kept.update(
+            {
+                phase: times * (size - memory.offloaded.get(phase, 0))
+                for phase, size in memory.kept.items()
+            }
+        )
+    host = sum(times * away[part] for part, times in part_counts(s, stage)) - stays * s.stream
+    return MicrobatchMemory(
+        +kept, forward - saved, backward - saved, waiting=waiting, offloaded=host
+    )
 
 
 def _part_memory(s: Sizes, part: StagePart, recompute: RecomputeChoice) -> TraceMemory:
     def traced() -> TraceMemory:
-        return trace_memory(part_operations(s, part, recompute), s.stream)
+        return trace_memory(part_operations(s, part, recompute), s.stream, recompute)
 
     return traced() if s.known is None else s.known.sum(("memory", part, recompute), traced)
 
@@ -234,6 +252,17 @@ def highest(moments: Moments, chunks: Sequence[ChunkActivations]) -> Peak:
         _working(found, sizes[found.chunk, found.spared], chunks),
         action=moments[found],
         in_flight=sum(count for _, count in found.live),
+    )
+
+
+def host_peak(moments: Moments, chunks: Sequence[ChunkActivations]) -> int:
+    """Return the most bytes of host memory that a rank's activations are in."""
+    return max(
+        sum(
+            count * (chunks[chunk].spared if less else chunks[chunk].usual).offloaded
+            for (chunk, less), count in moment.live
+        )
+        for moment in moments
     )
 
 

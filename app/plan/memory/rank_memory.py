@@ -22,6 +22,8 @@ from app.plan.layout import ParallelLayout
 from app.plan.memory.activations import (
     ChunkActivations,
     Peak,
+    host_peak,
+    rank_moments,
 )
 from app.plan.memory.host_copies import copied_bytes
 from app.plan.memory.overheads import (
@@ -46,6 +48,7 @@ from app.plan.parts.known import KnownParts
 from app.plan.parts.paged_buffer import planned_paged_buffer
 from app.plan.parts.static import PlannedStatic
 from app.plan.parts.trace import BYTES
+from app.plan.recompute import recompute_policy
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.sharding.frozen import frozen_bytes, frozen_numel, trained_matrices
 from app.plan.sharding.optimizers import PLANNED, moment_bytes
@@ -74,6 +77,7 @@ class RankMemory:
 
     pp_rank: int
     parts: tuple[MemoryPart, ...]
+    offloaded: int = 0  # bytes of activations in host memory at most (`recompute.offload`)
 
     @property
     def total(self) -> int:
@@ -114,7 +118,7 @@ def plan_memory(
     known = SharedMemory(layout, KnownParts() if parts is None else parts)
     for rank, (held, graph) in enumerate(zip(stages.stages, graphs, strict=True)):
         planned = _Rank(run, layout, held, buffers[rank], actions[rank], graph, rank, known)
-        yield RankMemory(rank, tuple(planned.parts()))
+        yield RankMemory(rank, tuple(planned.parts()), planned.offloaded())
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +163,15 @@ class _Rank:
             groups = communicators(self.run.model, self.layout, self.rank)
             size = NCCL_ITSELF + sum(COMMUNICATOR[group.kind] for group in groups)
             yield MemoryPart("NCCL", size, _communicators_note(groups))
+
+    def offloaded(self) -> int:
+        """Return the most bytes of activations in host memory."""
+        policy = recompute_policy(self.run)
+        if not policy.usual.offload:
+            return 0
+        chunks = self.known.chunks(self.run, self.stages)
+        spared = policy.on_rank(self.actions).spared
+        return host_peak(rank_moments(self.actions, spared), chunks)
 
     def _numels(self) -> tuple[int, int, int]:
         """Return dense and expert elements, padding included, and those whose state it owns."""

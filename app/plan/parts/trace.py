@@ -339,9 +339,22 @@ class TraceMemory:
     forward: int  # most that is alive in its forward
     backward: int  # most that is alive in its backward
     waiting: int  # kept for weight gradients between the two parts of a split backward
+    offloaded: dict[str, int]  # phase -> of those kept, bytes in host memory
 
 
-def trace_memory(ops: Collection[Operation], beside: int) -> TraceMemory:
+def offloaded(ops: Collection[Operation], choice: RecomputeChoice) -> dict[str, int]:
+    """Return phase -> bytes that a layer's operations keep in host memory."""
+    found: dict[str, int] = {}
+    if choice.offload:
+        for op in ops:
+            if op.fp8 is None and choice.offloads(op.phase, op.saves):
+                found[op.phase] = found.get(op.phase, 0) + op.saves
+    return found
+
+
+def trace_memory(
+    ops: Collection[Operation], beside: int, choice: RecomputeChoice = NOTHING
+) -> TraceMemory:
     """Return the memory of operations beside which a tensor of these bytes stays: the residual.
 
     Backward goes through the list from its end, so an operation has what those before it saved, and
@@ -362,4 +375,5 @@ def trace_memory(ops: Collection[Operation], beside: int) -> TraceMemory:
         backward = max(backward, saved + restored + waits + op.working + beside)
         if op.saves:
             kept[op.phase] = kept.get(op.phase, 0) + op.saves
-    return TraceMemory(kept, max(forward, saved), backward, waiting)
+    away = offloaded(ops, choice)
+    return TraceMemory(kept, max(forward, saved), backward, waiting, offloaded=away)

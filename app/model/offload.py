@@ -1,0 +1,338 @@
+"""Activations in pinned host memory between forward and backward (`recompute.offload`).
+
+What chosen phases of a layer save is one group per layer and microbatch. A copy to the host starts
+when autograd saves a tensor, on a stream of its own. The group stays on the device until the next
+layer's forward has ended; compute then waits for the copies, and drops the tensors. The first read
+of a group in backward starts to copy back the group of the layer before, on a second stream.
+
+No tensor is in use by a copy when it is freed, and no host buffer when it is filled again, since
+compute waits for a copy first, and every copy waits for compute. A step ends with compute waiting
+for both streams, so a graph can hold it. On a CPU copies are plain ones.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar, TypeVarTuple
+
+import torch
+from torch import Tensor
+
+from app.choices import Offload
+from app.model.block import Phase, StepState
+from app.model.chunk import Chunk
+from app.model.layers.layers import Context
+from app.model.layers.recompute import BackwardSource, Recomputation, SavedView
+from app.plan.phases import OFFLOADED
+from app.plan.recompute import OFFLOADED_FROM, RecomputeChoice
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+ALIGNED = 512  # bytes
+SMALLEST, LARGEST = 1 << 26, 1 << 30  # bytes of a block of host memory, unless a tensor has more
+
+
+@dataclass(slots=True, eq=False)
+class OffloadedTensor(BackwardSource):
+    """Memory of saved tensors, on the device or on the host."""
+
+    group: OffloadedGroup
+    buffer: Tensor  # uint8 on the host, at least as large
+    host: Tensor  # the part of `buffer` that holds it, flat
+    value: Tensor | None  # on the device, flat; None: on the host alone
+
+    def add_reader(self, saved: Tensor) -> None:
+        """Do nothing: it is kept until no operation refers to it."""
+
+    def read(self) -> Tensor:
+        """Return the flat tensor on the device, after its copy."""
+        self.group.arrive()
+        assert self.value is not None, "the group has arrived"
+        return self.value
+
+
+@dataclass(slots=True, eq=False)
+class OffloadedGroup:
+    """Tensors that one layer of one microbatch has offloaded."""
+
+    buffers: HostBuffers
+    before: OffloadedGroup | None  # of the layer before, copied back ahead of its backward
+    # emptied when it has arrived for backward
+    tensors: list[OffloadedTensor] = field(default_factory=list)
+    copied: torch.cuda.Event | None = None  # end of the copies to the host
+    returned: torch.cuda.Event | None = None  # end of the copies back
+    fetched: bool = False
+
+    def drop(self) -> None:
+        """Keep the host's copies alone."""
+        for tensor in self.tensors:
+            tensor.value = None
+
+    def fetch(self) -> None:
+        """Start to copy back what is no longer on the device."""
+        if not self.fetched:
+            self.fetched = True
+            self.returned = self.buffers.fetch(self)
+
+    def arrive(self) -> None:
+        """Have compute wait for the copies; the first call fetches the layer before."""
+        if not self.tensors:
+            return
+        self.fetch()
+        self.buffers.arrived(self)
+        self.tensors.clear()
+        before = self.before
+        while before is not None and not before.tensors:
+            before = before.before
+        self.before = None
+        if before is not None:
+            before.fetch()
+
+
+class HostBuffers(StepState):
+    """Host memory of a rank for activations, and the streams of copies to and from it.
+
+    Buffers are parts of few blocks, as torch rounds each pinned allocation up to a power of two.
+    They are made in the first steps and used again in all others.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Chunk], chosen: Collection[Offload], device: torch.device
+    ) -> None:
+        self.chunks = chunks
+        self.device = device
+        self.open = False  # True while phases run whose tensors are offloaded
+        self.group: OffloadedGroup | None = None  # of the layer whose forward runs
+        self.leaving: OffloadedGroup | None = None  # of the last layer, still on the device
+        self.fetching: list[OffloadedGroup] = []  # copies back that compute has not waited for
+        self.made: dict[int, list[Tensor]] = defaultdict(list)  # by bytes
+        self.idle: dict[int, list[Tensor]] = defaultdict(list)
+        self.block = torch.empty(0, dtype=torch.uint8)  # host memory for more buffers
+        self.pinned = 0  # bytes of all blocks
+        self.staying: frozenset[int] = frozenset()  # addresses of parameters and buffers
+        self.streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None  # out, back
+        self.apart: set[torch.cuda.Stream] = set()  # those that compute has to wait for
+        if device.type == "cuda":
+            self.streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        phases = {phase for part in chosen for phase in OFFLOADED[part]}
+        for chunk in chunks:
+            chunk.recomputation = partial(OffloadingRecomputation, self)
+            for layer in chunk.in_order:
+                layer.phases = tuple(
+                    replace(phase, run=self._opened(phase)) if phase.name in phases else phase
+                    for phase in layer.phases
+                )
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory."""
+        return sum(buffer.nbytes for buffers in self.made.values() for buffer in buffers)
+
+    def start_step(self) -> None:
+        """See `StepState`; there is something to do only after a step that failed."""
+        self.end_passes()
+
+    def end_passes(self) -> None:
+        """Have compute wait for all copies, and take back all buffers; see `StepState`."""
+        for stream in self.apart:
+            torch.cuda.current_stream().wait_stream(stream)
+        self.apart.clear()
+        if self.leaving is not None:
+            self.leaving.drop()
+        self.leaving = None
+        self.fetching.clear()
+        self.idle = defaultdict(list, {key: [*all_of] for key, all_of in self.made.items()})
+
+    def _opened(self, phase: Phase) -> Callable[..., tuple[object, ...]]:
+        def run(*values: object) -> tuple[object, ...]:
+            with self.opened(True):
+                return phase.run(*values)
+
+        return run
+
+    @contextmanager
+    def opened(self, chosen: bool) -> Iterator[None]:
+        """Offload what is saved within the block, if `chosen`."""
+        before, self.open = self.open, self.open or chosen
+        try:
+            yield
+        finally:
+            self.open = before
+
+    def takes(self, saved: Tensor) -> bool:
+        """Return whether a tensor saved now is offloaded: a large activation that autograd alone
+        would keep.
+        """
+        if not self.open or self.group is None or saved.layout is not torch.strided:
+            return False
+        if not saved.is_floating_point() or saved.element_size() < 2:
+            return False
+        # parameters, and inputs of a stage, which stay for their gradients
+        if saved.is_leaf and saved.requires_grad:
+            return False
+        storage = saved.untyped_storage()
+        if not self.staying:
+            held = (
+                each for chunk in self.chunks for each in (*chunk.parameters(), *chunk.buffers())
+            )
+            self.staying = frozenset(each.untyped_storage().data_ptr() for each in held)
+        return storage.nbytes() >= OFFLOADED_FROM and storage.data_ptr() not in self.staying
+
+    def send(self, saved: Tensor) -> OffloadedTensor:
+        """Start to copy the memory of a saved tensor to the host."""
+        assert self.group is not None, "a layer runs"
+        storage = saved.untyped_storage()
+        count = storage.nbytes() // saved.element_size()
+        flat = torch.empty(0, dtype=saved.dtype, device=saved.device)
+        flat.set_(storage, 0, (count,), (1,))
+        buffer = self._buffer(flat.nbytes)
+        host = buffer[: flat.nbytes].view(flat.dtype)
+        with self._beside(back=False):
+            host.copy_(flat, non_blocking=True)
+        found = OffloadedTensor(self.group, buffer, host, flat)
+        self.group.tensors.append(found)
+        return found
+
+    def _buffer(self, size: int) -> Tensor:
+        size = -(-size // ALIGNED) * ALIGNED
+        # or one a little larger: dispatched tokens have a number of their own in every microbatch
+        fit = [each for each, idle in self.idle.items() if idle and size <= each <= size * 9 // 8]
+        if fit:
+            return self.idle[min(fit)].pop()
+        if size > len(self.block):
+            self.block = self._more(size)
+        buffer, self.block = self.block[:size], self.block[size:]
+        self.made[size].append(buffer)
+        return buffer
+
+    def _more(self, size: int) -> Tensor:
+        """Return new host memory for buffers, at least this large."""
+        size = 1 << (max(size, min(LARGEST, max(SMALLEST, self.pinned))) - 1).bit_length()
+        self.pinned += size
+
+        def allocate() -> Tensor:
+            if self.device.type != "cuda":
+                return torch.empty(size, dtype=torch.uint8)
+            torch.cuda.set_device(self.device)
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+        # A capture forbids its own thread to allocate, and would own the memory; meters of device
+        # memory watch that thread too.
+        with ThreadPoolExecutor(1) as other:
+            return other.submit(allocate).result()
+
+    def _beside(self, back: bool) -> AbstractContextManager[object]:
+        """Return a context whose copies start after the compute launched so far, and run beside
+        what follows.
+        """
+        if self.streams is None:
+            return nullcontext()
+        stream = self.streams[back]
+        self.apart.add(stream)
+        stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(stream)
+
+    @contextmanager
+    def layer(self, before: OffloadedGroup | None) -> Iterator[OffloadedGroup]:
+        """Gather what the block's layer offloads; then free what the layer before has."""
+        group = self.group = OffloadedGroup(self, before)
+        try:
+            yield group
+        finally:
+            self.group = None
+        if not group.tensors:
+            return
+        if self.streams is not None:
+            group.copied = self.streams[False].record_event()
+        if self.leaving is not None:
+            self._drop(self.leaving)
+        self.leaving = group
+
+    def _drop(self, group: OffloadedGroup) -> None:
+        _wait(group.copied)
+        group.drop()
+
+    def fetch(self, group: OffloadedGroup) -> torch.cuda.Event | None:
+        """Start a group's copies back; return their end."""
+        if group is self.leaving:  # still on the device
+            self.leaving = None
+            return group.copied
+        # made by compute, which frees them: it waits for the copies in between
+        values = [
+            torch.empty(each.host.shape, dtype=each.host.dtype, device=self.device)
+            for each in group.tensors
+        ]
+        self.fetching.append(group)
+        with self._beside(back=True):
+            for tensor, value in zip(group.tensors, values, strict=True):
+                tensor.value = value.copy_(tensor.host, non_blocking=True)
+        return None if self.streams is None else self.streams[True].record_event()
+
+    def arrived(self, group: OffloadedGroup) -> None:
+        """Have compute wait for a group's copies, after which its buffers are free."""
+        _wait(group.returned)
+        if group in self.fetching:
+            self.fetching.remove(group)
+        for tensor in group.tensors:
+            self.idle[len(tensor.buffer)].append(tensor.buffer)
+        if self.leaving is not None:  # of another microbatch
+            self._drop(self.leaving)
+            self.leaving = None
+
+
+class OffloadingRecomputation(Recomputation):
+    """Recomputation of a microbatch whose chosen phases offload what they save."""
+
+    def __init__(
+        self,
+        buffers: HostBuffers,
+        chosen: RecomputeChoice,
+        draws: bool = False,
+        replaces: bool = False,
+    ) -> None:
+        super().__init__(chosen, draws, replaces)
+        self.buffers = buffers
+        self.last: OffloadedGroup | None = None  # of the layer before
+        self.shared: frozenset[int] = frozenset()  # addresses of what all layers read
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Install the hooks around a forward."""
+        with self.hooks():
+            yield
+
+    def whole_layer(self, layer: Callable[[*Ts], T], *arguments: *Ts) -> T:
+        """See `Recomputation`; one group has what the layer offloads."""
+        if not torch.is_grad_enabled():
+            return layer(*arguments)
+        tables = (
+            table
+            for context in arguments
+            if isinstance(context, Context)
+            for table in context.rotary.values()
+        )
+        both = (each for table in tables for each in (table.cos_BS1H, table.sin_BS1H))
+        self.shared = frozenset(each.untyped_storage().data_ptr() for each in both)
+        whole = Offload.layers in self.chosen.offload
+        with self.buffers.layer(self.last) as self.last, self.buffers.opened(whole):
+            return super().whole_layer(layer, *arguments)
+
+    def _pack(self, saved: Tensor) -> Tensor | SavedView:
+        storage = saved.untyped_storage()
+        _, source = self._sources.get(storage._cdata, (None, None))
+        if source is None:
+            if self.buffers.takes(saved) and storage.data_ptr() not in self.shared:
+                self._note(saved, self.buffers.send(saved))
+        elif isinstance(source, OffloadedTensor) and source.host.dtype != saved.dtype:
+            return saved.detach()  # another type of the same memory, which stays
+        return super()._pack(saved)
+
+
+def _wait(event: torch.cuda.Event | None) -> None:
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
