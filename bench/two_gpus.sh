@@ -54,9 +54,9 @@ run_part() {
   long) # experts beside tensor parallelism, and sequences of 131,072 tokens
     both="model.moe.num_experts=64 model.moe.top_k=6 parallel.tp=2 parallel.ep=2 parallel.etp=1"
     long="model.num_layers=4 train.seq_len=131072 train.global_batch=1 loss.chunk_tokens=8192
-      parallel.cp=2 parallel.ep=2 parallel.cp_comm_type=all_to_all recompute.full=true"
+      parallel.cp=2 parallel.ep=2 parallel.cp_comm_type=all_to_all"
     steps 300 two_gpus_long.jsonl $moe $both $static / $moe $both cuda_graph=partial / \
-      $moe $long $static / $moe $long cuda_graph=none ;;
+      $moe $long $static recompute.phases=[norm,moe] / $moe $long $static recompute.full=true ;;
   one_graph) # experts, zero-bubble pipeline, FP8 and update: what each way of capturing takes
     steps 300 two_gpus_steps.jsonl \
       $moe $v $every $fp8=delayed $updates / $moe $v $every $fp8=delayed / $moe $v $updates / \
