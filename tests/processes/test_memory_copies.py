@@ -14,7 +14,7 @@ import torch.distributed.distributed_c10d as c10d
 from app.config import CheckpointConfig, ParallelConfig
 from app.engine.checkpoint.load import Progress
 from app.engine.ranks.groups import create_groups
-from app.engine.recovery.copier import Copier
+from app.engine.recovery.copier import Copier, late_copies
 from app.engine.recovery.copies import Copies
 from app.engine.recovery.generations import EndedError, Generations
 from app.errors import ConfigError
@@ -130,3 +130,9 @@ def test_groups_are_numbered_anew_after_a_failed_connection():
     assert c10d._world.group_count == 1
     ranks.leave()
     assert c10d._world.group_count == 0
+
+
+def test_copies_that_steps_wait_for_are_named_with_what_hides_them():
+    assert late_copies(80, 0.30, waited_s=0.005, took_s=9.5) is None
+    told = late_copies(10, 1.10, waited_s=0.80, took_s=9.5)
+    assert told is not None and told.endswith("checkpoint.memory_every=64 hides")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Collection, Mapping
+from math import ceil
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from app.engine.step.engine import Engine
 from app.optim.frozen import digests
 
 JOIN_S = 60.0  # seconds for the thread to end once its connections are closed
+LATE = 0.02  # of a step: a longer wait for copies is worth a warning
 
 
 class Copier:
@@ -49,6 +52,9 @@ class Copier:
         # an update within a graph cannot wait for what is copied outside of it
         self._beside = not engine.plan.run.cuda_graph.optimizer
         self._due = False  # True in the last step before the next copy
+        self._began = 0.0
+        self.took = 0.0  # seconds of the last copy, until all ranks had theirs
+        self.waited = 0.0  # seconds that the host has waited for copies
         if self._beside:
             engine.optimizer.changing = self._before_update
 
@@ -66,6 +72,7 @@ class Copier:
     def take(self, progress: Progress, cursor: dict[str, Any]) -> None:
         """Begin a copy of the present state. All ranks call it, after the same step."""
         self.wait()
+        self._began = time.monotonic()
         state = current_state(
             self.engine,
             self.engine.plan.run,
@@ -142,6 +149,7 @@ class Copier:
             slot.crc = slot.sum()
             slot.serial = self.copies.serial
             self.copies.swap(self._group)
+            self.took = time.monotonic() - self._began
         except Exception as error:  # raised again by `wait`
             self._error = error
 
@@ -149,7 +157,9 @@ class Copier:
         """Wait until all ranks have the copy under way. Raises what its sending raised."""
         if self._thread is not None:
             self.engine.watchdog.rest("waiting for the copies in memory")
+            began = time.monotonic()
             self._thread.join()
+            self.waited += time.monotonic() - began
             self._thread = None
         self.check()
 
@@ -164,3 +174,17 @@ class Copier:
         if self._thread is not None:
             self._thread.join(JOIN_S)
             self._thread = None
+
+
+def late_copies(every: int, step_s: float, *, waited_s: float, took_s: float) -> str | None:
+    """Return a warning if steps of `step_s` seconds wait `waited_s` of them for copies that take
+    `took_s`, with checkpoint.memory_every=`every`; None if the wait is short.
+    """
+    if waited_s <= LATE * step_s:
+        return None
+    enough = 2 * ceil(took_s / (step_s - waited_s))
+    return (
+        f"checkpoint.memory_every={every}: a step of {step_s:.2f} s waits {waited_s:.2f} s of that "
+        f"for copies in memory; one takes {took_s:.1f} s, which "
+        f"checkpoint.memory_every={enough} hides"
+    )

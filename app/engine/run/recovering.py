@@ -28,7 +28,7 @@ from app.engine.files.run_folder import FolderLock
 from app.engine.files.signals import StopRequest
 from app.engine.ranks.agreement import rank_zero_says
 from app.engine.ranks.groups import Groups
-from app.engine.recovery.copier import Copier
+from app.engine.recovery.copier import Copier, late_copies
 from app.engine.recovery.copies import Agreed, Copies, Offer
 from app.engine.recovery.generations import EndedError, Generations
 from app.engine.report.lasting import lasting_output
@@ -43,6 +43,8 @@ from app.engine.step.records import RecoveryReport, StepReport
 from app.errors import warn
 from app.plan.partners import shift_of
 from app.planner.plan import Plan
+
+SETTLED = 5  # copies: the first two allocate the memory of all
 
 
 @dataclass(slots=True)
@@ -204,6 +206,7 @@ class RecoveringTrainer(Trainer):
         interval = self.run.checkpoint.memory_interval
         assert interval is not None, "chosen by memory_every"
         self.interval = interval
+        self.intervals, self.taken, self.waited = 0, 0.0, 0.0  # seconds: of the last copy's begin
         self.copier = memory.copier = Copier(engine, memory.copies, self._origin())
         memory.request = self.request
         memory.wait_for_saves = self.saver.wait
@@ -276,5 +279,23 @@ class RecoveringTrainer(Trainer):
             return
         self.copier.check()
         if self.progress.step % self.interval == 0:
+            self._warn_of_late_copies()
             self.copier.take(self.progress, self.feed.cursor.state())
             self.memory.attempt.progressed()
+
+    def _warn_of_late_copies(self) -> None:
+        """Warn once, on GPUs: after the copies that allocate memory."""
+        copier, now = self.copier, time.monotonic()
+        waited, self.waited = copier.waited - self.waited, copier.waited
+        since, self.taken = now - self.taken, now
+        self.intervals += 1
+        if self.intervals != SETTLED or self.engine.device.type != "cuda":
+            return
+        found = late_copies(
+            self.run.checkpoint.memory_every or 0,
+            since / self.interval,
+            waited_s=waited / self.interval,
+            took_s=copier.took,
+        )
+        if found is not None and self.engine.groups.rank == 0:
+            warn(found)
