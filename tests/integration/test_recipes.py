@@ -145,3 +145,5 @@ def test_image_runs_as_a_user_of_its_own_after_all_installs():
     assert f" && chmod 1777 {home} && " in RECIPE[place - 1][1]
     assert all(RECIPE[place][1].startswith("--mount=type=cache,") for place in installs)
     assert json.loads(dict(RECIPE)["HEALTHCHECK"].partition("CMD ")[2])[0] == "graphfold-plan"
+    built = re.findall(r"podman build (.*?) -t", (ROOT / "Containerfile").read_text())
+    assert built == ["--format docker"]  # OCI images have no health check
