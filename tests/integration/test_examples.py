@@ -80,6 +80,15 @@ def test_jobset_restarts_nothing_that_fails_again():
         assert help_ in ("no", "once corrected"), help_
 
 
+def test_jobset_lets_the_user_of_the_image_write():
+    """Fresh volumes belong to root."""
+    (user,) = re.findall(r"useradd .*--uid (\d+)", (ROOT / "Containerfile").read_text())
+    (job,) = FILES["jobset"]["spec"]["replicatedJobs"]
+    assert job["template"]["spec"]["template"]["spec"]["securityContext"]["fsGroup"] == int(user)
+    told = (ROOT / "examples/trainjob.yaml").read_text()
+    assert "add the volumes and securityContext of examples/jobset.yaml" in told
+
+
 def test_skypilot_writes_to_a_file_system():
     """Buckets lack what checkpoints need: appends, and renames that all nodes see."""
     assert FILES["skypilot"]["volumes"] == {"/shared": "shared"}

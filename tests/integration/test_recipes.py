@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
-STEP = re.compile(r"^(FROM|WORKDIR|COPY|RUN|USER|HEALTHCHECK|ENTRYPOINT) (.+)$", re.MULTILINE)
+STEP = re.compile(r"^(FROM|WORKDIR|COPY|RUN|ENV|USER|HEALTHCHECK|ENTRYPOINT) (.+)$", re.MULTILINE)
 RECIPE = STEP.findall((ROOT / "Containerfile").read_text())
 HOOKS = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
 
@@ -138,5 +138,12 @@ def test_image_runs_as_a_user_of_its_own_after_all_installs():
     installs = [place for place, (_, text) in enumerate(RECIPE) if "pip install" in text]
     assert len(installs) == 2 and max(installs) < steps.index("USER")
     assert dict(RECIPE)["USER"] == "graphfold"
+    # --user with a number that the image does not know would get HOME=/ from Docker; pip's cache,
+    # mounted in root's home, needs root's.
+    (key, _, home), place = dict(RECIPE)["ENV"].partition("="), steps.index("ENV")
+    assert key == "HOME" and max(installs) < place < steps.index("USER")
+    assert f" && chmod 1777 {home} && " in RECIPE[place - 1][1]
     assert all(RECIPE[place][1].startswith("--mount=type=cache,") for place in installs)
     assert json.loads(dict(RECIPE)["HEALTHCHECK"].partition("CMD ")[2])[0] == "graphfold-plan"
+    built = re.findall(r"podman build (.*?) -t", (ROOT / "Containerfile").read_text())
+    assert built == ["--format docker"]  # OCI images have no health check

@@ -1,10 +1,11 @@
-"""scripts/train.sbatch with stand-ins for SLURM and the container programs: the commands it gives
-them. tests/slurm runs it on a cluster.
+"""scripts/*.sbatch with stand-ins for SLURM and the container programs: the commands they give
+them. tests/slurm runs them on a cluster.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,10 +25,12 @@ for node in 0 1; do
 done
 """
 SCONTROL = """#!/bin/bash
-if [ "$2" = hostnames ]; then echo n1; echo n2; else echo "Name=$4 NodeAddr=10.0.0.${4#n} x=1"; fi
+if [ "$2" = hostnames ]; then echo n1; echo n2
+elif [ "$2" = job ]; then echo "JobId=78 JobName=x"; echo "   Command=$SUBMITTED"
+else echo "Name=$4 NodeAddr=10.0.0.${4#n} x=1"; fi
 """
 SAYS = r"""#!/bin/bash
-[ "$1" != -c ] || exit 0
+[ "$1" != -c ] || { echo "$PREFIX"; exit; }
 printf '%s\0' "$(basename "$0")" "$@" "OMP_NUM_THREADS=$OMP_NUM_THREADS" >>"$SAID"
 printf '\1' >>"$SAID"
 """
@@ -35,7 +38,9 @@ PROGRAMS = {"srun": SRUN, "scontrol": SCONTROL, "getent": "#!/bin/bash\nexit 2\n
 PROGRAMS |= dict.fromkeys(("apptainer", "enroot", "python", "mine"), SAYS)
 
 
-def script(folder: Path, *overrides: str, **env: str) -> tuple[int, list[list[str]], str]:
+def script(
+    folder: Path, *overrides: str, path: Path = SCRIPT, **env: str
+) -> tuple[int, list[list[str]], str]:
     """Run the script as a job of two nodes would; returns the exit code, the words of every command
     that a stand-in got, and stderr.
     """
@@ -58,7 +63,7 @@ def script(folder: Path, *overrides: str, **env: str) -> tuple[int, list[list[st
         "PATH": f"{programs}:/usr/bin:/bin",
     }
     done = subprocess.run(
-        ["bash", str(SCRIPT), *overrides],
+        ["bash", str(path), *overrides],
         cwd=folder,
         env={**job, **env},
         capture_output=True,
@@ -175,6 +180,34 @@ def test_within_salloc_the_current_folder_counts(tmp_path: Path):
     env = {"SLURM_SUBMIT_DIR": "/", "ENVIRONMENT": "", "SLURM_CPUS_PER_TASK": ""}
     code, (srun, first, _), _ = script(here, SLURM_JOB_CPUS_PER_NODE="24(x2)", **env)
     assert code == 0 and "--cpus-per-task=24" in srun and first[-1] == "OMP_NUM_THREADS=4"
+
+
+@each(
+    [
+        ({"SUBMITTED": "{}/the package/sweep.sbatch one.txt"}, ""),
+        ({"GRAPHFOLD_SETUP": "echo loaded; export PREFIX='{}'"}, ""),
+        ({}, "sweep.sbatch: no train.sbatch in {}/scripts, nor beside sweep.sbatch, nor of mine: "),
+    ]
+)
+def test_sweep_task_finds_train_sbatch(env: dict[str, str], told: str, tmp_path: Path):
+    """Beside the script that was submitted, or, once the setup is done, in a folder of Python."""
+    (tmp_path / "one.txt").write_text("train.steps=1\noptim.lr=1\n")
+    spool = tmp_path / "slurm_script"
+    shutil.copy(ROOT / "scripts/sweep.sbatch", spool)
+    for name in ("the package", "share/graphfold"):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        shutil.copy(SCRIPT, tmp_path / name)
+    env = {key: value.format(tmp_path) for key, value in env.items()}
+    if "GRAPHFOLD_SETUP" not in env:  # the program is in an image
+        env |= {"GRAPHFOLD_CONTAINER": "docker://x", "GRAPHFOLD_RUNTIME": "apptainer"}
+    task = {"SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "2", "GRAPHFOLD_PYTHON": "mine"}
+    code, said, err = script(tmp_path, "one.txt", "a=1", path=spool, **task, **env)
+    if told:
+        assert code == 2 and said == [] and err.startswith(told.format(tmp_path)), err
+        return
+    assert code == 0 and launched(said[1])[:3] == ["mine", "-m", "app.cli.torchrun"], err
+    words = ["run_dir=sweeps/slurm-77/2", "log.group=slurm-77", "optim.lr=1", "a=1"]
+    assert said[1][-5:-1] == words
 
 
 def test_torchrun_binds_ranks_of_modules_to_itself():

@@ -67,6 +67,22 @@ REFUSED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         {"params": {"train.step": "range(2,5)"}},
     ),
     "train.steps=-3: must be at least 1; nearest that works: 1": ((LR, "train.steps=-3"), {}),
+    "optim.lr=-1.0: must be above 0; nearest that works: 0.003": (
+        ("optim.lr=interval(-1.0,1e-2)",),
+        {},
+    ),
+    "train.steps=0: must be at least 1; nearest that works: 1": (
+        ("train.steps=int(interval(0,9))",),
+        {},
+    ),
+    "optim.lr=tag(log,interval(0,1e-2)): log needs ends above 0; raise the first": (
+        ("optim.lr=tag(log,interval(0,1e-2))",),
+        {},
+    ),
+    "optim.lr=interval(1,0): begins above its end; exchange the two": (
+        ("optim.lr=interval(1,0)",),
+        {},
+    ),
     "run_dir=x: each job of a sweep has a folder of its own; give hydra.sweep.dir=…": (
         (LR, "run_dir=x"),
         {},
@@ -88,6 +104,19 @@ def test_search_that_cannot_begin_is_refused(told: str, composed: DictConfig, tm
     with pytest.raises(ConfigError) as refused:
         check(composed, tmp_path / "s", *words, **options)
     assert str(refused.value) == told
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("optim.lr=interval(0,1e-2)",),  # 0 is hardly ever drawn
+        ("model=moe_tiny", "model.moe.top_k=int(interval(1,9))", "model.moe.num_experts=8,16"),
+    ],
+)
+def test_search_whose_end_works_with_other_values_begins(
+    words: tuple[str, ...], composed: DictConfig, tmp_path: Path
+):
+    check(composed, tmp_path / "s", *words)
 
 
 @pytest.mark.full

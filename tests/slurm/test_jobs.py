@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ import pytest
 from app.engine.files.checkpoints import complete_checkpoints, newest_checkpoint
 from app.engine.files.run_folder import METRICS, read_metrics
 from tests.slurm.conftest import JOB_S, Cluster
-from tests.training import LONG, losses, wait_for
+from tests.training import LONG, ROOT, losses, wait_for
 
 pytestmark = pytest.mark.slurm
 
@@ -177,6 +179,27 @@ def test_array_tasks_without_a_line(cluster: Cluster):
         cluster.log(f"{job}_2")
         == "sweep.sbatch: line 2 of one.txt is missing or empty; it has 1 lines\n"
     )
+
+
+def test_array_of_an_installed_package_needs_no_python_yet(
+    cluster: Cluster, corpus: tuple[str, ...], tmp_path: Path
+):
+    """Its Python comes with the setup, as modules do; train.sbatch lies beside the script."""
+    (tmp_path / "share/graph fold").mkdir(parents=True)
+    for name in ("train.sbatch", "sweep.sbatch"):
+        shutil.copy(ROOT / "scripts" / name, tmp_path / "share/graph fold" / name)
+    (tmp_path / "one.txt").write_text("train.steps=1\n")
+    setup = f"export PATH={Path(sys.executable).parent}:$PATH"
+    bare = ("env", "PATH=/usr/bin:/bin:/usr/sbin:/sbin", f"GRAPHFOLD_SETUP={setup}")
+    options = ("--parsable", "--array=1", "--gpus-per-node=0", "--cpus-per-task=1")
+    script = f"{tmp_path}/share/graph fold/sweep.sbatch"
+    words = ("one.txt", "+experiment=smoke", *corpus)
+    job = cluster.run(
+        *bare, "sh", "-c", 'cd "$0" && exec "$@"', str(tmp_path), "sbatch", *options, script, *words
+    )
+    said = tmp_path / f"slurm-{job}_1.log"
+    assert cluster.ended(f"{job}_1") == "COMPLETED", said.read_text()
+    assert list(losses(tmp_path / f"sweeps/slurm-{job}/1")) == [1]
 
 
 def test_a_lost_node_sends_a_job_back_into_the_queue(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from app.programs import page
 SWEEPER = "hydra.sweeper"
 EXAMPLE = "'optim.lr=tag(log,interval(3e-4,1e-2))'"
 OLDER = "in an environment without MLflow type pip install 'sqlalchemy<2' 'alembic<1.13'"
+INSIDE = 1e-6  # of an interval, from its end to a value that stands for those inside
 NO_LOSS = "No trials are completed"  # beginning of Optuna's error
 
 
@@ -35,7 +36,7 @@ def check_search(config: DictConfig, loader: ConfigLoader) -> None:
     1. Its numbers: at least one trial, of which a share from 0 to 1 may fail.
     2. The folder is new, unless the study is a stored one that continues.
     3. The overrides: one searches at least, and trials at the ends of their ranges compose; one of
-       them passes all checks.
+       them passes all checks, and no end of an interval fails by itself.
     4. The study can be stored.
     """
     asked = config.hydra.sweeper
@@ -62,23 +63,58 @@ def check_search(config: DictConfig, loader: ConfigLoader) -> None:
 def _check_trials(overrides: Sequence[Override], config: DictConfig, loader: ConfigLoader) -> None:
     shares = list(shares_in(overrides))
     compose = partial(compose_with, lambda chosen: loader.load_sweep_config(config, chosen), shares)
-    values = {
-        each.get_key_element(): list(_ends(each))
-        for each in overrides
-        if not is_share(str(each.input_line))
+    chosen = {
+        each.get_key_element(): each for each in overrides if not is_share(str(each.input_line))
     }
+    values = {key: list(_ends(each)) for key, each in chosen.items()}
     usual = {key: words[0] for key, words in values.items()}
+
+    @cache
+    def reason(trial: tuple[str, ...]) -> str | None:
+        try:
+            return judged(trial, compose, None)[2]
+        except ConfigError as error:
+            raise of_all_values(error, overrides) from error
+
     trials = dict.fromkeys(
         tuple({**usual, key: word}.values()) for key, words in values.items() for word in words
     )
-    reasons = list[str | None]()
-    for chosen in trials:
-        try:
-            reasons.append(judged(chosen, compose, None)[2])
-        except ConfigError as error:
-            raise of_all_values(error, overrides) from error
+    reasons = [reason(trial) for trial in trials]
     if reasons and None not in reasons:
         raise ConfigError.of_message(str(reasons[0]))
+    passing = [trial for trial in trials if reason(trial) is None]
+    for place, each in enumerate(chosen.values()):
+        for words in _interval_ends(each):
+            _check_end(each.key_or_group, words, place, passing=passing, reason=reason)
+
+
+def _check_end(
+    key: str,
+    words: tuple[str, ...],
+    place: int,
+    passing: Sequence[tuple[str, ...]],
+    reason: Callable[[tuple[str, ...]], str | None],
+) -> None:
+    """Raise ConfigError for an end of `key` that fails by a rule of this key, whichever values the
+    others have in the trials that pass. `words` are the end and what may pass in its place.
+    """
+    trials = [(*each[:place], word, *each[place + 1 :]) for word in words for each in passing]
+    # An error of another key, as of optim.min_lr above an end of optim.lr: that key may mend it.
+    if all((reason(each) or "").startswith(f"{key}=") for each in trials):
+        raise ConfigError.of_message(str(reason(trials[0])))
+
+
+def _interval_ends(override: Override) -> Iterator[tuple[str, ...]]:
+    """Yield each end of an interval as an override. An end of fractions is followed by a value just
+    inside, as ends are hardly ever drawn: optim.lr=interval(0,1e-2) works.
+    """
+    value, key = override.value(), override.get_key_element()
+    if not isinstance(value, IntervalSweep):
+        return
+    assert value.start is not None and value.end is not None
+    for end, other in ((value.start, value.end), (value.end, value.start)):
+        inside = [end + INSIDE * (other - end)] if isinstance(end, float) else []
+        yield tuple(f"{key}={each}" for each in (end, *inside))
 
 
 def _ends(override: Override) -> Iterator[str]:
@@ -89,6 +125,12 @@ def _ends(override: Override) -> Iterator[str]:
     if not override.is_sweep_override():
         yield str(override.input_line)
     elif isinstance(value, IntervalSweep):
+        text = str(override.input_line).partition("=")[2]
+        assert value.start is not None and value.end is not None
+        if value.start > value.end:
+            raise ConfigError(key, text, "begins above its end", advice="exchange the two")
+        if "log" in value.tags and value.start <= 0:
+            raise ConfigError(key, text, "log needs ends above 0", advice="raise the first")
         yield from (f"{key}={value.start}", f"{key}={value.end}")
     elif isinstance(value, RangeSweep):
         words = [f"{key}={each}" for each in override.sweep_string_iterator()]
