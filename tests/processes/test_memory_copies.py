@@ -132,7 +132,7 @@ def test_groups_are_numbered_anew_after_a_failed_connection():
     assert c10d._world.group_count == 0
 
 
-def test_copies_that_steps_wait_for_are_named_with_what_hides_them():
+def test_late_copies_are_named_with_what_hides_them():
     assert late_copies(80, 0.30, waited_s=0.005, took_s=9.5) is None
     told = late_copies(10, 1.10, waited_s=0.80, took_s=9.5)
     assert told is not None and told.endswith("checkpoint.memory_every=64 hides")
