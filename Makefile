@@ -37,7 +37,7 @@ test-slurm: $(VENV)/installed-slurm ## run the tests that need SLURM, on a clust
 	@.ci/slurm
 	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m slurm tests/slurm $(ARGS)
 
-test-index: $(VENV)/installed-test ## check at the package index that the extras gpu and linear can be resolved
+test-index: $(VENV)/installed-test ## check extras, and examples by published schemas, with packages of the index
 	@$(BIN)/python -m pytest -m index tests/integration $(ARGS)
 
 lint: $(VENV)/installed-test ## ruff, and the rules of prose

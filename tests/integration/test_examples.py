@@ -32,6 +32,18 @@ for path in sys.argv[1:]:
     assert kinds[text["kind"]].from_dict(text).to_dict() != text
     print(text["kind"])
 """
+# SkyPilot's own reader, which checks its schema.
+SKYPILOT = """
+import sys, yaml
+from sky.exceptions import InvalidSkyPilotConfigError
+from sky.task import Task
+text = yaml.safe_load(open(sys.argv[1]))
+print(Task.from_yaml_config(dict(text)).num_nodes)
+try:
+    Task.from_yaml_config({**text, "unknown": 1})
+except InvalidSkyPilotConfigError as error:
+    print("unknown" in str(error))
+"""
 
 
 def _container(name: str) -> dict[str, Any]:
@@ -96,14 +108,28 @@ def test_skypilot_writes_to_a_file_system():
 
 
 @pytest.mark.index
-def test_kubernetes_examples_follow_the_published_types(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("packages", "check", "names", "wanted"),
+    [
+        (("kubeflow-trainer-api", "pyyaml"), CHECK, ("jobset", "trainjob"), ["JobSet", "TrainJob"]),
+        (("skypilot",), SKYPILOT, ("skypilot",), ["2", "True"]),
+    ],
+    ids=["Kubernetes", "SkyPilot"],
+)
+def test_examples_follow_the_published_schemas(
+    packages: tuple[str, ...],
+    check: str,
+    names: tuple[str, ...],
+    wanted: list[str],
+    tmp_path: Path,
+):
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(tmp_path)]
-    subprocess.run([*pip, "kubeflow-trainer-api", "pyyaml"], check=True)
-    paths = [str(ROOT / f"examples/{name}.yaml") for name in ("jobset", "trainjob")]
+    subprocess.run([*pip, *packages], check=True)
+    paths = [str(ROOT / f"examples/{name}.yaml") for name in names]
     done = subprocess.run(
-        [sys.executable, "-c", CHECK, *paths],
-        env={"PYTHONPATH": str(tmp_path)},
+        [sys.executable, "-c", check, *paths],
+        env={"PYTHONPATH": str(tmp_path), "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
     )
-    assert done.stdout.split() == ["JobSet", "TrainJob"], done.stderr
+    assert done.stdout.split() == wanted, done.stderr
