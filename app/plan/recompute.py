@@ -20,7 +20,7 @@ from app.plan.schedule import peak_in_flight
 
 # bytes of memory of saved tensors from which it is offloaded: a copy takes 10 µs to start
 OFFLOADED_FROM = 64 * 1024
-KEPT_PHASES = ("embedding", "head", PhaseName.preprocess, PhaseName.dispatch)
+KEPT_PHASES = (PhaseName.preprocess, PhaseName.dispatch)  # they save integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +32,10 @@ class RecomputeChoice:
     offload: frozenset[Offload] = frozenset()  # parts that keep what they save in host memory
 
     def offloads(self, phase: str, saved: int) -> bool:
-        """Return whether bytes that an operation of a phase saves go to host memory.
-
-        Phases that save integers keep them on the GPU.
-        """
+        """Return whether bytes that an operation of a phase saves go to host memory."""
         if saved < OFFLOADED_FROM or phase in KEPT_PHASES:
             return False
-        return Offload.layers in self.offload or any(
-            phase in OFFLOADED[part] for part in self.offload
-        )
+        return any(phase in OFFLOADED[part] for part in self.offload)
 
 
 NOTHING = RecomputeChoice()
