@@ -6,9 +6,9 @@
 Turn by turn in one process, on random tokens: blocks of steps without copies, and with a copy every
 so many steps, from the shards and on a GPU from a copy of them there; with
 train.deterministic=true checks by replays; then engines with and without marks in their graphs. A
-block with copies has two, and its time has the waits for them. Of one process copies are not sent.
-Prints each part once it is there, and adds all as a line of JSON to OUT: milliseconds per step of
-each block, and medians of ratios by round.
+block with copies has two, and its time has the wait for the first. Of one process copies are not
+sent. Prints each part once it is there, and adds all as a line of JSON to OUT: milliseconds per
+step of each block, and medians of ratios by round.
 """
 
 from __future__ import annotations

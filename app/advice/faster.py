@@ -49,7 +49,10 @@ def less_recompute(run: Run) -> Iterator[Change]:
         yield Change(values, cost)
         parts = (Recompute.norm, Recompute.mlp_act, Recompute.shared, Recompute.moe)
         phases = tuple(phase for phase in parts if can_recompute(run, phase))
-        yield Change(values | {"recompute.phases": phases}, f"{cost} of attention")
+        names = ", ".join(phase.value for phase in phases)
+        yield Change(
+            values | {"recompute.phases": phases}, f"more memory: recomputes {names} alone"
+        )
     if run.recompute.phases:
         yield Change({"recompute.phases": ()}, cost)
     if run.loss.chunk_tokens is not None:

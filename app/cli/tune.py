@@ -41,7 +41,7 @@ from app.cli.tuning.written import EXPERIMENT, experiment_text
 from app.config import Run
 from app.errors import ConfigError, say
 from app.own_files import write_whole
-from app.plan.formatting import figures, gib
+from app.plan.formatting import count_of, figures, gib
 from app.plan.parts.fp8 import RECIPES
 from app.planner.attention import planned_attention, with_attention
 from app.planner.plan import Plan
@@ -186,13 +186,16 @@ class Search:
         head = (*sorted(self.asked.typed.words), where, Version.of().short)
         record = self.folder / RECORD
         bench = Bench(self.asked.typed, self.run.world_size, self.folder, record=record, head=head)
-        self.found = bench.measured()
-        if self.found:
-            print(f"{len(self.found)} measurements of {bench.record} are taken over")
         lacks = self._lacks()
         if self.asked.budget_s == 0 or lacks:
             print(f"nothing is measured: {lacks or 'budget=0'}")
+            if record.exists():
+                try:
+                    self._take_over(bench)
+                except ConfigError as error:  # those of another host, or of another version
+                    print(f"{record} is not taken over: {error.rule}")
             return
+        self._take_over(bench)
         end = time.monotonic() + self.asked.budget_s
         while (left := end - time.monotonic()) > 0:
             following = self._next()
@@ -201,6 +204,12 @@ class Search:
                 return
             bench.measure(following, self._tell, most_s=max(left, 60.0))
         print("the time for measurements is over")
+
+    def _take_over(self, bench: Bench) -> None:
+        """Take what was measured before. Raises ConfigError."""
+        self.found = bench.measured()
+        if self.found:
+            print(f"taken over: {count_of(len(self.found), 'measurement')} of {bench.record}")
 
     def _next(self) -> list[PlannedCombination]:
         """Return the next combinations: the typed run is the first of all."""

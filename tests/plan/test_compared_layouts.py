@@ -24,6 +24,7 @@ from app.advice.shapes import (
     shapes,
 )
 from app.advice.trials import Trials
+from app.choices import Recompute
 from app.config import Run
 from app.errors import ConfigError
 from app.plan.cost.flops import parameter_count
@@ -210,6 +211,8 @@ def test_the_ladder_only_rises(seq_len: int):
     seconds = [trials.seconds(each) for each in legal]
     assert memory == sorted(memory, reverse=True) and seconds == sorted(seconds)
     assert memory[0] > memory[-1] and seconds[0] < seconds[-1]
+    first = next(each for each in legal if Recompute.attn_core in each.recompute.phases)
+    assert (Recompute.moe in first.recompute.phases) is (seq_len == 131_072)
 
 
 def test_the_page_shows_what_is_planned():

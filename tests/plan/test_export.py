@@ -4,13 +4,16 @@ against arithmetic.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 
 import pytest
 
+from app.config import HardwareConfig
 from app.plan.cost.flops import parameter_count
 from app.plan.formatting import GIB
+from app.plan.memory.overheads import MOST
 from app.planner.export import SECTIONS, WHAT, Estimate, plan_json, stage_rows
 from app.planner.plan import Plan
 from app.planner.suggestion import Suggestion
@@ -186,3 +189,19 @@ def test_advice_is_exported():
     plan = plan_of(*EXPERTS, "parallel.order=dp-tp-cp-ep-pp", "parallel.gpus_per_node=4")
     (advice,) = [a for a in plan_json(plan, "groups")["groups"]["advice"] if a["axis"] == "tp"]
     assert advice["nodes"] > advice["best_nodes"] == 1 and advice["seconds"] > 0
+
+
+def staged(**hardware: float) -> tuple[list[bool], list[int]]:
+    """Of each pipeline rank whether its copy is taken on the GPU first, and its total."""
+    run = load("+experiment=smallmoe", "parallel.dp=2", "checkpoint.memory_every=40")
+    plan = Plan(dataclasses.replace(run, hardware=HardwareConfig(**hardware)))
+    return [rank.stages_copies for rank in plan.memory], [rank.total for rank in plan.memory]
+
+
+def test_copies_are_taken_on_the_gpu_where_95_percent_hold_them():
+    (yes,), (total,) = staged()
+    assert yes
+    least = total / MOST / GIB
+    assert staged(gpu_memory_gib=least + 0.01) == ([True], [total])
+    (no,), (without,) = staged(gpu_memory_gib=least - 0.01)
+    assert not no and total - without == pytest.approx(1.1 * 10.1 * GIB, rel=0.1)

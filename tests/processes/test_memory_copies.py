@@ -134,5 +134,10 @@ def test_groups_are_numbered_anew_after_a_failed_connection():
 
 def test_late_copies_are_named_with_what_hides_them():
     assert late_copies(80, 0.30, waited_s=0.005, took_s=9.5) is None
-    told = late_copies(10, 1.10, waited_s=0.80, took_s=9.5)
-    assert told is not None and told.endswith("checkpoint.memory_every=64 hides")
+    for every, step_s, waited_s, enough in (
+        (10, 1.1, 0.8, 66),
+        (20, 1.05, 0.05, 22),
+        (1, 2, 1.9, 192),
+    ):
+        told = late_copies(every, step_s, waited_s=waited_s, took_s=9.5)
+        assert told is not None and told.endswith(f"checkpoint.memory_every={enough} hides")

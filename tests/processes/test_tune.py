@@ -21,6 +21,7 @@ from app.cli.tuning.measuring import Bench
 from app.cli.tuning.records import RECORD, Measurement, State, read_record
 from app.cli.tuning.written import experiment_text
 from app.errors import ConfigError
+from app.version import Version
 from tests.config import load
 
 TINY = ("model=dense_tiny", "train.device=cpu", "train.seq_len=16", "train.global_batch=4")
@@ -131,6 +132,24 @@ def test_plan_without_measurements_is_written(
     said = capsys.readouterr().out
     assert "nothing is measured" in said and (tmp_path / "front.png").stat().st_size > 1000
     load_typed(Typed(("+experiment=tuned",), config_dir=str(tmp_path)))
+    record = tmp_path / RECORD
+    assert not record.exists()  # it would be of this host, and another one may measure
+    typed = tune.parse(words).typed
+    read_record(record, (*sorted(typed.words), "CPU", Version.of().short))
+    run = load_typed(typed)
+    key = planned(run, run, Trials(1 << 50)).key
+    Measurement(key, State.measured, step_ms=7.0, steps_ms=(7.0,)).append(record)
+    for head, taken in (None, True), ("of another program", False):
+        if head is not None:
+            text = record.read_text().splitlines()
+            record.write_text("\n".join([json.dumps({"of": [head]}), *text[1:], ""]))
+        assert tune.main([*words, "budget=0"]) == 0
+        said = capsys.readouterr().out
+        assert (
+            ("taken over: 1 measurement of" in said) is taken is not ("is not taken over" in said)
+        )
+        found = (tmp_path / "experiment/tuned.yaml").read_text()
+        assert ("measured 7.0 ms per step" in found) is taken
 
 
 @pytest.mark.full
@@ -140,7 +159,7 @@ def test_search_on_two_ranks_continues(tmp_path: Path, capsys: pytest.CaptureFix
     first = (tmp_path / RECORD).read_text().splitlines()
     assert len(first) > 3 and "written: " in capsys.readouterr().out
     assert tune.main(words) == 0
-    assert "are taken over" in capsys.readouterr().out
+    assert "taken over: " in capsys.readouterr().out
     again = (tmp_path / RECORD).read_text().splitlines()
     assert again[: len(first)] == first
 

@@ -16,9 +16,12 @@ from app.engine.checkpoint.load import Progress
 from app.engine.checkpoint.save import current_state
 from app.engine.files.names import part_name
 from app.engine.ranks.groups import host_group
+from app.engine.ranks.memory import memory_of
 from app.engine.recovery.copies import Copies
 from app.engine.step.engine import Engine
+from app.errors import warn
 from app.optim.frozen import digests
+from app.plan.memory.overheads import MOST
 
 JOIN_S = 60.0  # seconds for the thread to end once its connections are closed
 LATE = 0.02  # of a step: a longer wait for copies is worth a warning
@@ -46,7 +49,8 @@ class Copier:
         self._error: Exception | None = None
         cuda = engine.device.type == "cuda"
         self._side = torch.cuda.Stream(engine.device) if cuda else None
-        staged = engine.plan.memory[engine.groups.pp_rank].stages_copies
+        planned, run = engine.plan.memory[engine.groups.pp_rank], engine.plan.run
+        staged = planned.stages_copies and planned.total <= MOST * memory_of(run, engine.device)
         self.staged: dict[str, Tensor] | None = {} if staged else None  # the copy on the GPU
         self._read: torch.cuda.Event | None = None  # after it the shards may change
         # an update within a graph cannot wait for what is copied outside of it
@@ -127,10 +131,17 @@ class Copier:
         return done
 
     def _stage(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy shards on the GPU, into memory that is kept for the next copies."""
+        """Copy shards on the GPU, into memory that is kept for the next copies; return the shards
+        themselves, from then on, if there is no room.
+        """
         assert self.staged is not None, "asked before"
         if not self.staged:
-            self.staged = {name: torch.empty_like(shard) for name, shard in shards.items()}
+            try:
+                self.staged = {name: torch.empty_like(shard) for name, shard in shards.items()}
+            except torch.OutOfMemoryError:
+                self.staged = None
+                warn("the GPU has no room for a copy of the optimizer: updates wait for the host's")
+                return dict(shards)
         for name, shard in shards.items():
             self.staged[name].copy_(shard)
         return self.staged
@@ -182,7 +193,8 @@ def late_copies(every: int, step_s: float, *, waited_s: float, took_s: float) ->
     """
     if waited_s <= LATE * step_s:
         return None
-    enough = 2 * ceil(took_s / (step_s - waited_s))
+    # the last step before a copy does not hide the one before it
+    enough = max(2 * ceil(took_s / (step_s - waited_s)) + 2, every + 2)
     return (
         f"checkpoint.memory_every={every}: a step of {step_s:.2f} s waits {waited_s:.2f} s of that "
         f"for copies in memory; one takes {took_s:.1f} s, which "

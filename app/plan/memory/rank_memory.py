@@ -143,15 +143,13 @@ class _Rank:
         tensors += self._dispatch(peak.total)
         size = WORKSPACES + (FP8_WORKSPACE if run.precision.fp8.by_library else 0)
         tensors.append(MemoryPart("library workspaces", size, "of GEMMs, forward and backward"))
-        outside = list(self._outside(tensors))
         if run.checkpoint.memory_interval is not None:
-            size = copied_bytes(self.buffers, run.optim)
-            needed = size + sum(part.bytes for part in (*tensors, *outside))
-            if needed <= MOST * run.hardware.memory:
-                how = "parameters and moments, on their way to the host"
-                tensors.append(MemoryPart(STAGED, size, how))
-                outside = list(self._outside(tensors))
-        yield from (*tensors, *outside)
+            how = "parameters and moments, on their way to the host"
+            copy = MemoryPart(STAGED, copied_bytes(self.buffers, run.optim), how)
+            needed = (*tensors, copy, *self._outside([*tensors, copy]))
+            if sum(part.bytes for part in needed) <= MOST * run.hardware.memory:
+                tensors.append(copy)
+        yield from (*tensors, *self._outside(tensors))
 
     def _outside(self, tensors: Sequence[MemoryPart]) -> Iterator[MemoryPart]:
         """Yield memory that is none of torch's tensors."""
