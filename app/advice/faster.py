@@ -52,6 +52,9 @@ def less_recompute(run: Run) -> Iterator[Change]:
         yield Change(values | {"recompute.phases": phases}, f"{cost} of attention")
     if run.recompute.phases:
         yield Change({"recompute.phases": ()}, cost)
+    if run.recompute.offload:
+        waits = "more GPU memory: nothing waits in host memory"
+        yield Change({"recompute.offload": ()}, waits)
     if run.loss.chunk_tokens is not None:
         yield Change({"loss.chunk_tokens": None}, cost)
 
