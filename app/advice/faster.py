@@ -55,6 +55,9 @@ def less_recompute(run: Run) -> Iterator[Change]:
         )
     if run.recompute.phases:
         yield Change({"recompute.phases": ()}, cost)
+    if run.recompute.offload:
+        waits = "more GPU memory: nothing waits in host memory"
+        yield Change({"recompute.offload": ()}, waits)
     if run.loss.chunk_tokens is not None:
         yield Change({"loss.chunk_tokens": None}, cost)
 

@@ -19,6 +19,7 @@ from app.choices import (
     Dtype,
     GraphImpl,
     GraphKey,
+    Offload,
     Recompute,
     ScheduleName,
 )
@@ -82,8 +83,10 @@ def recompute_more(run: Run) -> Iterator[Change]:
         )
         if set(phases) > have:
             yield Change({"recompute.phases": phases}, cost)
-    none: dict[str, Value] = {"recompute.phases": ()} if have else {}
-    yield Change({"recompute.full": True, **none}, "every forward twice")
+    others: dict[str, Value] = {"recompute.phases": ()} if have else {}
+    if set(run.recompute.offload) - {Offload.layers}:
+        others["recompute.offload"] = (Offload.layers,)  # no other part saves anything then
+    yield Change({"recompute.full": True, **others}, "every forward twice")
 
 
 Rung = tuple[frozenset[Recompute], str]

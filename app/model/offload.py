@@ -12,29 +12,31 @@ for both streams, so a graph can hold it. On a CPU copies are plain ones.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar, TypeVarTuple
+from typing import NoReturn, TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor
 
 from app.choices import Offload
+from app.errors import OwnError
 from app.model.block import Phase, StepState
 from app.model.chunk import Chunk
+from app.model.host_memory import HostMemory, Part
 from app.model.layers.layers import Context
 from app.model.layers.recompute import BackwardSource, Recomputation, SavedView
+from app.plan.formatting import gib
 from app.plan.phases import OFFLOADED
 from app.plan.recompute import OFFLOADED_FROM, RecomputeChoice
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-ALIGNED = 512  # bytes
-SMALLEST, LARGEST = 1 << 26, 1 << 30  # bytes of a block of host memory, unless a tensor has more
+KEY = "recompute.offload"
+# of a failed allocation: CUDA's, and that of torch without a GPU
+FULL = "out of memory", "not enough memory", "can't allocate memory"
 
 
 @dataclass(slots=True, eq=False)
@@ -42,8 +44,8 @@ class OffloadedTensor(BackwardSource):
     """Memory of saved tensors, on the device or on the host."""
 
     group: OffloadedGroup
-    buffer: Tensor  # uint8 on the host, at least as large
-    host: Tensor  # the part of `buffer` that holds it, flat
+    part: Part  # of host memory, at least as large
+    host: Tensor  # its values there, flat
     value: Tensor | None  # on the device, flat; None: on the host alone
 
     def add_reader(self, saved: Tensor) -> None:
@@ -95,25 +97,19 @@ class OffloadedGroup:
 
 
 class HostBuffers(StepState):
-    """Host memory of a rank for activations, and the streams of copies to and from it.
-
-    Buffers are parts of few blocks, as torch rounds each pinned allocation up to a power of two.
-    They are made in the first steps and used again in all others.
-    """
+    """Host memory of a rank for activations, and the streams of copies to and from it."""
 
     def __init__(
         self, chunks: Sequence[Chunk], chosen: Collection[Offload], device: torch.device
     ) -> None:
         self.chunks = chunks
+        self.chosen = tuple(chosen)
         self.device = device
         self.open = False  # True while phases run whose tensors are offloaded
         self.group: OffloadedGroup | None = None  # of the layer whose forward runs
         self.leaving: OffloadedGroup | None = None  # of the last layer, still on the device
         self.fetching: list[OffloadedGroup] = []  # copies back that compute has not waited for
-        self.made: dict[int, list[Tensor]] = defaultdict(list)  # by bytes
-        self.idle: dict[int, list[Tensor]] = defaultdict(list)
-        self.block = torch.empty(0, dtype=torch.uint8)  # host memory for more buffers
-        self.pinned = 0  # bytes of all blocks
+        self.memory = HostMemory(device)
         self.staying: frozenset[int] = frozenset()  # addresses of parameters and buffers
         self.streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None  # out, back
         self.apart: set[torch.cuda.Stream] = set()  # those that compute has to wait for
@@ -130,8 +126,8 @@ class HostBuffers(StepState):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory."""
-        return sum(buffer.nbytes for buffers in self.made.values() for buffer in buffers)
+        """The most bytes of host memory that tensors have been in at once."""
+        return self.memory.most
 
     def start_step(self) -> None:
         """See `StepState`; there is something to do only after a step that failed."""
@@ -146,7 +142,7 @@ class HostBuffers(StepState):
             self.leaving.drop()
         self.leaving = None
         self.fetching.clear()
-        self.idle = defaultdict(list, {key: [*all_of] for key, all_of in self.made.items()})
+        self.memory.clear()
 
     def _opened(self, phase: Phase) -> Callable[..., tuple[object, ...]]:
         def run(*values: object) -> tuple[object, ...]:
@@ -184,47 +180,36 @@ class HostBuffers(StepState):
         return storage.nbytes() >= OFFLOADED_FROM and storage.data_ptr() not in self.staying
 
     def send(self, saved: Tensor) -> OffloadedTensor:
-        """Start to copy the memory of a saved tensor to the host."""
+        """Start to copy the memory of a saved tensor to the host.
+
+        Raises OwnError if the host has no memory for it.
+        """
         assert self.group is not None, "a layer runs"
         storage = saved.untyped_storage()
         count = storage.nbytes() // saved.element_size()
         flat = torch.empty(0, dtype=saved.dtype, device=saved.device)
         flat.set_(storage, 0, (count,), (1,))
-        buffer = self._buffer(flat.nbytes)
-        host = buffer[: flat.nbytes].view(flat.dtype)
+        try:
+            part = self.memory.take(flat.nbytes)
+        except RuntimeError as error:
+            self._refuse(flat.nbytes, error)
+        host = self.memory.of(part, flat)
         with self._beside(back=False):
             host.copy_(flat, non_blocking=True)
-        found = OffloadedTensor(self.group, buffer, host, flat)
+        found = OffloadedTensor(self.group, part, host, value=flat)
         self.group.tensors.append(found)
         return found
 
-    def _buffer(self, size: int) -> Tensor:
-        size = -(-size // ALIGNED) * ALIGNED
-        # or one a little larger: dispatched tokens have a number of their own in every microbatch
-        fit = [each for each, idle in self.idle.items() if idle and size <= each <= size * 9 // 8]
-        if fit:
-            return self.idle[min(fit)].pop()
-        if size > len(self.block):
-            self.block = self._more(size)
-        buffer, self.block = self.block[:size], self.block[size:]
-        self.made[size].append(buffer)
-        return buffer
-
-    def _more(self, size: int) -> Tensor:
-        """Return new host memory for buffers, at least this large."""
-        size = 1 << (max(size, min(LARGEST, max(SMALLEST, self.pinned))) - 1).bit_length()
-        self.pinned += size
-
-        def allocate() -> Tensor:
-            if self.device.type != "cuda":
-                return torch.empty(size, dtype=torch.uint8)
-            torch.cuda.set_device(self.device)
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-
-        # A capture forbids its own thread to allocate, and would own the memory; meters of device
-        # memory watch that thread too.
-        with ThreadPoolExecutor(1) as other:
-            return other.submit(allocate).result()
+    def _refuse(self, size: int, error: RuntimeError) -> NoReturn:
+        if not any(told in str(error).lower() for told in FULL):
+            raise error
+        has, more = gib(self.memory.pinned), gib(self.memory.block_for(size))
+        rule = f"this rank has pinned {has} GiB of host memory, and gets no {more} GiB more"
+        advice = (
+            "offload fewer parts, or recompute whole layers instead: recompute.full=true "
+            f"recompute.phases=[] {KEY}=[]"
+        )
+        raise OwnError(KEY, self.chosen, rule, advice=advice) from error
 
     def _beside(self, back: bool) -> AbstractContextManager[object]:
         """Return a context whose copies start after the compute launched so far, and run beside
@@ -245,17 +230,19 @@ class HostBuffers(StepState):
             yield group
         finally:
             self.group = None
+        self._leave()
         if not group.tensors:
             return
         if self.streams is not None:
             group.copied = self.streams[False].record_event()
-        if self.leaving is not None:
-            self._drop(self.leaving)
         self.leaving = group
 
-    def _drop(self, group: OffloadedGroup) -> None:
-        _wait(group.copied)
-        group.drop()
+    def _leave(self) -> None:
+        """Free the last group on the device, after its copies."""
+        if self.leaving is not None:
+            _wait(self.leaving.copied)
+            self.leaving.drop()
+            self.leaving = None
 
     def fetch(self, group: OffloadedGroup) -> torch.cuda.Event | None:
         """Start a group's copies back; return their end."""
@@ -279,10 +266,8 @@ class HostBuffers(StepState):
         if group in self.fetching:
             self.fetching.remove(group)
         for tensor in group.tensors:
-            self.idle[len(tensor.buffer)].append(tensor.buffer)
-        if self.leaving is not None:  # of another microbatch
-            self._drop(self.leaving)
-            self.leaving = None
+            self.memory.give(tensor.part)
+        self._leave()  # of another microbatch
 
 
 class OffloadingRecomputation(Recomputation):
@@ -299,6 +284,10 @@ class OffloadingRecomputation(Recomputation):
         self.buffers = buffers
         self.last: OffloadedGroup | None = None  # of the layer before
         self.shared: frozenset[int] = frozenset()  # addresses of what all layers read
+
+    def afresh(self) -> Recomputation:
+        """Fail: rules refuse the captured intervals that this is for."""
+        raise AssertionError("a captured interval of its own offloads nothing")
 
     @contextmanager
     def forward(self) -> Iterator[None]:

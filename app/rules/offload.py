@@ -24,10 +24,10 @@ def check_offload(run: Run) -> None:
         near = (Instead("cuda_graph=full_iteration"), Instead("cuda_graph=none"), Instead(none))
         raise ConfigError(KEY, value, rule, nearest=near)
     if run.recompute.full and set(chosen) != {Offload.layers}:
-        rule = "recompute.full=true saves inputs of layers alone, which layers offloads"
+        rule = f"recompute.full=true saves only the layers' inputs, which {whole} copies"
         raise ConfigError(KEY, value, rule, nearest=Instead(whole))
     if Offload.moe in chosen and Recompute.moe in run.recompute.phases:
-        rule = "recompute.phases=[moe] saves the input of that part alone, which layers offloads"
+        rule = f"recompute.phases=[moe] saves only that part's input, which {whole} copies"
         raise ConfigError(KEY, value, rule, nearest=Instead(whole))
     routed = {spec.routed for spec in run.model.layer_specs}
     for part, there in ((Offload.moe, True in routed), (Offload.mlp, False in routed)):

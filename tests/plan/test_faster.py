@@ -34,12 +34,13 @@ QWEN = (
         (*LLAMA, "parallel.pp=2", "parallel.vpp=2"),
         (*LLAMA, "parallel.pp=2", "schedule=1f1b", "train.global_batch=64"),
         (*LLAMA, "parallel.tp=4", "recompute=full"),
+        (*LLAMA, "recompute.offload=[layers]"),
         (*H200, "cuda_graph=none"),
         (*H200, "cuda_graph=none", "precision.fp8.recipe=current"),
         QWEN,
         (*QWEN, "parallel.pp=2", "recompute=selective"),
     ],
-    ids=["interleaved", "1f1b", "tensor", "eager", "FP8", "experts", "everything"],
+    ids=["interleaved", "1f1b", "tensor", "offload", "eager", "FP8", "experts", "everything"],
 )
 def test_suggestions_hold_when_typed(typed: tuple[str, ...]):
     plan = Plan(load(*typed))
@@ -55,6 +56,11 @@ def test_suggestions_hold_when_typed(typed: tuple[str, ...]):
         assert suggestion.slowdown < GAIN
     slowdowns = [suggestion.slowdown for suggestion in found]
     assert slowdowns == sorted(slowdowns)
+
+
+def test_nothing_waits_in_host_memory_where_copies_take_longer():
+    found = faster(Plan(load(*LLAMA, "recompute.offload=[layers]")))
+    assert ("recompute.offload=[]",) in [suggestion.overrides for suggestion in found]
 
 
 @pytest.mark.full

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from app.advice.moves import with_values
+from app.advice.moves import recompute_more, with_values
 from app.advice.suggest import suggest
-from app.choices import CpComm, Recompute, ScheduleName
+from app.choices import CpComm, Offload, Recompute, ScheduleName
 from app.config import (
     HardwareConfig,
     ModelConfig,
@@ -186,6 +186,16 @@ def test_more_gpus_only_where_nothing_else_helps():
         assert asked is None or asked in suggestion.cost.split("; ")
     roomy = load("+experiment=small", "hardware=h200")
     assert suggest(Plan(roomy)) == ()
+
+
+def test_whole_layers_are_recomputed_whatever_is_offloaded():
+    for parts in ("[]", "[attn]", "[attn,mlp]", "[layers]"):
+        run = load("+experiment=small", f"recompute.offload={parts}")
+        *_, change = recompute_more(run)
+        whole = with_values(run, change.values)
+        check(whole)
+        assert whole.recompute.full
+        assert whole.recompute.offload == (() if parts == "[]" else (Offload.layers,))
 
 
 def test_a_large_vocabulary_is_cut_into_chunks():

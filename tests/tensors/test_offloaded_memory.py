@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from app.choices import Dtype, Offload, Recompute
+from app.errors import ConfigError
+from app.model.host_memory import HostMemory
 from app.model.offload import HostBuffers, OffloadedTensor
 from app.plan.recompute import recompute_policy
 from tests.tensors.activation_memory import (
@@ -33,6 +35,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense mlp": ("dense", dict(offload=(Offload.mlp,), phases=(Recompute.norm,))),
     "dense full": ("dense", dict(offload=(Offload.layers,), full=True)),
     "moe": ("moe", dict(offload=(Offload.layers,))),
+    "moe mlp": ("moe", dict(offload=(Offload.mlp,))),
     "moe alone": ("moe", dict(offload=(Offload.moe,))),
     "moe recomputed": ("moe", dict(offload=(Offload.layers,), phases=(Recompute.moe,))),
 }
@@ -59,9 +62,31 @@ def test_device_and_host_keep_what_is_planned(name: str, recompute: dict[str, An
     host = buffers.host_bytes
     used = sum(map(len, sent))
     assert memory.offloaded == pytest.approx(used, rel=0.05)
-    assert used <= host <= 1.125 * used and host <= buffers.pinned
+    assert used <= host <= 1.125 * used and host <= buffers.memory.pinned
     assert memory.total + memory.backward == pytest.approx(backward, rel=0.05)
     assert memory.total + memory.backward < before.total + before.backward
+
+
+@pytest.mark.parametrize("told", ["CUDA error: out of memory", "CUDA error: unspecified"])
+def test_no_host_memory_is_told_with_advice(monkeypatch: pytest.MonkeyPatch, told: str):
+    def fail(memory: HostMemory, size: int) -> None:
+        raise RuntimeError(told)
+
+    run = run_of(DENSE, Dtype.float32, offload=(Offload.layers,))
+    chunk = chunk_of(run)
+    HostBuffers([chunk], run.recompute.offload, torch.device("cpu"))
+    monkeypatch.setattr(HostMemory, "_more", fail)
+    with pytest.raises((ConfigError, RuntimeError)) as error:
+        forward_and_backward(run, chunk, True)
+    message = str(error.value)
+    if "out of memory" not in told:
+        assert message == told
+        return
+    assert message.startswith(
+        "recompute.offload=[layers]: this rank has pinned 0.00 GiB of host memory, and gets no "
+        "0.06 GiB more; offload fewer parts, or "
+    )
+    assert "recompute.full=true recompute.phases=[] recompute.offload=[]" in message
 
 
 class Bits(torch.autograd.Function):

@@ -37,7 +37,7 @@ def print_memory(plan: Plan, console: Console) -> None:
         console.print(
             f"Activations in host memory (recompute.offload=[{parts}]): {gib(most)} GiB a rank, "
             f"{gib(most * ranks)} GiB a host of {count_of(ranks, 'rank')}, pinned in blocks of "
-            "at most 1 GiB, or of the next power of two of a larger tensor.",
+            "powers of two, which may be twice as much together.",
             style="dim",
         )
     console.print()
