@@ -31,10 +31,10 @@ from app.model.layers.recompute import BackwardSource, Recomputation, SavedView
 from app.plan.formatting import gib
 from app.plan.phases import OFFLOADED
 from app.plan.recompute import OFFLOADED_FROM, RecomputeChoice
+from app.rules.offload import KEY
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-KEY = "recompute.offload"
 # of a failed allocation: CUDA's, and that of torch without a GPU
 FULL = "out of memory", "not enough memory", "can't allocate memory"
 

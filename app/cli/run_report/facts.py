@@ -97,7 +97,7 @@ def clock(seconds: float) -> str:
 
 def settings(run_dir: Path, *, as_typed: bool = False) -> dict[str, Any]:
     """Return dotted key -> value of a run's configuration; empty if none has been written. Raises
-    ConfigError for a broken one. as_typed: before the program chose others for some of them.
+    ConfigError for a broken one. as_typed: with what was typed where the program chose for itself.
     """
     try:
         values = read_config(run_dir / CONFIG)

@@ -54,7 +54,7 @@ class Copier:
         self.staged: dict[str, Tensor] | None = {} if staged else None  # the copy on the GPU
         self._read: torch.cuda.Event | None = None  # after it the shards may change
         # an update within a graph cannot wait for what is copied outside of it
-        self._beside = not engine.plan.run.cuda_graph.optimizer
+        self._beside = not run.cuda_graph.optimizer
         self._due = False  # True in the last step before the next copy
         self._began = 0.0
         self.took = 0.0  # seconds of the last copy, until all ranks had theirs
@@ -188,8 +188,8 @@ class Copier:
 
 
 def late_copies(every: int, step_s: float, *, waited_s: float, took_s: float) -> str | None:
-    """Return a warning if steps of `step_s` seconds wait `waited_s` of them for copies that take
-    `took_s`, with checkpoint.memory_every=`every`; None if the wait is short.
+    """Return a warning if ranks wait `waited_s` of the `step_s` seconds of a step for copies, which
+    take `took_s` each, with checkpoint.memory_every=`every`; None if the wait is short.
     """
     if waited_s <= LATE * step_s:
         return None

@@ -206,7 +206,9 @@ class RecoveringTrainer(Trainer):
         interval = self.run.checkpoint.memory_interval
         assert interval is not None, "chosen by memory_every"
         self.interval = interval
-        self.intervals, self.taken, self.waited = 0, 0.0, 0.0  # seconds: of the last copy's begin
+        self.intervals = 0  # copies begun
+        self.taken = 0.0  # seconds: when the last one began
+        self.waited = 0.0  # seconds that the host had waited for copies by then
         self.copier = memory.copier = Copier(engine, memory.copies, self._origin())
         memory.request = self.request
         memory.wait_for_saves = self.saver.wait

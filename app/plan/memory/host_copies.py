@@ -44,17 +44,19 @@ def host_copies(run: Run, buffers: Sequence[Sequence[ChunkBuffers]]) -> tuple[Ho
     return tuple(
         HostCopies(
             rank,
-            copied_bytes(held, run.optim),
+            state_bytes(held, run.optim),
             interval,
         )
         for rank, held in enumerate(buffers)
     )
 
 
-def copied_bytes(buffers: Sequence[ChunkBuffers], optim: OptimConfig) -> int:
-    """Return bytes of main parameters and moments of a rank with the buffers of these chunks."""
+def state_bytes(buffers: Sequence[ChunkBuffers], optim: OptimConfig, main: int = FP32) -> int:
+    """Return bytes of main parameters, of `main` bytes each, and moments of a rank with the buffers
+    of these chunks. Copies have main parameters also where the optimizer updates the model's own.
+    """
     return sum(
-        buffer.owned(kind) * (FP32 + moment_bytes(kind, optim))
+        buffer.owned(kind) * (main + moment_bytes(kind, optim))
         for chunk in buffers
         for buffer in (chunk.dense, chunk.expert)
         if buffer is not None

@@ -11,7 +11,7 @@ from app.plan.groups import GroupKind
 
 MIB = 2**20
 
-MOST = 0.95  # of a GPU's memory, for what a run can do without: plans may be 5 % too small
+MOST = 0.95  # of a GPU's memory with optional parts: plans may be 5 % too small
 CUDA_CONTEXT = 840 * MIB  # bytes of a process's CUDA context with the kernels that a step loads
 # bytes of an NCCL communicator of several ranks, after its first use
 COMMUNICATOR = MappingProxyType(

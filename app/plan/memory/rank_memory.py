@@ -25,7 +25,7 @@ from app.plan.memory.activations import (
     host_peak,
     rank_moments,
 )
-from app.plan.memory.host_copies import copied_bytes
+from app.plan.memory.host_copies import state_bytes
 from app.plan.memory.overheads import (
     BACKWARD_KERNELS,
     COMMUNICATOR,
@@ -145,14 +145,14 @@ class _Rank:
         tensors.append(MemoryPart("library workspaces", size, "of GEMMs, forward and backward"))
         if run.checkpoint.memory_interval is not None:
             how = "parameters and moments, on their way to the host"
-            copy = MemoryPart(STAGED, copied_bytes(self.buffers, run.optim), how)
+            copy = MemoryPart(STAGED, state_bytes(self.buffers, run.optim), how)
             needed = (*tensors, copy, *self._outside([*tensors, copy]))
             if sum(part.bytes for part in needed) <= MOST * run.hardware.memory:
                 tensors.append(copy)
         yield from (*tensors, *self._outside(tensors))
 
     def _outside(self, tensors: Sequence[MemoryPart]) -> Iterator[MemoryPart]:
-        """Yield memory that is none of torch's tensors."""
+        """Yield memory outside torch's tensors."""
         allocated = sum(part.bytes for part in tensors if part.name not in OUTSIDE)
         how = f"{FRAGMENTATION:.0%} of what is allocated"
         yield MemoryPart("fragmentation", int(FRAGMENTATION * allocated), how)
@@ -181,19 +181,6 @@ class _Rank:
         owned = sum(buffer.numel // buffer.world for kind in pairs for buffer in kind)
         return dense, expert, owned
 
-    def _optimizer(self) -> int:
-        """Return bytes of the optimizer's state."""
-        main = main_bytes(self.run.precision)
-        total = 0
-        for each in self.buffers:
-            for buffer in (each.dense, each.expert):
-                if buffer is not None:
-                    total += sum(
-                        buffer.owned(kind) * (main + moment_bytes(kind, self.run.optim))
-                        for kind in OptimizerKind
-                    )
-        return total
-
     def _state(self) -> Iterator[MemoryPart]:
         """Yield parameters, gradients, optimizer state, and FP8 copies of weights."""
         params, grads, shard = bytes_per_parameter(self.run.precision, self.run.optim)
@@ -214,7 +201,7 @@ class _Rank:
         )
         how = f"{params + grads + shard} → {params + grads}+{shard}/d, d = {layout.dp * layout.cp}"
         how += f", experts {layout.edp}" if expert else ""
-        own = self._optimizer()
+        own = state_bytes(self.buffers, self.run.optim, main_bytes(self.run.precision))
         if 0 < own < shard * owned:
             how += f"; {own / owned:.2f} with optim.name={self.run.optim.name.value}"
         yield MemoryPart("optimizer", own, how)
