@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,9 +28,14 @@ __all__ = [  # Triton's names too: kernels import them from here
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def jit(kernel: Callable[..., object]) -> Any:
-    """Return a kernel launched by `[grid](...)`; the function itself if Triton is missing."""
-    return kernel if triton is None else triton.jit(kernel)
+def jit(kernel: Callable[..., object] | None = None, **options: Any) -> Any:
+    """Return a kernel launched by `[grid](...)`; the function itself if Triton is missing.
+
+    options: of triton.jit; with some, the decorator is called: `@jit(option=…)`.
+    """
+    if kernel is None:
+        return partial(jit, **options)
+    return kernel if triton is None else triton.jit(kernel, **options)
 
 
 def usable(*tensors: Tensor) -> bool:

@@ -1,10 +1,10 @@
 """Marks in captured graphs: places of a step that each replay reports to host memory.
 
 Neither the host nor torch's flight recorders see what the device does within a replay. So a graph
-that is recorded with `Marks.recording` counts its replays on the device, and copies that count to
+that is recorded with `Marks.recording` counts its replays on the device, and writes that count to
 pinned host memory at each mark: at its start and end, at every action, phase of a layer and
 collective, and before it waits for pipeline P2P. A place with an older count than the start has not
-been reached yet. A mark is one copy of 4 bytes on the stream of the work behind it.
+been reached yet. A mark is one kernel that writes 4 bytes, on the stream of the work behind it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.engine.watchdog.activity import ThreadActivity
+from app.kernels.mark import write_mark
 
 ROOM = 65_536  # marks of one block of host memory, 256 KiB
 LEAST = 16_384  # marks that it has left when a recording begins
@@ -110,7 +111,7 @@ class MarkedGraph:
         elif self._next >= len(self.marks) - (not last):
             return
         with torch.no_grad():
-            self.slots[self._next].copy_(self.counter, non_blocking=True)
+            write_mark(self.slots, self._next, self.counter)
         self._next += 1
 
     def launch(self, doing: str) -> None:
@@ -166,6 +167,7 @@ class Marks:
             self._room = torch.zeros(ROOM, dtype=torch.int32, pin_memory=pinned)
             self._blocks.append(self._room)
         counter = torch.zeros((), dtype=torch.int32, device=self.device)
+        write_mark(self._room, 0, counter)  # compiled now, not while it is recorded
         return MarkedGraph(counter, self._room, launched_in=self.activity.doing)
 
     def recorded(self, graph: MarkedGraph) -> None:
