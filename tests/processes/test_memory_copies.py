@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import os
+import signal
 import threading
 from pathlib import Path
 
@@ -16,11 +18,14 @@ from app.engine.checkpoint.load import Progress
 from app.engine.ranks.groups import create_groups
 from app.engine.recovery.copier import Copier, late_copies
 from app.engine.recovery.copies import Copies
-from app.engine.recovery.generations import EndedError, Generations
+from app.engine.recovery.generations import EndedError, Generations, abort_together
+from app.engine.recovery.slot import PART
 from app.errors import ConfigError
 from app.planner.plan import Plan
 from tests.distributed import run_distributed
+from tests.forks import Process
 from tests.runs import engine_of, make_run, train_steps
+from tests.training import wait_for
 
 WORLD = 2
 
@@ -141,3 +146,54 @@ def test_late_copies_are_named_with_what_hides_them():
     ):
         told = late_copies(every, step_s, waited_s=waited_s, took_s=9.5)
         assert told is not None and told.endswith(f"checkpoint.memory_every={enough} hides")
+
+
+def partner_that_stops(rank: int, folder: Path) -> None:
+    """Swap copies, of 256 MiB and of a byte; rank 1 stops with most of rank 0's still to come."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", rank=rank, world_size=WORLD, store=dist.FileStore(f"{folder}/store", WORLD)
+    )
+    copies = Copies(rank, WORLD, 1, pinned=False)
+    large, small = torch.zeros(2**28, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    if rank == 0:
+        try:
+            copies._shift(large, small, dist.group.WORLD)
+        except RuntimeError as error:
+            (folder / "raised").write_text(str(error))
+        return
+    waits = [dist.irecv(part, 0) for part in large.split(PART)]
+    dist.send(small, 0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    del waits
+
+
+def test_partner_that_dies_amid_a_copy_is_noticed(tmp_path: Path):
+    ranks = [Process(target=partner_that_stops, args=(rank, tmp_path)) for rank in range(WORLD)]
+    for each in ranks:
+        each.start()
+    state = Path(f"/proc/{ranks[1].pid}/stat")
+    wait_for(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
+    ranks[1].kill()
+    for each in reversed(ranks):
+        each.join(60)
+    if ranks[0].is_alive():
+        ranks[0].kill()
+    assert "by peer" in (tmp_path / "raised").read_text()
+
+
+def test_communicators_are_aborted_side_by_side():
+    """One that waits for another to be aborted too, as NCCL's do, and one that cannot be."""
+    both, aborted = threading.Barrier(2, timeout=30), []
+
+    class Waiting:
+        def abort(self) -> None:
+            both.wait()
+            aborted.append(self)
+
+    class Broken:
+        def abort(self) -> None:
+            raise RuntimeError
+
+    abort_together([Waiting(), Broken(), Waiting()])
+    assert len(aborted) == 2

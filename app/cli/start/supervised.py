@@ -131,6 +131,8 @@ def _placed(launch: Launch) -> dict[str, str]:
         AGENT_STORE: True,
         # NCCL's own watchdog would end a rank when another one has died.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": 0,
+        # Its monitor would print a trace every second once the store of a generation is gone.
+        "TORCH_NCCL_ENABLE_MONITORING": 0,
     }
     if launch.one_host:
         placed["LOCAL_WORLD_SIZE"] = launch.world_size

@@ -7,6 +7,7 @@ whenever a rank dies, its partner and all others have a copy with the same numbe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,9 +96,10 @@ class Copies:
         """Send bytes to the partner while those of the other rank arrive, part by part."""
         sent = [dist.isend(part, self.partner, group=group) for part in out.split(PART)]
         got = [dist.irecv(part, self.kept, group=group) for part in into.split(PART)]
-        for work in (*got, *sent):
-            assert work is not None, "this rank is in the group"
-            work.wait()
+        _wait(got)
+        answer = _answer(self.kept, group)
+        _wait_for_answer(sent, self.partner, group)
+        _wait([answer])
 
     def agree(
         self, groups: Groups, restarts: int, died_at: float, step: int
@@ -143,8 +145,8 @@ class Copies:
         if self.rank == partner:
             slot = self.held[self.serial % 2]
             text = torch.frombuffer(bytearray(slot.header_bytes()), dtype=torch.uint8)
-            for tensor in (torch.tensor([text.numel()]), text, *slot.content.split(PART)):
-                dist.send(tensor, rank, group=group)
+            parts = (torch.tensor([text.numel()]), text, *slot.content.split(PART))
+            _wait_for_answer([dist.isend(part, rank, group=group) for part in parts], rank, group)
         if self.rank == rank:
             slot = self.own[self.serial % 2]
             size = torch.zeros(1, dtype=torch.int64)
@@ -155,6 +157,7 @@ class Copies:
             slot.fit(slot.header["size"])
             for part in slot.content.split(PART):
                 dist.recv(part, partner, group=group)
+            _wait([_answer(partner, group)])
             if slot.sum() != slot.crc:
                 raise RuntimeError(f"the copy of rank {rank} came back changed from {partner}")
             slot.serial = serial
@@ -191,3 +194,24 @@ class Copies:
             Path(f"copies of step {agreed.step}"), manifest, engine, opened=files
         )
         return progress, Cursor.from_state(state)
+
+
+def _answer(rank: int, group: dist.ProcessGroup) -> dist.Work | None:
+    """Tell a rank that all it has sent is here."""
+    return dist.isend(torch.zeros(1, dtype=torch.uint8), rank, group=group)
+
+
+def _wait_for_answer(sent: Sequence[dist.Work | None], rank: int, group: dist.ProcessGroup) -> None:
+    """Wait until a rank has answered that it has what was sent to it, then for the sending.
+
+    If that rank dies amid a large message, gloo wakes no waiting sender, but it wakes receivers
+    (`Pair::signalException` in its transport/tcp/pair.cc leaves out buffers being written).
+    """
+    dist.recv(torch.empty(1, dtype=torch.uint8), rank, group=group)
+    _wait(sent)
+
+
+def _wait(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        assert work is not None, "this rank is in the group"
+        work.wait()

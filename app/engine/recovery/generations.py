@@ -15,9 +15,10 @@ import struct
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -103,6 +104,7 @@ class Generations:
         self._wake()
         with suppress(Exception):
             if dist.is_initialized() and dist.get_backend() == "nccl":
+                _abort_nccl()
                 c10d._abort_process_group()
         with suppress(Exception):
             if dist.is_initialized():
@@ -250,8 +252,31 @@ def _connect_all(address: tuple[str, int], count: int) -> None:
 
 def _abort_nccl() -> None:
     """Abort NCCL's communicators, whose kernels would wait forever; from any thread."""
+    backends = []
     for group in list(c10d._world.pg_map):
         with suppress(Exception):  # one of gloo, or of one rank
             backend = group._get_backend(torch.device("cuda"))
             if isinstance(backend, dist.ProcessGroupNCCL):
-                backend.abort()
+                backends.append(backend)
+    abort_together(backends)
+
+
+def abort_together(backends: Sequence[Any]) -> None:
+    """Abort all of them side by side, and return when all are.
+
+    An abort waits for the device, and thus for kernels of communicators that have not been told to
+    end: one after the other may never come to an end (https://github.com/NVIDIA/nccl/issues/1013).
+    """
+    threads = [
+        threading.Thread(target=_abort, args=(each,), daemon=True, name="abort")
+        for each in backends
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _abort(backend: Any) -> None:
+    with suppress(Exception):
+        backend.abort()
