@@ -148,28 +148,33 @@ def test_late_copies_are_named_with_what_hides_them():
         assert told is not None and told.endswith(f"checkpoint.memory_every={enough} hides")
 
 
-def partner_that_stops(rank: int, folder: Path) -> None:
-    """Swap copies, of 256 MiB and of a byte; rank 1 stops with most of rank 0's still to come."""
+def partner_that_stops(rank: int, folder: Path, sends: bool) -> None:
+    """Swap copies, of 256 MiB and of a byte; rank 1, which has the large one if it `sends`, stops
+    with most of it still to come.
+    """
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", rank=rank, world_size=WORLD, store=dist.FileStore(f"{folder}/store", WORLD)
-    )
-    copies = Copies(rank, WORLD, 1, pinned=False)
-    large, small = torch.zeros(2**28, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    store = dist.FileStore(f"{folder}/store", WORLD)
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD, store=store)
+    small, large = torch.zeros(1, dtype=torch.uint8), torch.zeros(2**28, dtype=torch.uint8)
+    out, into = (large, small) if sends == (rank == 1) else (small, large)
     if rank == 0:
         try:
-            copies._shift(large, small, dist.group.WORLD)
+            Copies(rank, WORLD, 1, pinned=False)._shift(out, into, dist.group.WORLD)
         except RuntimeError as error:
             (folder / "raised").write_text(str(error))
         return
-    waits = [dist.irecv(part, 0) for part in large.split(PART)]
-    dist.send(small, 0)
+    waits = [dist.irecv(part, 0) for part in (*into.split(PART), small.clone())]
+    if sends:  # once the other one receives
+        waits[-1].wait()
+    waits += [dist.isend(part, 0) for part in (*out.split(PART), small.clone())]
+    if not sends:
+        waits[-1].wait()
     os.kill(os.getpid(), signal.SIGSTOP)
-    del waits
 
 
-def test_partner_that_dies_amid_a_copy_is_noticed(tmp_path: Path):
-    ranks = [Process(target=partner_that_stops, args=(rank, tmp_path)) for rank in range(WORLD)]
+@pytest.mark.parametrize("sends", [False, True])
+def test_partner_that_dies_amid_a_copy_is_noticed(sends: bool, tmp_path: Path):
+    ranks = [Process(target=partner_that_stops, args=(n, tmp_path, sends)) for n in range(WORLD)]
     for each in ranks:
         each.start()
     state = Path(f"/proc/{ranks[1].pid}/stat")

@@ -94,11 +94,9 @@ class Copies:
 
     def _shift(self, out: Tensor, into: Tensor, group: dist.ProcessGroup) -> None:
         """Send bytes to the partner while those of the other rank arrive, part by part."""
-        sent = [dist.isend(part, self.partner, group=group) for part in out.split(PART)]
-        got = [dist.irecv(part, self.kept, group=group) for part in into.split(PART)]
-        _wait(got)
-        answer = _answer(self.kept, group)
-        _wait_for_answer(sent, self.partner, group)
+        sent = _begin_send(out.split(PART), self.partner, group)
+        answer = _receive(into.split(PART), self.kept, group)
+        _end_send(sent, self.partner, group)
         _wait([answer])
 
     def agree(
@@ -145,19 +143,18 @@ class Copies:
         if self.rank == partner:
             slot = self.held[self.serial % 2]
             text = torch.frombuffer(bytearray(slot.header_bytes()), dtype=torch.uint8)
-            parts = (torch.tensor([text.numel()]), text, *slot.content.split(PART))
-            _wait_for_answer([dist.isend(part, rank, group=group) for part in parts], rank, group)
+            for tensor in (torch.tensor([text.numel()]), text, slot.content):
+                sent = _begin_send(tensor.split(PART), rank, group)
+                _end_send(sent, rank, group)
         if self.rank == rank:
             slot = self.own[self.serial % 2]
             size = torch.zeros(1, dtype=torch.int64)
-            dist.recv(size, partner, group=group)
+            _wait([_receive([size], partner, group)])
             header = torch.empty(int(size), dtype=torch.uint8)
-            dist.recv(header, partner, group=group)
+            _wait([_receive(header.split(PART), partner, group)])
             serial = slot.take_header(header.numpy().tobytes())
             slot.fit(slot.header["size"])
-            for part in slot.content.split(PART):
-                dist.recv(part, partner, group=group)
-            _wait([_answer(partner, group)])
+            _wait([_receive(slot.content.split(PART), partner, group)])
             if slot.sum() != slot.crc:
                 raise RuntimeError(f"the copy of rank {rank} came back changed from {partner}")
             slot.serial = serial
@@ -196,19 +193,35 @@ class Copies:
         return progress, Cursor.from_state(state)
 
 
-def _answer(rank: int, group: dist.ProcessGroup) -> dist.Work | None:
-    """Tell a rank that all it has sent is here."""
-    return dist.isend(torch.zeros(1, dtype=torch.uint8), rank, group=group)
+# If a rank dies amid a large message, gloo wakes neither who sends it nor who receives it, but it
+# wakes receivers of messages that have not begun (`Pair::signalException` in its
+# transport/tcp/pair.cc). So a small message follows the others, and one answers them; both ends
+# wait for these first.
 
 
-def _wait_for_answer(sent: Sequence[dist.Work | None], rank: int, group: dist.ProcessGroup) -> None:
-    """Wait until a rank has answered that it has what was sent to it, then for the sending.
+def _begin_send(
+    parts: Sequence[Tensor], rank: int, group: dist.ProcessGroup
+) -> list[dist.Work | None]:
+    return [dist.isend(part, rank, group=group) for part in (*parts, _nothing())]
 
-    If that rank dies amid a large message, gloo wakes no waiting sender, but it wakes receivers
-    (`Pair::signalException` in its transport/tcp/pair.cc leaves out buffers being written).
-    """
-    dist.recv(torch.empty(1, dtype=torch.uint8), rank, group=group)
+
+def _end_send(sent: Sequence[dist.Work | None], rank: int, group: dist.ProcessGroup) -> None:
+    """Wait until a rank has all that was sent to it. Raises RuntimeError if it has died."""
+    dist.recv(_nothing(), rank, group=group)
     _wait(sent)
+
+
+def _receive(parts: Sequence[Tensor], rank: int, group: dist.ProcessGroup) -> dist.Work | None:
+    """Fill tensors with what a rank sends, and return the answer, which waits for that rank's
+    `_end_send`. Raises RuntimeError if it has died.
+    """
+    *got, end = (dist.irecv(part, rank, group=group) for part in (*parts, _nothing()))
+    _wait([end, *got])
+    return dist.isend(_nothing(), rank, group=group)
+
+
+def _nothing() -> Tensor:
+    return torch.zeros(1, dtype=torch.uint8)
 
 
 def _wait(works: Sequence[dist.Work | None]) -> None:
