@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,13 +27,11 @@ __all__ = [  # Triton's names too: kernels import them from here
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def jit(kernel: Callable[..., object] | None = None, **options: Any) -> Any:
+def jit(kernel: Callable[..., object], **options: Any) -> Any:
     """Return a kernel launched by `[grid](...)`; the function itself if Triton is missing.
 
-    options: of triton.jit; with some, the decorator is called: `@jit(option=…)`.
+    options: of triton.jit.
     """
-    if kernel is None:
-        return partial(jit, **options)
     return kernel if triton is None else triton.jit(kernel, **options)
 
 

@@ -22,6 +22,8 @@ def write_mark(slots: Tensor, place: int, counter: Tensor) -> None:
     _write[(1,)](slots, counter, place, num_warps=1)
 
 
-@jit(do_not_specialize=["place"])  # one kernel for all places
-def _write(slots: tl.tensor, counter: tl.tensor, place: int) -> None:
+def _store(slots: tl.tensor, counter: tl.tensor, place: int) -> None:
     tl.store(slots + place, tl.load(counter))
+
+
+_write = jit(_store, do_not_specialize=["place"])  # one kernel for all places
