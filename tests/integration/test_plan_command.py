@@ -19,6 +19,7 @@ import pytest
 from app.advice import layouts
 from app.cli import commands
 from app.cli.plan import main, parse
+from app.cli.plan_views.pictures import shortened
 from app.cli.plan_views.rows import MOST_ROWS
 from app.cli.plan_views.tables import WIDTH, print_plan
 from app.cli.processes.output import table_width
@@ -514,3 +515,8 @@ def test_cut_keeps_whole_words_within_the_width(width: int):
         line.endswith(" …") and "aa bbb c dddd".startswith(line[:-1])
     )
     assert cut(words, 13, "…") == "aa bbb c dddd"
+
+
+def test_level_and_upright_lines_of_pictures_are_short():
+    svg = '<path d="M 1.25 2L 1.25 4L 3 4L 5.55 2z"/><path d="M 0 0C 1 2 3 4 5 6"/>'
+    assert shortened(svg) == '<path d="M1.2 2V4H3L5.5 2z"/><path d="M 0 0C 1 2 3 4 5 6"/>\n'

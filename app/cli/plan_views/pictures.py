@@ -33,8 +33,9 @@ def save_picture(figure: Figure, folder: Path, name: str) -> list[Path]:
 
 
 def shortened(svg: str) -> str:
-    """Return matplotlib's SVG with coordinates of one decimal, a tenth of a point, and without
-    prologue, metadata, line breaks, turns by nothing, and the fonts between the first and the last.
+    """Return matplotlib's SVG with coordinates of one decimal, a tenth of a point, lines along an
+    axis as H and V, and without prologue, metadata, line breaks, turns by nothing, and
+    the fonts between the first and the last.
     """
     svg = re.sub(r"<\?xml.*?\?>|<!DOCTYPE.*?>|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"\s*\n\s*(?=[LzMCQ\"<])", "", svg)
@@ -45,7 +46,22 @@ def shortened(svg: str) -> str:
         # shares and scales, which are below 1, keep their digits
         return re.sub(r"\b[1-9]\d*\.\d{2,}", lambda found: f"{float(found[0]):.1f}", tag[0])
 
-    return re.sub(r"<[^>]*>", rounded, svg) + "\n"
+    svg = re.sub(r"<[^>]*>", rounded, svg)
+    return re.sub(r'(?<= d=")[MLz\d. -]+(?=")', _level_and_upright, svg) + "\n"
+
+
+def _level_and_upright(path: re.Match[str]) -> str:
+    """Return an SVG path of M, L and z with H and V where only x or only y changes."""
+    parts, x, y = [], "", ""
+    for command, then_x, then_y in re.findall(r"([MLz]) ?([\d.-]+)? ?([\d.-]+)?", path[0]):
+        if command == "L" and then_y == y:
+            parts.append(f"H{then_x}")
+        elif command == "L" and then_x == x:
+            parts.append(f"V{then_y}")
+        else:
+            parts.append(f"{command}{then_x} {then_y}".strip())
+        x, y = then_x, then_y
+    return "".join(parts)
 
 
 def whitened(colour: str | Colour, white: float) -> Colour:
