@@ -196,7 +196,7 @@ def late_copies(every: int, step_s: float, *, waited_s: float, took_s: float) ->
     # the last step before a copy does not hide the one before it
     enough = max(2 * ceil(took_s / (step_s - waited_s)) + 2, every + 2)
     return (
-        f"checkpoint.memory_every={every}: a step of {step_s:.2f} s waits {waited_s:.2f} s of that "
-        f"for copies in memory; one takes {took_s:.1f} s, which "
+        f"checkpoint.memory_every={every}: a step of {step_s:.2g} s waits {waited_s:.2g} s of that "
+        f"for copies in memory; one takes {took_s:.2g} s, which "
         f"checkpoint.memory_every={enough} hides"
     )
