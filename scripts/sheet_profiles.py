@@ -37,6 +37,7 @@ class Sheet:
     memory_gb_s: float
     node_gb_s: float  # all-to-all among GPUs of one node
     network_gb_s: float
+    host_gb_s: float  # of copies to page-locked host memory
     fp8: bool  # whether its FP8 peak is twice that of 16 bits
 
 
@@ -50,6 +51,7 @@ SHEETS = (
         memory_gb_s=2039,
         node_gb_s=187,  # NVLink 3 has two thirds of NVLink 4's bandwidth
         network_gb_s=22.5,
+        host_gb_s=27.5,  # PCIe 4.0 has half of the H100's PCIe 5.0
         fp8=False,
     ),
     Sheet(
@@ -61,6 +63,7 @@ SHEETS = (
         memory_gb_s=7700,
         node_gb_s=560,  # twice NVLink 4's
         network_gb_s=45,
+        host_gb_s=55,
         fp8=True,
     ),
     Sheet(
@@ -72,6 +75,7 @@ SHEETS = (
         memory_gb_s=1008,
         node_gb_s=20,  # PCIe 4.0 x16 moves 32 GB/s, through the host's memory
         network_gb_s=11,
+        host_gb_s=27.5,  # PCIe 4.0
         fp8=True,
     ),
 )
@@ -103,7 +107,7 @@ def scaled(sheet: Sheet, measured: dict[str, Any]) -> dict[str, Any]:
         f"scaled from the H100 by data sheets. Compute × {compute:.3g}, memory × {memory:.3g}, "
         f"links × {links:.3g}; launches and latencies as there"
     )
-    return found | {"gpu": sheet.gpu, "source": source}
+    return found | {"gpu": sheet.gpu, "source": source, "host_gb_s": sheet.host_gb_s}
 
 
 def option(sheet: Sheet) -> str:

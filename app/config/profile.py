@@ -12,6 +12,7 @@ from app.hashed import hashed_once
 
 FORMAT = 2  # of the keys below; 2 has attention by sequence length, and speeds under power limits
 SCALED = "scaled from"  # start of the source of a profile that was scaled, not measured
+HOST_GB_S = 55.0  # over PCIe 5.0 x16, measured on an H200
 ATTENTION = 6  # numbers in a row of HardwareProfile.attention
 FASTEST = 100_000.0  # TFLOP/s or GB/s: larger values are typing errors
 PAIRS = ("activation_gb_s", "heads_gb_s", "norm_gb_s", "loss_gb_s", "rows_gb_s", "other_gb_s")
@@ -61,6 +62,7 @@ class HardwareProfile:
     send_us: float  # latency of a send between pipeline ranks
     send_gb_s: float  # of such sends inside a node
     hidden: float  # share of an overlapped collective that costs no time, 0 to 1
+    host_gb_s: float = HOST_GB_S  # of copies to page-locked host memory, or from it
     # of large FP8 GEMMs, without quantizing; null: not measured, and plans assume a speedup over
     # 16 bits
     fp8_current_tflops: float | None = None  # recipe current

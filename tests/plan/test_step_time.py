@@ -28,7 +28,7 @@ from app.config import (
 )
 from app.errors import ConfigError
 from app.plan.cost.flops import stage_seconds
-from app.plan.cost.part_times import ARITHMETIC, LAUNCHES, RECOMPUTED, PartTimes
+from app.plan.cost.part_times import ARITHMETIC, LAUNCHES, OFFLOADED, RECOMPUTED, PartTimes
 from app.plan.cost.power import at_clocks, power_bound
 from app.plan.cost.rates import CUDNN_ORDERED, FLASH_ANY_ORDER
 from app.plan.cost.step_time import IDLE
@@ -576,3 +576,16 @@ def test_drawn_runs_have_times_that_add_up(seed: int):
     }
     faster = HardwareConfig(profile=dataclasses.replace(H200, **twice))
     assert Plan(dataclasses.replace(run, hardware=faster)).step_seconds <= plan.step_seconds
+
+
+def test_offloaded_layers_wait_for_the_profiles_host():
+    """Compute hides a part of the copies that does not depend on their speed."""
+
+    def shown(host_gb_s: float) -> float:
+        words = "+experiment=small model=llama3_8b model.num_layers=4 hardware=h200"
+        rate = f"hardware.profile.host_gb_s={host_gb_s}"
+        run = load_overrides([*words.split(), "recompute.offload=[layers]", rate])
+        return Plan(run).time_by_kind[OFFLOADED]
+
+    whole = shown(5.0) - shown(10.0)  # of the copies at 10 GB/s
+    assert shown(2.5) == pytest.approx(shown(5.0) + 2 * whole)

@@ -86,6 +86,7 @@ def kernel_speeds(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
         "optimizer_gb_s": measure.optimizer(),
         "kernel_us": measure.kernel / MICRO,
         "launch_us": measure.launch() / MICRO,
+        "host_gb_s": measure.host(),
     }
 
 
@@ -302,6 +303,13 @@ class _Measure:
             settings=AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8),
         )
         return solve.rate(30.0 * count, self.clock.seconds(step), self.kernel)
+
+    def host(self) -> float:
+        """Measure copies to page-locked host memory."""
+        x = torch.zeros(self.sizes.adam, device=self.clock.device)
+        to = torch.empty(x.shape, pin_memory=x.is_cuda)
+        copy = partial(to.copy_, x, non_blocking=True)
+        return solve.rate(4.0 * x.numel(), self.clock.seconds(copy), self.kernel)
 
     def launch(self) -> float:
         """Return the launch time per kernel of tiny blocks of norm, GEMM and activation."""

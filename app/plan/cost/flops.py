@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from app.config import LoraConfig, ModelConfig, MoEConfig, Run, TrainConfig
-from app.plan.cost.rates import GIGA, HOST_GB_S
+from app.config.profile import HOST_GB_S
+from app.plan.cost.rates import GIGA
 from app.plan.layout import ParallelLayout
 from app.plan.model.stage import model_weights
 from app.plan.model.vocabulary import table

@@ -21,7 +21,6 @@ from app.plan.parts.static import PlannedStatic
 from app.plan.parts.trace import BYTES, Operation, Work
 
 TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
-HOST_GB_S = 55.0  # to pinned host memory or from it: measured on an H200 (bench/LOG.md)
 MIXED_BYTES = 2  # bytes of an element in profiles
 SUMS = 8  # bytes of reading and writing an element's fp32 main gradient
 # speed of cuDNN's deterministic backward over its fastest one, by head width

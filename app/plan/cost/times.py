@@ -28,7 +28,6 @@ from app.plan.cost.power import at_clocks
 from app.plan.cost.rates import (
     CAPPED_LOGITS,
     GIGA,
-    HOST_GB_S,
     MICRO,
     PLAIN_LOGITS,
     SCALED_LOGITS,
@@ -165,7 +164,7 @@ class _Clock:
             if op.reached:
                 self._backward(op, inputs, weights)
         if away := sum(offloaded(ops, self.recompute).values()):
-            copied = away / (HOST_GB_S * GIGA)
+            copied = away / (self.kernels.profile.host_gb_s * GIGA)
             back = sum(inputs.values()) + sum(weights.values())
             forward[OFFLOADED] += max(0.0, copied - sum(forward.values()))
             inputs[OFFLOADED] += max(0.0, copied - back)
