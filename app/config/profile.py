@@ -62,7 +62,7 @@ class HardwareProfile:
     send_us: float  # latency of a send between pipeline ranks
     send_gb_s: float  # of such sends inside a node
     hidden: float  # share of an overlapped collective that costs no time, 0 to 1
-    host_gb_s: float = HOST_GB_S  # of copies to page-locked host memory, or from it
+    host_gb_s: float = HOST_GB_S  # of copies to page-locked host memory; those back count the same
     # of large FP8 GEMMs, without quantizing; null: not measured, and plans assume a speedup over
     # 16 bits
     fp8_current_tflops: float | None = None  # recipe current

@@ -517,6 +517,6 @@ def test_cut_keeps_whole_words_within_the_width(width: int):
     assert cut(words, 13, "…") == "aa bbb c dddd"
 
 
-def test_level_and_upright_lines_of_pictures_are_short():
+def test_lines_of_pictures_along_an_axis_are_short():
     svg = '<path d="M 1.25 2L 1.25 4L 3 4L 5.55 2z"/><path d="M 0 0C 1 2 3 4 5 6"/>'
     assert shortened(svg) == '<path d="M1.2 2V4H3L5.5 2z"/><path d="M 0 0C 1 2 3 4 5 6"/>\n'

@@ -588,4 +588,4 @@ def test_offloaded_layers_wait_for_the_profiles_host():
         return Plan(run).time_by_kind[OFFLOADED]
 
     whole = shown(5.0) - shown(10.0)  # of the copies at 10 GB/s
-    assert shown(2.5) == pytest.approx(shown(5.0) + 2 * whole)
+    assert whole > 0 and shown(2.5) == pytest.approx(shown(5.0) + 2 * whole)

@@ -6,6 +6,7 @@ import datetime
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch.distributed.distributed_c10d as c10d
 from app.config import CheckpointConfig, ParallelConfig
 from app.engine.checkpoint.load import Progress
 from app.engine.ranks.groups import create_groups
+from app.engine.recovery import generations
 from app.engine.recovery.copier import Copier, late_copies
 from app.engine.recovery.copies import Copies
 from app.engine.recovery.generations import EndedError, Generations, abort_together
@@ -146,6 +148,25 @@ def test_late_copies_are_named_with_what_hides_them():
     ):
         told = late_copies(every, step_s, waited_s=waited_s, took_s=9.5)
         assert told is not None and told.endswith(f"checkpoint.memory_every={enough} hides")
+    assert late_copies(1, 120.0, waited_s=0.0305 * 120, took_s=250.4) == (
+        "checkpoint.memory_every=1: a step of 120 s waits 3.7 s of that for copies in memory; one "
+        "takes 250 s, which checkpoint.memory_every=8 hides"
+    )
+
+
+def shifted(rank: int, world: int, shift: int) -> bool:
+    """Send a copy to the partner, each rank one of its own size."""
+    copies = Copies(rank, world, shift, pinned=False)
+    sizes = [PART + 1, 7, 100, 2 * PART]
+    out = torch.full((sizes[rank],), rank + 1, dtype=torch.uint8)
+    into = torch.zeros(sizes[copies.kept], dtype=torch.uint8)
+    copies._shift(out, into, dist.group.WORLD)
+    return bool((into == copies.kept + 1).all())
+
+
+@pytest.mark.parametrize(("world", "shift"), [(2, 1), (3, 1), (4, 2)])
+def test_partners_get_copies_of_any_size(world: int, shift: int):
+    assert all(run_distributed(shifted, world, world, shift))
 
 
 def partner_that_stops(rank: int, folder: Path, sends: bool) -> None:
@@ -167,8 +188,7 @@ def partner_that_stops(rank: int, folder: Path, sends: bool) -> None:
     if sends:  # once the other one receives
         waits[-1].wait()
     waits += [dist.isend(part, 0) for part in (*out.split(PART), small.clone())]
-    if not sends:
-        waits[-1].wait()
+    waits[-1 if not sends else 2].wait()  # the end of what is small, a part of what is large
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -178,13 +198,33 @@ def test_partner_that_dies_amid_a_copy_is_noticed(sends: bool, tmp_path: Path):
     for each in ranks:
         each.start()
     state = Path(f"/proc/{ranks[1].pid}/stat")
-    wait_for(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
+    wait_for(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", seconds=60)
     ranks[1].kill()
     for each in reversed(ranks):
         each.join(60)
     if ranks[0].is_alive():
         ranks[0].kill()
     assert "by peer" in (tmp_path / "raised").read_text()
+
+
+def rank_that_stays(port: int) -> None:
+    generations.LEAVE_S = 0.5
+    ranks = Generations(0, 1, lambda: dist.TCPStore("127.0.0.1", port, is_master=False))
+    ranks.begin()
+    time.sleep(300)
+
+
+def test_rank_that_does_not_leave_is_killed():
+    """Its supervisor starts it again; the others would wait for it in vain."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    process = Process(target=rank_that_stays, args=(store.port,))
+    process.start()
+    wait_for(lambda: store.add("arrivals", 0) == 1, seconds=60)
+    time.sleep(2 * generations.LOOK_S)
+    assert process.is_alive()
+    store.add("arrivals", 1)
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
 
 
 def test_communicators_are_aborted_side_by_side():

@@ -47,10 +47,10 @@ def shortened(svg: str) -> str:
         return re.sub(r"\b[1-9]\d*\.\d{2,}", lambda found: f"{float(found[0]):.1f}", tag[0])
 
     svg = re.sub(r"<[^>]*>", rounded, svg)
-    return re.sub(r'(?<= d=")[MLz\d. -]+(?=")', _level_and_upright, svg) + "\n"
+    return re.sub(r'(?<= d=")(?:[ML] ?[\d.-]+ [\d.-]+ ?|z ?)+(?=")', _axis_lines, svg) + "\n"
 
 
-def _level_and_upright(path: re.Match[str]) -> str:
+def _axis_lines(path: re.Match[str]) -> str:
     """Return an SVG path of M, L and z with H and V where only x or only y changes."""
     parts, x, y = [], "", ""
     for command, then_x, then_y in re.findall(r"([MLz]) ?([\d.-]+)? ?([\d.-]+)?", path[0]):

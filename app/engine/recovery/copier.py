@@ -196,7 +196,11 @@ def late_copies(every: int, step_s: float, *, waited_s: float, took_s: float) ->
     # the last step before a copy does not hide the one before it
     enough = max(2 * ceil(took_s / (step_s - waited_s)) + 2, every + 2)
     return (
-        f"checkpoint.memory_every={every}: a step of {step_s:.2g} s waits {waited_s:.2g} s of that "
-        f"for copies in memory; one takes {took_s:.2g} s, which "
+        f"checkpoint.memory_every={every}: a step of {_text(step_s)} s waits {_text(waited_s)} s "
+        f"of that for copies in memory; one takes {_text(took_s)} s, which "
         f"checkpoint.memory_every={enough} hides"
     )
+
+
+def _text(seconds: float) -> str:
+    return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"

@@ -193,34 +193,34 @@ class Copies:
         return progress, Cursor.from_state(state)
 
 
-# If a rank dies amid a large message, gloo wakes neither who sends it nor who receives it, but it
-# wakes receivers of messages that have not begun (`Pair::signalException` in its
-# transport/tcp/pair.cc). So a small message follows the others, and one answers them; both ends
-# wait for these first.
+# When a rank dies, gloo fails only operations that have not begun (`Pair::signalException` in its
+# transport/tcp/pair.cc): one under way waits until the group's timeout, which is hours. So the
+# sender appends a message of one byte and the receiver answers with another; each side waits for
+# the small message before the large ones.
 
 
 def _begin_send(
     parts: Sequence[Tensor], rank: int, group: dist.ProcessGroup
 ) -> list[dist.Work | None]:
-    return [dist.isend(part, rank, group=group) for part in (*parts, _nothing())]
+    return [dist.isend(part, rank, group=group) for part in (*parts, _one_byte())]
 
 
 def _end_send(sent: Sequence[dist.Work | None], rank: int, group: dist.ProcessGroup) -> None:
     """Wait until a rank has all that was sent to it. Raises RuntimeError if it has died."""
-    dist.recv(_nothing(), rank, group=group)
+    dist.recv(_one_byte(), rank, group=group)
     _wait(sent)
 
 
 def _receive(parts: Sequence[Tensor], rank: int, group: dist.ProcessGroup) -> dist.Work | None:
-    """Fill tensors with what a rank sends, and return the answer, which waits for that rank's
-    `_end_send`. Raises RuntimeError if it has died.
+    """Fill tensors with what a rank sends, and return the send of the answer, for the caller to
+    wait for: it ends in that rank's `_end_send`. Raises RuntimeError if the rank has died.
     """
-    *got, end = (dist.irecv(part, rank, group=group) for part in (*parts, _nothing()))
+    *got, end = (dist.irecv(part, rank, group=group) for part in (*parts, _one_byte()))
     _wait([end, *got])
-    return dist.isend(_nothing(), rank, group=group)
+    return dist.isend(_one_byte(), rank, group=group)
 
 
-def _nothing() -> Tensor:
+def _one_byte() -> Tensor:
     return torch.zeros(1, dtype=torch.uint8)
 
 

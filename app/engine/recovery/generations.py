@@ -10,6 +10,7 @@ the connections of its rank, so that a collective under way raises.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import struct
 import threading
@@ -26,10 +27,12 @@ import torch.distributed.distributed_c10d as c10d
 
 from app.engine.ranks.lost import CLOSED
 from app.engine.ranks.meeting import TIMEOUT
+from app.errors import warn
 
 LOOK_S = 0.2  # seconds between looks at the count of arrivals
 POLL_S = 0.02  # seconds between looks at a meeting
 CONNECT_S = 1.0  # seconds for a listener of this process to take a connection
+LEAVE_S = 120.0  # seconds for a rank to leave a generation that is over
 GRACE_S = 0.5  # seconds for a rank's own error to say more than that its connections were closed
 FILES = Path("/proc/self/fd")
 # Texts of errors by which gloo, NCCL and torch's store tell of a process at the other end.
@@ -61,6 +64,7 @@ class Generations:
         self.met = 0  # meetings of this process
         self.over = threading.Event()  # set once another rank has come to a later meeting
         self._end = threading.Event()
+        self._left = threading.Event()  # set once this generation has been left
         self._thread: threading.Thread | None = None
         self._before: set[int] = set()  # sockets from before this generation
         self._ours: set[int] | None = None  # sockets of its groups; None: all that are newer
@@ -79,7 +83,7 @@ class Generations:
         store.add("arrivals", 1)
         part, arrivals = self._lead(store, own) if self.rank == 0 else self._follow(store, own)
         self.met += 1
-        self._end = threading.Event()
+        self._end, self._left = threading.Event(), threading.Event()
         self._thread = threading.Thread(
             target=self._look, args=(arrivals, self._end), daemon=True, name="arrivals"
         )
@@ -93,6 +97,7 @@ class Generations:
     def end_run(self, code: int) -> None:
         """Tell a rank that comes later that this rank is about to exit with this code."""
         self._stop()
+        self._left.set()
         with suppress(RuntimeError):  # the store is gone, and with it whoever would ask
             self._counts.set("ended", str(code))
 
@@ -100,6 +105,7 @@ class Generations:
         """Close the connections of this generation, which wakes the ranks at their other ends, and
         drop its groups.
         """
+        self._expect_to_leave()
         self._stop()
         self._wake()
         with suppress(Exception):
@@ -112,6 +118,7 @@ class Generations:
         # torch names groups by their number, the same on all ranks. Groups that could not connect
         # have been counted here, but not on a rank that has just been started.
         c10d._world.group_count = 0
+        self._left.set()
 
     def check(self) -> None:
         """Raise LostRankError if the generation is over."""
@@ -139,12 +146,20 @@ class Generations:
                 return
             if came > arrivals:
                 self.over.set()
+                self._expect_to_leave()
                 break
         wait = GRACE_S
         while not end.wait(wait):  # again and again: a rank may still open connections
             self._wake()
             _abort_nccl()
             wait = LOOK_S
+
+    def _expect_to_leave(self) -> None:
+        """Have this process killed, and thus started again, if it does not leave within LEAVE_S: an
+        abort or a collective may never return, and the other ranks wait for this one.
+        """
+        thread = threading.Thread(target=_kill_unless, args=(self._left,), daemon=True, name="left")
+        thread.start()
 
     def _wake(self) -> None:
         """Shut down this generation's connections, those too that have not been made yet.
@@ -206,6 +221,12 @@ class Generations:
             raise EndedError("the other ranks have ended the run", code)
 
 
+def _kill_unless(left: threading.Event) -> None:
+    if not left.wait(LEAVE_S):
+        warn(f"a rank has died, and this one has not left its collectives within {LEAVE_S:.0f} s")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _patiently(what: str) -> Iterator[None]:
     since = time.monotonic()
     while time.monotonic() - since < TIMEOUT.total_seconds():
@@ -262,10 +283,11 @@ def _abort_nccl() -> None:
 
 
 def abort_together(backends: Sequence[Any]) -> None:
-    """Abort all of them side by side, and return when all are.
+    """Abort all of them at once; return when every abort has returned.
 
-    An abort waits for the device, and thus for kernels of communicators that have not been told to
-    end: one after the other may never come to an end (https://github.com/NVIDIA/nccl/issues/1013).
+    An abort waits for the device, also for kernels of communicators that have not been aborted, so
+    that aborts in sequence can deadlock (https://github.com/NVIDIA/nccl/issues/1013). NCCL's own
+    group calls do not help: torch runs each abort in a thread of its own, outside of the group.
     """
     threads = [
         threading.Thread(target=_abort, args=(each,), daemon=True, name="abort")
