@@ -73,6 +73,7 @@ class Generations:
         """Meet all ranks; return a store for them alone. Raises EndedError if the others have ended
         the run or the launcher with the store has, and TimeoutError if some do not come.
         """
+        self._left.set()
         if self.met:
             self._check_store()
         self._before = {*_sockets(), *_listeners()}
