@@ -59,6 +59,11 @@ run_part() {
     steps 500 offload.jsonl $dense / $dense $away=[attn] / $dense $away=[layers] / \
       $dense recompute=full / $dense recompute=full $away=[layers] / \
       $smallmoe / $smallmoe $away=[attn] / $smallmoe $away=[layers] ;;
+  fits) # 8 layers at 32,768 tokens on one H100: whole layers recomputed, or the little that has to be
+    long="+experiment=small model=llama3_8b model.num_layers=8 train.seq_len=32768 train.micro_batch=1
+      train.global_batch=2 loss.chunk_tokens=8192 cuda_graph=full_iteration"
+    steps 300 offload.jsonl $long recompute=full / \
+      $long recompute.phases=[mlp_act] $away=[attn] optim.moments=bf16 ;;
   recompute) # whole and in part, and attention of other lengths
     timeout 300 python3 bench/step_profile.py --json "$out/recompute.jsonl" --steps 6 --top 12 \
       $dense / $dense recompute=full / $dense recompute=selective / \
@@ -80,5 +85,5 @@ run_part() {
   esac
 }
 parts=("${@:2}")
-[ ${#parts[@]} -gt 0 ] || parts=(attention fp8 captured offload recompute layers losses)
+[ ${#parts[@]} -gt 0 ] || parts=(attention fp8 captured offload fits recompute layers losses)
 for part in "${parts[@]}"; do run_part "$part"; done
