@@ -104,10 +104,10 @@ def main() -> None:
 def _draw(plans: dict[str, list[MemoryRow]]) -> None:
     import matplotlib
 
-    # equal numbers make equal files
     matplotlib.use("Agg")
-    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "planned-memory"}
     from matplotlib import pyplot
+
+    from app.cli.plan_views.pictures import svg_of
 
     figure, axes = pyplot.subplots(figsize=(6, 4), constrained_layout=True)
     for (plan, listed), marker in zip(plans.items(), ("o", "^"), strict=True):
@@ -118,7 +118,7 @@ def _draw(plans: dict[str, list[MemoryRow]]) -> None:
     axes.set_xticks([5, 10, 20, 50, 100], ["5", "10", "20", "50", "100"])
     axes.set_title("Memory at the peak of a step on H200s and H100s")
     axes.legend()
-    figure.savefig(ROOT / "docs" / "planned-memory.svg", metadata={"Date": None})
+    (ROOT / "docs/planned-memory.svg").write_text(svg_of(figure, "planned-memory"))
 
 
 if __name__ == "__main__":

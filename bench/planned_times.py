@@ -328,10 +328,10 @@ def save(found: Sequence[tuple[Row, float]], halves: dict[str, dict[str, float]]
 def _draw(found: Sequence[tuple[Row, float]]) -> None:
     import matplotlib
 
-    # equal numbers make equal files
     matplotlib.use("Agg")
-    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "planned-times"}
     from matplotlib import pyplot
+
+    from app.cli.plan_views.pictures import svg_of
 
     figure, axes = pyplot.subplots(figsize=(6, 5), constrained_layout=True)
     for aside, label, marker in ((False, "fitted", "o"), (True, "set aside", "^")):
@@ -347,7 +347,7 @@ def _draw(found: Sequence[tuple[Row, float]]) -> None:
     for set_ticks in (axes.set_xticks, axes.set_yticks):
         set_ticks(shown, [f"{seconds:g}" for seconds in shown])
     axes.legend()
-    figure.savefig(ROOT / "docs" / "planned-times.svg", metadata={"Date": None})
+    (ROOT / "docs/planned-times.svg").write_text(svg_of(figure, "planned-times"))
 
 
 if __name__ == "__main__":

@@ -184,11 +184,11 @@ def partner_that_stops(rank: int, folder: Path, sends: bool) -> None:
         except RuntimeError as error:
             (folder / "raised").write_text(str(error))
         return
-    waits = [dist.irecv(part, 0) for part in (*into.split(PART), small.clone())]
+    got = [dist.irecv(part, 0) for part in (*into.split(PART), small.clone())]
     if sends:  # once the other one receives
-        waits[-1].wait()
-    waits += [dist.isend(part, 0) for part in (*out.split(PART), small.clone())]
-    waits[-1 if not sends else 2].wait()  # the end of what is small, a part of what is large
+        got[-1].wait()
+    sent = [dist.isend(part, 0) for part in (*out.split(PART), small.clone())]
+    sent[0 if sends else -1].wait()  # a part of what is large, or all of what is small
     os.kill(os.getpid(), signal.SIGSTOP)
 
 

@@ -22,20 +22,25 @@ DPI = 110  # pixels per inch
 def save_picture(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write name.svg and name.png into an existing folder. Raises OSError."""
     paths = [folder / f"{name}.svg", folder / f"{name}.png"]
-    # Text stays text, and equal plans give equal files: a fixed salt for ids, no date.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        svg = StringIO()
-        figure.savefig(svg, format="svg", dpi=DPI, metadata={"Date": None})
-    write_whole(paths[0], shortened(svg.getvalue()))
+    write_whole(paths[0], svg_of(figure, name))
     with replaced(paths[1]) as temporary:
         figure.savefig(temporary, dpi=DPI)
     return paths
 
 
+def svg_of(figure: Figure, name: str) -> str:
+    """Return the figure as SVG; equal figures of one name give equal text."""
+    # Text stays text; a fixed salt for ids, no date.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        svg = StringIO()
+        figure.savefig(svg, format="svg", dpi=DPI, metadata={"Date": None})
+    return shortened(svg.getvalue())
+
+
 def shortened(svg: str) -> str:
     """Return matplotlib's SVG with coordinates of one decimal, a tenth of a point, lines along an
-    axis as H and V, and without prologue, metadata, line breaks, turns by nothing, and
-    the fonts between the first and the last.
+    axis as H and V, and without prologue, metadata, line breaks, rotations by 0, and the fonts
+    between the first and the last.
     """
     svg = re.sub(r"<\?xml.*?\?>|<!DOCTYPE.*?>|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"\s*\n\s*(?=[LzMCQ\"<])", "", svg)
