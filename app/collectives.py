@@ -9,7 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.torch_versions import all_gather_single, reduce_scatter_single
+from app.torch_versions import (
+    all_gather_single,
+    all_gather_together,
+    reduce_scatter_single,
+    reduce_scatter_together,
+)
 
 
 def all_gather(
@@ -44,6 +49,24 @@ def reduce_scatter(
     if shard.data_ptr() != buffer.data_ptr():
         shard.copy_(buffer.view_as(shard))
     return None
+
+
+def all_gather_each(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to gather each entry of the first dimension on its own: output[n] gets shard[n] of all
+    ranks of `group`, in rank order. Both are contiguous; wait on the returned work before use.
+    """
+    return all_gather_together(_entries(output), _entries(shard), group)
+
+
+def reduce_scatter_each(shard: Tensor, buffer: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to sum each entry of the first dimension over `group` on its own, and to leave this
+    rank's equal part of buffer[n] in shard[n]. Otherwise as `all_gather_each`.
+    """
+    return reduce_scatter_together(_entries(shard), _entries(buffer), group)
+
+
+def _entries(tensor: Tensor) -> list[Tensor]:
+    return list(tensor.view(len(tensor), -1).unbind())
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:

@@ -16,6 +16,24 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def all_gather_together(
+    outputs: list[Tensor], shards: list[Tensor], group: dist.ProcessGroup
+) -> dist.Work:
+    """Start one all-gather per output and shard, in one launch."""
+    newer = getattr(group, "all_gather_single_coalesced", None)
+    started: dist.Work = (newer or group.allgather_into_tensor_coalesced)(outputs, shards)
+    return started
+
+
+def reduce_scatter_together(
+    shards: list[Tensor], buffers: list[Tensor], group: dist.ProcessGroup
+) -> dist.Work:
+    """Start one reduce-scatter per shard and buffer, in one launch."""
+    newer = getattr(group, "reduce_scatter_single_coalesced", None)
+    started: dist.Work = (newer or group.reduce_scatter_tensor_coalesced)(shards, buffers)
+    return started
+
+
 def enqueued(group: dist.ProcessGroup) -> int:
     """Return how many collectives this process has enqueued in `group`.
 

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from throughput import web_lengths
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from app.cli.options.compose import load_overrides
@@ -193,14 +194,16 @@ def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def batches_of(run: Run, kind: int, dp_rank: int) -> list[Batch]:
-    """This replica's microbatches of one step; over all replicas the same for every layout."""
+    """This replica's microbatches of one step. Over all replicas the sequences are the same for
+    every layout and every number of sequences in a microbatch.
+    """
     size, length = run.train.micro_batch, run.train.seq_len
     most = run.data.most_documents(length)
     positions = torch.arange(length).expand(size, length)
     found = []
     for mb in range(run.num_microbatches):
-        generator = torch.Generator().manual_seed(1000 * kind + mb * run.dp + dp_rank)
-        rows = torch.randint(0, run.model.vocab_size, (size, length + 1), generator=generator)
+        first = 1000 * kind + (mb * run.dp + dp_rank) * size
+        rows = torch.stack([random_row(run, seed) for seed in range(first, first + size)])
         if most is not None:
             found.append(of_documents(rows.numpy(), most, mb))
             continue
@@ -208,6 +211,12 @@ def batches_of(run: Run, kind: int, dp_rank: int) -> list[Batch]:
             Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), positions, ends_BD=None)
         )
     return found
+
+
+def random_row(run: Run, seed: int) -> Tensor:
+    """Return the tokens of a sequence and the one behind it."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, run.model.vocab_size, (run.train.seq_len + 1,), generator=generator)
 
 
 def of_documents(rows: np.ndarray, most: int, seed: int) -> Batch:

@@ -64,6 +64,11 @@ run_part() {
       train.global_batch=2 loss.chunk_tokens=8192 cuda_graph=full_iteration"
     steps 300 offload.jsonl $long recompute=full / \
       $long recompute.phases=[mlp_act] $away=[attn] optim.moments=bf16 ;;
+  microbatches)
+    for moments in fp32 bf16; do
+      steps 200 microbatches.jsonl $smallmoe optim.moments=$moments / \
+        $smallmoe optim.moments=$moments train.micro_batch=4 / $smallmoe optim.moments=$moments train.micro_batch=8
+    done ;;
   recompute) # whole and in part, and attention of other lengths
     timeout 300 python3 bench/step_profile.py --json "$out/recompute.jsonl" --steps 6 --top 12 \
       $dense / $dense recompute=full / $dense recompute=selective / \
@@ -85,5 +90,5 @@ run_part() {
   esac
 }
 parts=("${@:2}")
-[ ${#parts[@]} -gt 0 ] || parts=(attention fp8 captured offload fits recompute layers losses)
+[ ${#parts[@]} -gt 0 ] || parts=(attention fp8 captured offload fits microbatches recompute layers losses)
 for part in "${parts[@]}"; do run_part "$part"; done

@@ -3,8 +3,8 @@
     python bench/step_profile.py [--steps 8] [--top 12] [--json FILE] overrides … [/ overrides …]
 
 `/` separates runs. Each trains on random tokens; the last step is traced. Printed per run: the
-step's time without the trace, the share of each kind of kernel in the traced step, the largest
-kernels by name, and the time in which none ran.
+step's time without the trace, the share of each kind of kernel in rank 0's traced step, the largest
+kernels by name, the time in which none ran, and the ms of each rank's kernels without collectives.
 
 `hot=4:2.8` among the overrides adds 2.8 to the routers' scores of the first 4 experts of each MoE
 layer, which all lie on the first expert-parallel rank: tokens then go there as they do where a
@@ -29,6 +29,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from layouts import batches_of, merged
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -74,10 +75,10 @@ KINDS = {  # of kernels, by a part of their names; the first that fits counts
         "scan",
     ),
     "activation": ("swiglu",),
-    "rotary": ("heads_", "_split", "_merge", "rotate"),
     "norm": ("rms", "layer_norm", "LayerNorm", "GammaBeta", "_norm"),
     "grouped products": ("group", "Group", "PtrArray"),
     "products": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "splitK"),
+    "rotary": ("heads_", "_split", "_merge", "rotate"),  # behind GEMMs: some are named …_splitK
     "copies": ("Memcpy", "Memset", "copy", "FillFunctor", "CatArray"),
     "sums of gradients and other element-wise": ("elementwise", "reduce", "foreach", "triton"),
 }
@@ -191,6 +192,8 @@ def measure(engine: Engine, steps: int, top: int) -> dict[str, Any]:
     tokens = run.train.global_batch * run.train.seq_len / run.world_size
     graphs = {} if engine.recorder is None else GraphFacts.of(engine.recorder).metrics()
     planned = engine.plan.memory[engine.groups.pp_rank]
+    traced = kinds(profiler, top)
+    of_kinds = traced["kinds_ms"]
     return {
         "step_ms": round(ms, 2),
         "tflops_per_gpu": round(
@@ -203,8 +206,18 @@ def measure(engine: Engine, steps: int, top: int) -> dict[str, Any]:
         "load_max_over_mean": round(statistics.mean(load), 2) if load else None,
         "loss": report.loss,
         **{name: round(value, 4) for name, value in graphs.items()},
-        **kinds(profiler, top),
+        **traced,
+        "own_ms_by_rank": of_all_ranks(
+            sum(of_kinds.values()) - of_kinds.get("exchange", 0.0), engine.groups.host
+        ),
     }
+
+
+def of_all_ranks(value: float, host: dist.ProcessGroup) -> list[float]:
+    """Return the value of every rank of a group, in order of ranks."""
+    found = [value] * host.size()
+    dist.all_gather_object(found, value, host)
+    return [round(each, 2) for each in found]
 
 
 def kinds(profiler: profile, top: int) -> dict[str, Any]:

@@ -61,13 +61,17 @@ run_part() {
     steps 300 two_gpus_steps.jsonl \
       $moe $v $every $fp8=delayed $updates / $moe $v $every $fp8=delayed / $moe $v $updates / \
       $moe $v $every $fp8=delayed cuda_graph=none / $moe $two $every $fp8=delayed cuda_graph=partial ;;
-  moments) # in bf16, with every layout and FP8
-    bf16=optim.moments=bf16
-    late="$two parallel.layout='Ettt|tttt|ttt|ttL' schedule=zero_bubble_v"
-    both="model.moe.num_experts=64 model.moe.top_k=6 parallel.tp=2 parallel.ep=2 parallel.etp=1"
-    steps 300 two_gpus_moments.jsonl \
-      $moe ${v/Ettt|tttt/Etttt|ttt} $bf16 / $moe $late $bf16 / $moe $ep $bf16 / $moe $ep $bf16 $every $fp8=delayed / \
-      $moe $both $static $bf16 / $dense parallel.dp=2 / $dense parallel.dp=2 $all $fp8=delayed ;;
+  microbatches) # of 1, 2 and 4 sequences, with every layout and FP8
+    large="$moe optim.moments=bf16"
+    both="model.moe.num_experts=64 model.moe.top_k=6 parallel.tp=2 parallel.ep=2 parallel.etp=1 $static"
+    for each in 1 2 4; do
+      size=train.micro_batch=$each
+      steps 300 microbatches.jsonl \
+        $large $ep $size / $large $ep $every $fp8=delayed $size / $large ${v/Ettt|tttt/Etttt|ttt} $size / \
+        $large $both $size / $dense parallel.dp=2 $size / $dense parallel.dp=2 $all $fp8=delayed $size
+    done
+    steps 300 microbatches.jsonl $moe $ep train.micro_batch=4 / $large $v train.micro_batch=4 / \
+      $large $ep model.num_layers=24 / $large $ep model.num_layers=24 train.micro_batch=2 recompute.phases=[norm,moe] ;;
   levers) # with and without, in one call
     steps 600 two_gpus_levers.jsonl \
       $dense parallel.dp=2 / $dense parallel.dp=2 $updates / $moe $ep / $moe $ep $updates / \
@@ -96,5 +100,5 @@ run_part() {
   esac
 }
 parts=("${@:2}")
-[ ${#parts[@]} -gt 0 ] || parts=(calibrate equal steps long one_graph moments levers captured small losses)
+[ ${#parts[@]} -gt 0 ] || parts=(calibrate equal steps long one_graph microbatches levers captured small losses)
 for part in "${parts[@]}"; do run_part "$part"; done

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from app.advice.even_stages import even_layout
 from app.advice.moves import Change, Move, Value, can_recompute
+from app.advice.shapes import most_tokens
 from app.advice.suggest import ENOUGH, Candidate
 from app.advice.trials import Trials
 from app.choices import AttentionBackendKind, Fp8Recipe, GraphImpl, Recompute, ScheduleName
@@ -23,8 +24,6 @@ from app.planner.plan import Plan
 from app.planner.suggestion import Suggestion
 
 GAIN = 0.98  # of a step's time: a smaller gain is within the error of the estimate
-# tokens per rank up to which doubling the microbatch is tried: larger GEMMs gain little
-LARGEST = 8192
 
 
 def whole_graph(run: Run) -> Iterator[Change]:
@@ -65,7 +64,7 @@ def less_recompute(run: Run) -> Iterator[Change]:
 def larger_microbatch(run: Run) -> Iterator[Change]:
     """Double the sequences of a microbatch."""
     tokens = run.train.micro_batch * run.train.seq_len // (run.parallel.tp * run.parallel.cp)
-    if tokens < LARGEST:
+    if tokens < most_tokens(run):
         yield Change({"train.micro_batch": 2 * run.train.micro_batch}, "more memory: larger GEMMs")
 
 

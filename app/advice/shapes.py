@@ -24,8 +24,10 @@ Values = dict[str, Value]  # dotted key -> value
 
 # of a sequence on a context-parallel rank: below, communication outweighs attention
 LEAST_TOKENS = 1024
-MOST_TOKENS = 8192  # of a microbatch of several sequences on a rank: GEMMs gain little beyond
-MICRO_BATCHES = (1, 2, 4)
+# of a microbatch of several sequences on a rank: GEMMs of all tokens gain little beyond; those of
+# experts gain until each expert has so many rows
+MOST_TOKENS, ROWS_PER_EXPERT = 8192, 2048
+MICRO_BATCHES = (1, 2, 4, 8)
 # (name, stages per rank)
 SCHEDULES = (
     (ScheduleName("1f1b"), 1),
@@ -117,9 +119,17 @@ def micro_batches(run: Run, shape: Shape) -> Iterator[int]:
     dp = run.world_size // (shape.tp * shape.cp * shape.pp)
     for size in sorted({*MICRO_BATCHES, run.train.micro_batch}):
         tokens = size * run.train.seq_len // (shape.tp * shape.cp)
-        small = size <= run.train.micro_batch or tokens <= MOST_TOKENS
+        small = size <= run.train.micro_batch or tokens <= most_tokens(run)
         if small and run.train.global_batch % (size * dp) == 0:
             yield size
+
+
+def most_tokens(run: Run) -> int:
+    """Return the tokens of a rank's microbatch from which on larger ones gain little."""
+    moe = run.model.moe
+    if moe is None:
+        return MOST_TOKENS
+    return max(MOST_TOKENS, ROWS_PER_EXPERT * moe.num_experts // moe.top_k)
 
 
 def schedules(run: Run, pp: int) -> Iterator[Values]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections import Counter
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from app.choices import GraphImpl
 from app.config import CudaGraphConfig, Run
@@ -53,6 +55,39 @@ def test_marks_change_no_bit_on_a_gpu(graph: str):
     with one_gpu() as device:
         run = run_with(graph)
         assert losses(run, device, watched=True) == losses(run, device, watched=False)
+
+
+def device_work(run: Run, device: torch.device, watched: bool) -> tuple[Counter[str], int]:
+    """Copies between host and device and kernels of marks in a step, and the number of marks."""
+    plan = Plan(run)
+    watchdog = Watchdog(0, 100.0) if watched else None
+    engine = build_engine(plan, create_groups(plan.layout, 0), device, watchdog=watchdog)
+    step = TrainingStep(engine)
+    for n in range(3):
+        step(easy_batches(run, n, 0), 1e-3, 0.0)
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        step(easy_batches(run, 3, 0), 1e-3, 0.0)
+        torch.cuda.synchronize()
+    done: Counter[str] = Counter()
+    for event in profiler.events():
+        for kind in ("Memcpy DtoH", "Memcpy HtoD", "_store"):
+            done[kind] += event.name.startswith(kind)
+    marks = engine.watchdog.marks
+    passed = 0 if marks is None else sum(len(each.marks) for each in marks.graphs)
+    engine.release()
+    return done, passed
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_marks_are_kernels_and_no_copies(graph: str):
+    """Copies make the kernels around them wait for a copy engine."""
+    with one_gpu() as device:
+        run = run_with(graph)
+        marked, passed = device_work(run, device, watched=True)
+        plain, _ = device_work(run, device, watched=False)
+        assert marked.pop("_store") >= passed > 0
+        assert plain.pop("_store") == 0
+        assert marked == plain
 
 
 @pytest.mark.parametrize("graph", GRAPHS)

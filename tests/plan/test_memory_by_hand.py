@@ -132,9 +132,9 @@ def test_the_head_by_hand():
         own, logits = 2 * tokens * 256 // tp, 2 * tokens * 1024 // tp
         # what the norm reads and makes, logits, three numbers per token
         assert memory.kept["head"] == 2 * own + logits + 13 * tokens
-        # what is gathered again, in the order of ranks and of tokens, and the gradient of hidden
-        # states before it is cut; the rank's own, and as much for the residual stream
-        assert memory.backward == 3 * gathered + 2 * own - 13 * tokens
+        # what is gathered again, and the gradient of hidden states before it is cut; the rank's
+        # own, and as much for the residual stream
+        assert memory.backward == 2 * gathered + 2 * own - 13 * tokens
         split = dataclasses.replace(run, schedule=SPLIT)
         waiting = chunk_activations(split, HEAD, ParallelLayout(tp, tp=tp)).usual.waiting
         assert waiting == own + logits  # for the weight's gradient
@@ -217,8 +217,7 @@ def test_the_second_part_of_a_split_backward_by_hand():
             ParallelLayout(8 * degrees.get("tp", 1), **degrees),
             ParallelConfig(dp=8, **degrees),
         )
-        # bf16, in the order of ranks and in that of tokens
-        gathered = 2 * 2 * 1024 * 256 if "tp" in degrees else 0
+        gathered = 2 * 1024 * 256 if "tp" in degrees else 0  # bf16
         for stage in (
             Stage((0,), True, False),
             Stage((1, 2), False, False),

@@ -144,9 +144,9 @@ class Wire(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         done = func(*args, **(kwargs or {}))
-        if func._schema.name == "c10d::_allgather_base_":
-            torch.distributed.Work.unbox(done[1]).wait()
-            self.fault.strike(args[0])
+        if func._schema.name == "c10d::allgather_into_tensor_coalesced_":
+            torch.distributed.Work.unbox(done).wait()
+            self.fault.strike(args[0][0])
         return done
 
 

@@ -205,7 +205,11 @@ def training(module: Any, name: str, group: str, says: str, **more: Any) -> Case
 
 CASES = {
     "tp": training(
-        app.model.layers.layer_groups, "all_gather", "tp", says="all_gather", parallel={"tp": 2}
+        app.model.layers.layer_groups,
+        "all_gather_each",
+        "tp",
+        says="all_gather",
+        parallel={"tp": 2},
     ),
     "cp": training(
         app.model.layers.layer_groups, "all_gather", "cp", says="all_gather", parallel={"cp": 2}

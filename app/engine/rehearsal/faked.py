@@ -87,6 +87,16 @@ class FakedGroup(dist.ProcessGroup):
 
     all_gather_single = _allgather_base  # type: ignore[assignment]
 
+    def allgather_into_tensor_coalesced(
+        self, outputs: Sequence[Tensor], shards: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Gather each shard into its output."""
+        for output, shard in zip(outputs, shards, strict=True):
+            self._allgather_base(output, shard)
+        return Done()
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
+
     def allgather(  # type: ignore[override]
         self, outputs: Sequence[Sequence[Tensor]], shards: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
@@ -106,6 +116,16 @@ class FakedGroup(dist.ProcessGroup):
         return Done()
 
     reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
+
+    def reduce_scatter_tensor_coalesced(
+        self, shards: Sequence[Tensor], buffers: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Leave this rank's part of each buffer in its shard."""
+        for shard, buffer in zip(shards, buffers, strict=True):
+            self._reduce_scatter_base(shard, buffer)
+        return Done()
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
 
     def allreduce(  # type: ignore[override]
         self, tensors: Sequence[Tensor], opts: Any = None

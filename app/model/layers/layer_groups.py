@@ -29,7 +29,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from app.choices import CpComm
-from app.collectives import all_gather, all_to_all, reduce_scatter
+from app.collectives import (
+    all_gather,
+    all_gather_each,
+    all_to_all,
+    reduce_scatter,
+    reduce_scatter_each,
+)
 from app.plan.sharding.blocks import ShardCoords
 
 
@@ -108,25 +114,25 @@ Pending = Callable[[], Tensor]  # waits for the collective and returns its resul
 def start_gather(x_BsD: Tensor, group: dist.ProcessGroup) -> Pending:
     """Start `gathered` over several ranks and return a function that waits for the result."""
     own_BsD = x_BsD.contiguous()
-    parts_PBsD = x_BsD.new_empty(group.size(), *x_BsD.shape)
-    work = all_gather(parts_PBsD, own_BsD, group, wait=False)
-    assert work is not None, "the group has several ranks"
+    sequences, tokens, width = own_BsD.shape
+    x_BSD = own_BsD.new_empty(sequences, tokens * group.size(), width)
+    work = all_gather_each(x_BSD, own_BsD, group)
 
     def arrive() -> Tensor:
         work.wait()
-        return parts_PBsD.transpose(0, 1).flatten(1, 2)
+        return x_BSD
 
     return arrive
 
 
 def start_scatter(x_BSD: Tensor, group: dist.ProcessGroup) -> Pending:
     """Start `scattered` over several ranks and return a function that waits for the result."""
-    parts_PBsD = x_BSD.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous()
-    own_BsD = torch.empty_like(parts_PBsD[0])
-    work = reduce_scatter(own_BsD, parts_PBsD, group, wait=False)
-    assert work is not None, "the group has several ranks"
+    whole_BSD = x_BSD.contiguous()
+    sequences, tokens, width = whole_BSD.shape
+    own_BsD = whole_BSD.new_empty(sequences, tokens // group.size(), width)
+    work = reduce_scatter_each(own_BsD, whole_BSD, group)
 
-    def arrive(sent: Tensor = parts_PBsD) -> Tensor:  # held until it has been read
+    def arrive(sent: Tensor = whole_BSD) -> Tensor:  # held until it has been read
         work.wait()
         return own_BsD
 

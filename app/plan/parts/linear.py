@@ -75,13 +75,11 @@ def _linear(
     s = t.sizes
     made, taken = s.shape(weight)
     whole = s.layout.tp * x if gathers else 0
-    # gathered tokens of several sequences are copied into the order of the tokens
-    copies = min(s.run.train.micro_batch, 2)
     rows = (whole or x) // (taken * s.size)
     out = rows * (stride or made) * s.size
     fp8, launches, keeps, waits = None, 0, x if saved and weight.trained else 0, out
     waits += 0 if shared else x
-    again = copies if weight.trained else 0  # gathers the tokens for the weight gradient
+    again = weight.trained  # gathers the tokens for the weight gradient
     scratch = whole, (1 + again) * whole
     if s.in_fp8 is not None:
         # backward quantizes gathered tokens again; of others the FP8 copy is saved
@@ -102,9 +100,9 @@ def _linear(
         weight=s.weight(weight),
         stored=not s.splits and (stored or not s.fused),
         waits=waits,
-        deferred=copies * whole + (0 if s.fused else s.weight(weight)),
+        deferred=whole + (0 if s.fused else s.weight(weight)),
         scratch=scratch,
-        kernels=1 + launches + gathers * copies,
+        kernels=1 + launches + gathers,
         flops=2 * rows * made * taken,
         fp8=fp8,
         sends=s.tp_sends(x, forward=1, backward=1 + weight.trained) if gathers else None,
