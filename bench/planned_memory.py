@@ -14,7 +14,6 @@ import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from planned_times import (
@@ -23,6 +22,7 @@ from planned_times import (
     RESULTS,
     ROOT,
     counted_run,
+    files,
     hardware_of,
     recorded,
     write_packed,
@@ -53,27 +53,27 @@ class MemoryRow:
 
 def rows() -> Iterator[MemoryRow]:
     """All of bench/results that measured memory and whose plan is known."""
-    for path in sorted([*RESULTS.glob("*.json"), *RESULTS.glob("*.jsonl")]):
+    for name, path in files():
         for place, (overrides, found) in enumerate(recorded(path)):
             measured = next((found[key] for key in MEASURED if found.get(key)), None)
-            run = counted_run(overrides, found, hardware=hardware_of(path.name))
+            run = counted_run(overrides, found, hardware=hardware_of(name))
             if measured is None or run is None:
                 continue
-            fp32_routers = run.model.moe and place not in BF16_ROUTERS.get(path.name, ())
-            if path.name not in PLAIN_FILES and not fp32_routers:
+            fp32_routers = run.model.moe and place not in BF16_ROUTERS.get(name, ())
+            if name not in PLAIN_FILES and not fp32_routers:
                 ranks = [rank.allocated for rank in Plan(run).memory]
                 # traced steps are those of the first rank
                 planned = ranks[0] if "kinds_ms" in found else max(ranks)
-                yield _row(path, overrides, TODAY, measured, planned / GIB)
+                yield _row(name, overrides, TODAY, measured, planned / GIB)
             elif "planned_gib" in found:
-                yield _row(path, overrides, THEN, measured, found["planned_gib"])
+                yield _row(name, overrides, THEN, measured, found["planned_gib"])
 
 
 def _row(
-    path: Path, overrides: Sequence[str], plan: str, measured: float, planned: float
+    file: str, overrides: Sequence[str], plan: str, measured: float, planned: float
 ) -> MemoryRow:
     sizes = round(measured, 3), round(planned, 3)
-    return MemoryRow(path.name, tuple(overrides), plan, *sizes)
+    return MemoryRow(file, tuple(overrides), plan, *sizes)
 
 
 def summary(found: Sequence[MemoryRow]) -> dict[str, float]:

@@ -68,7 +68,8 @@ TODAY = dict.fromkeys(
         *("step_profile_small.jsonl", "compare_small_again.json", "compare_small_of_4.json"),
         *("compare_dense_pp2.json", "compare_moe_ep2.json", "compare_moe_pp2.json"),
         *("attention_steps.jsonl", "fp8_own_steps.jsonl", "two_gpus_long.jsonl", OF_H100),
-        *("foretold_first.jsonl", "foretold.jsonl"),
+        *("foretold_first.jsonl", "foretold.jsonl", "moments.jsonl", "microbatches.jsonl"),
+        *("offload.jsonl", "long_sequences.jsonl", "linear_attention.jsonl", "mtp.jsonl"),
     ),
     range(99),
 )
@@ -88,6 +89,8 @@ FITTED_SINCE = ("foretold_first.jsonl",)  # foretold (bench/foretold.py), then f
 RECORDED_SINCE = ("two_gpus_levers.jsonl", "two_gpus_steps.jsonl", *TODAY)
 UPDATE: dict[str, Any] = {"optimizer_gb_s": 3150.0}
 LEFT_OUT = ("precision=fp32",)
+# rows whose host or GPU had other work meanwhile: their memory counts
+NOT_ALONE = {"offload.jsonl": range(3), "linear_attention.jsonl": range(99)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +123,18 @@ class Row:
 
 def rows() -> Iterator[Row]:
     """All of bench/results."""
-    for path in sorted([*RESULTS.glob("*.json"), *RESULTS.glob("*.jsonl")]):
+    for name, path in files():
         for place, (overrides, found) in enumerate(recorded(path)):
-            run = counted_run(overrides, found, hardware=hardware_of(path.name))
-            if run is not None:
+            run = counted_run(overrides, found, hardware=hardware_of(name))
+            if run is not None and place not in NOT_ALONE.get(name, ()):
                 seconds, load = _seconds(found, run), _load(found, run)
-                yield Row(path.name, place, tuple(overrides), seconds, load)
+                yield Row(name, place, tuple(overrides), seconds, load)
+
+
+def files() -> Iterator[tuple[str, Path]]:
+    """Name without .gz, and path, of all files of results."""
+    paths = (path for kind in ("*.json", "*.jsonl", "*.jsonl.gz") for path in RESULTS.glob(kind))
+    yield from sorted((path.name.removesuffix(".gz"), path) for path in paths)
 
 
 def write_packed(path: Path, content: object) -> None:
@@ -149,8 +158,9 @@ def counted_run(overrides: Sequence[str], found: dict[str, Any], *, hardware: st
 
 def recorded(path: Path) -> Iterator[tuple[list[str], dict[str, Any]]]:
     """(overrides, what was measured) of every step of a file of results."""
-    text = path.read_text()
-    if path.suffix == ".jsonl":
+    packed = path.suffix == ".gz"
+    text = gzip.decompress(path.read_bytes()).decode() if packed else path.read_text()
+    if ".jsonl" in path.suffixes:
         listed = [json.loads(line) for line in text.splitlines()]
         steps = ("step_ms", "tflops_per_gpu")
         yield from ((row["overrides"], row) for row in listed if _has(row, steps))

@@ -60,21 +60,6 @@ def test_comparison_on_one_gpu_is_as_measured():
         assert float(reserved) == pytest.approx(rounds[0]["reserved_gib"], abs=0.051)
 
 
-def test_comparison_on_two_gpus_is_as_measured():
-    baseline = {f"{row['step_ms']:.1f}" for row in recorded("peer_two_gpus")}
-    files = iter(("compare_moe_ep2", "compare_dense_pp2"))
-    for _, _, ms, tflops, theirs, their_tflops, ratio in table(BENCHMARKS, "model | layout"):
-        content = json.loads((RESULTS / f"{next(files)}.json").read_text())
-        flops = content["flops_per_token"] * 16 * 4096 / 2 / 1e9
-        (ours,) = [r for s in content["settings"] for r in s["rounds"] if "step_ms" in r]
-        assert ms == f"{ours['step_ms']:.1f}" and theirs in baseline
-        assert (tflops, their_tflops) == (
-            f"{flops / float(ms):.0f}",
-            f"{flops / float(theirs):.0f}",
-        )
-        assert ratio == f"{float(theirs) / float(ms):.2f} ×"
-
-
 def test_long_runs_are_as_measured():
     rows = [
         [
@@ -83,10 +68,19 @@ def test_long_runs_are_as_measured():
             two(r["planned_gib"]),
             two(r["peak_gib"]),
         ]
-        for r in recorded("two_gpus_long", "long_sequences")
+        for r in recorded("microbatches", "long_sequences")
     ]
-    shown = table(BENCHMARKS, "run | dispatch")
-    assert len(shown) == 2 and all(row[2:] in rows for row in shown)
+    shown = table(BENCHMARKS, "run | sequences")
+    assert len(shown) == 8 and all(row[2:] in rows for row in shown)
+
+
+def test_ratios_to_the_newest_baseline_are_as_measured():
+    ours = {f"{row['tflops_per_gpu']:.0f}" for row in recorded("microbatches")}
+    theirs = {f"{row['tflops_gpu']:.0f}" for row in recorded("peer_0192")}
+    h200 = table(BENCHMARKS, "model | GPUs")[3:7]
+    for _, _, rate, baseline, ratio in h200:
+        assert rate in ours and baseline in theirs
+        assert ratio == f"{two(int(rate) / int(baseline))} ×"
 
 
 def test_attention_steps_are_as_measured():
@@ -112,17 +106,6 @@ def test_fp8_steps_are_as_measured():
         assert [float(peak) for peak in peaks] == pytest.approx(
             [row["planned_gib"], row["peak_gib"]], abs=0.0051
         )
-
-
-def test_fp8_comparison_is_as_measured():
-    found = {f"{row['step_ms']:.1f}": row for row in recorded("fp8_steps", "two_gpus_steps")}
-    per_token = json.loads((RESULTS / "compare_dense_pp2.json").read_text())["flops_per_token"]
-    first = 0.0
-    for _, layers, ms, tflops, ratio in table(BENCHMARKS, "model | FP8 layers, recipe"):
-        first = float(ms) if layers == "bf16" else first
-        speed = found[ms].get("tflops_per_gpu", per_token * 8 * 4096 / float(ms) / 1e9)
-        assert float(tflops) == pytest.approx(speed, abs=0.11)
-        assert float(ratio) == pytest.approx(first / float(ms), abs=0.0051)
 
 
 def test_fp8_layers_are_as_measured():

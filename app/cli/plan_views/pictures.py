@@ -52,7 +52,8 @@ def shortened(svg: str) -> str:
         return re.sub(r"\b[1-9]\d*\.\d{2,}", lambda found: f"{float(found[0]):.1f}", tag[0])
 
     svg = re.sub(r"<[^>]*>", rounded, svg)
-    return re.sub(r'(?<= d=")(?:[ML] ?[\d.-]+ [\d.-]+ ?|z ?)+(?=")', _axis_lines, svg) + "\n"
+    svg = re.sub(r'(?<= d=")(?:[ML] ?[\d.-]+ [\d.-]+ ?|z ?)+(?=")', _axis_lines, svg)
+    return svg.rstrip() + "\n"
 
 
 def _axis_lines(path: re.Match[str]) -> str:
