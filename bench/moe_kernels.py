@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument(
         "--cutlass",
         action="store_true",
-        help=f"only Transformer Engine's grouped products, with {CUTLASS}=1",
+        help=f"only Transformer Engine's grouped GEMMs, with {CUTLASS}=1",
     )
     args = parser.parse_args()
     torch.manual_seed(0)

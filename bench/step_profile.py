@@ -76,8 +76,8 @@ KINDS = {  # of kernels, by a part of their names; the first that fits counts
     ),
     "activation": ("swiglu",),
     "norm": ("rms", "layer_norm", "LayerNorm", "GammaBeta", "_norm"),
-    "grouped products": ("group", "Group", "PtrArray"),
-    "products": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "splitK"),
+    "grouped GEMMs": ("group", "Group", "PtrArray"),
+    "GEMMs": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "splitK"),
     "rotary": ("heads_", "_split", "_merge", "rotate"),  # behind GEMMs: some are named …_splitK
     "copies": ("Memcpy", "Memset", "copy", "FillFunctor", "CatArray"),
     "sums of gradients and other element-wise": ("elementwise", "reduce", "foreach", "triton"),
