@@ -53,7 +53,8 @@ def reduce_scatter(
 
 def all_gather_each(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start to gather each entry of the first dimension on its own: output[n] gets shard[n] of all
-    ranks of `group`, in rank order. Both are contiguous; wait on the returned work before use.
+    ranks of `group`, of which there are several, in rank order. Both are contiguous; wait on the
+    returned work before use.
     """
     return all_gather_together(_entries(output), _entries(shard), group)
 

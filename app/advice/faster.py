@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from app.advice.even_stages import even_layout
 from app.advice.moves import Change, Move, Value, can_recompute
-from app.advice.shapes import most_tokens
+from app.advice.shapes import Shape
 from app.advice.suggest import ENOUGH, Candidate
 from app.advice.trials import Trials
 from app.choices import AttentionBackendKind, Fp8Recipe, GraphImpl, Recompute, ScheduleName
@@ -63,8 +63,7 @@ def less_recompute(run: Run) -> Iterator[Change]:
 
 def larger_microbatch(run: Run) -> Iterator[Change]:
     """Double the sequences of a microbatch."""
-    tokens = run.train.micro_batch * run.train.seq_len // (run.parallel.tp * run.parallel.cp)
-    if tokens < most_tokens(run):
+    if Shape.of(run).gains(run, 2 * run.train.micro_batch):
         yield Change({"train.micro_batch": 2 * run.train.micro_batch}, "more memory: larger GEMMs")
 
 

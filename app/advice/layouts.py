@@ -46,7 +46,7 @@ from app.rules import check
 
 ROWS = 8  # fastest layouts shown at each network speed
 SLOWER = 0.5  # default slower network, as a share of the network's bandwidth
-MOST_TRIALS = 600  # layouts that a search plans at each network speed, some seconds
+MOST_TRIALS = 900  # layouts that a search plans at each network speed, some seconds
 MOST_SHAPES = 32  # shapes and microbatches whose combinations are planned
 MOST_STAGES = 16  # up to which layers are moved between them until they take equally long
 NO_GRAPHS: Values = {"cuda_graph.impl": GraphImpl.none, **IN_PARTS, "cuda_graph.scope": ()}
@@ -328,6 +328,8 @@ class _Search:
                     if self._fits(legal):
                         best[shape] = seconds, legal
                         break
+                    if kept is self.ladder[rung] and not self._fits_at_most(laid_out, mode):
+                        break  # at any rung
 
     def stages(self, run: Run, shape: Shape, size: int, rung: int) -> Iterator[Run]:
         """Yield the runs of a shape with every schedule: with equally many layers per stage, and
@@ -359,6 +361,11 @@ class _Search:
             fits = self.trials.fits(usual) and self.trials.fits(usual, whole=True)
             self.fitting[usual] = fits
         return self.fitting[usual]
+
+    def _fits_at_most(self, laid_out: Run, mode: Values) -> bool:
+        """Return False if a run does not fit even where it recomputes most."""
+        most = self._legal(laid_out, mode | self.ladder[-1])
+        return most is None or self._fits(most)
 
     def _legal(self, run: Run, values: dict[str, Value]) -> Run | None:
         with suppress(ConfigError):

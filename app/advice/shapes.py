@@ -24,9 +24,9 @@ Values = dict[str, Value]  # dotted key -> value
 
 # of a sequence on a context-parallel rank: below, communication outweighs attention
 LEAST_TOKENS = 1024
-# of a microbatch of several sequences on a rank: GEMMs of all tokens gain little beyond; those of
-# experts gain until each expert has so many rows
-MOST_TOKENS, ROWS_PER_EXPERT = 8192, 2048
+# of a microbatch of several sequences: tokens on a rank beyond which GEMMs of all tokens gain
+# little, and rows of an expert beyond which grouped GEMMs do
+MOST_TOKENS, MOST_ROWS = 8192, 3072
 MICRO_BATCHES = (1, 2, 4, 8)
 # (name, stages per rank)
 SCHEDULES = (
@@ -94,6 +94,14 @@ class Shape:
         owned = dense / replicas + expert / expert_replicas
         return int((params + grads) * (dense + expert) + shard * owned) + CUDA_CONTEXT
 
+    def gains(self, run: Run, size: int) -> bool:
+        """Return whether microbatches gain from so many sequences, beside half as many."""
+        tokens = size * run.train.seq_len // (self.tp * self.cp)
+        if (moe := run.model.moe) is None:
+            return tokens <= MOST_TOKENS
+        rows = tokens * moe.top_k * self.ep * (self.etp or 1) // moe.num_experts
+        return tokens <= MOST_TOKENS or rows <= MOST_ROWS
+
 
 def shapes(run: Run) -> Iterator[Shape]:
     """Yield all shapes whose degrees divide the world, the experts and the node."""
@@ -118,18 +126,9 @@ def micro_batches(run: Run, shape: Shape) -> Iterator[int]:
     """Yield the numbers of sequences in a microbatch that divide the global batch."""
     dp = run.world_size // (shape.tp * shape.cp * shape.pp)
     for size in sorted({*MICRO_BATCHES, run.train.micro_batch}):
-        tokens = size * run.train.seq_len // (shape.tp * shape.cp)
-        small = size <= run.train.micro_batch or tokens <= most_tokens(run)
-        if small and run.train.global_batch % (size * dp) == 0:
+        known = size <= run.train.micro_batch or shape.gains(run, size)
+        if known and run.train.global_batch % (size * dp) == 0:
             yield size
-
-
-def most_tokens(run: Run) -> int:
-    """Return the tokens of a rank's microbatch from which on larger ones gain little."""
-    moe = run.model.moe
-    if moe is None:
-        return MOST_TOKENS
-    return max(MOST_TOKENS, ROWS_PER_EXPERT * moe.num_experts // moe.top_k)
 
 
 def schedules(run: Run, pp: int) -> Iterator[Values]:

@@ -8,8 +8,9 @@ from itertools import product
 import pytest
 
 from app.advice.even_stages import even_layout
-from app.advice.faster import GAIN, faster
+from app.advice.faster import GAIN, faster, larger_microbatch
 from app.advice.moves import with_values
+from app.advice.shapes import Shape, micro_batches
 from app.advice.trials import Trials
 from app.cli.plan import main
 from app.plan.stages import plan_stages
@@ -25,6 +26,39 @@ QWEN = (
     "parallel.dp=2",
     "parallel.ep=2",
 )
+
+
+SIZES = {
+    "dense": (LLAMA, (1, 2)),
+    "short sequences": ((*LLAMA, "train.seq_len=1024"), (1, 2, 4, 8)),
+    "experts over two": ((*QWEN, "train.global_batch=16"), (1, 2, 4)),
+    "experts over eight": (
+        (*QWEN, "parallel.dp=8", "parallel.ep=8", "train.global_batch=64"),
+        (1, 2),
+    ),
+    "experts": ((*H200, "model=smallmoe"), (1, 2, 4, 8)),
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_microbatches_grow_until_experts_have_enough_rows(case: str):
+    """The search and the suggestions try the same sizes."""
+    typed, sizes = SIZES[case]
+    run = load(*typed)
+    assert tuple(micro_batches(run, Shape.of(run))) == sizes
+    larger = [with_values(run, {"train.micro_batch": size}) for size in sizes]
+    assert [bool([*larger_microbatch(each)]) for each in larger] == [
+        size < sizes[-1] for size in sizes
+    ]
+
+
+def test_larger_microbatches_of_experts_are_suggested():
+    """Beyond 8,192 tokens, from which on a dense model gains little."""
+    experts = (*QWEN, "cuda_graph=full_iteration", "model.moe.dispatcher=static")
+    for typed, suggested in ((experts, True), (LLAMA, False)):
+        run = load(*typed, "train.micro_batch=2", "train.global_batch=16")
+        words = [word for each in faster(Plan(run)) for word in each.overrides]
+        assert ("train.micro_batch=4" in words) == suggested
 
 
 @pytest.mark.every(9)

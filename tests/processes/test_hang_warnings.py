@@ -12,11 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from app.engine.run.train import watch_over
+from app.engine.watchdog import collectives
 from app.engine.watchdog.activity import Quiet
 from app.engine.watchdog.alarms import Alarms
 from app.engine.watchdog.collectives import Collective
@@ -294,3 +296,29 @@ def test_hang_is_reported_once_and_its_end_too(tmp_path: Path, body: Body, does:
 @pytest.mark.parametrize("body", [computes, saves])
 def test_busy_rank_is_not_reported(tmp_path: Path, body: Body):
     assert said_by_rank_0(tmp_path, body) == ""
+
+
+def test_collectives_of_all_backends_have_the_same_names(monkeypatch: pytest.MonkeyPatch):
+    named = {
+        "nccl:_all_gather_base": "all_gather",
+        "nccl:all_gather_into_tensor_coalesced": "all_gather",
+        "gloo:all_gather": "all_gather",
+        "nccl:_reduce_scatter_base": "reduce_scatter",
+        "nccl:reduce_scatter_tensor_coalesced": "reduce_scatter",
+        "nccl:all_reduce": "all_reduce",
+    }
+    group = SimpleNamespace(group_name="7")
+    monkeypatch.setattr(collectives, "enqueued", lambda _: 0)
+    for profiling_name, operation in named.items():
+        entry = {
+            "profiling_name": profiling_name,
+            "process_group": ("7", ""),
+            "collective_seq_id": 3,
+            "time_created_ns": 0,
+            "is_p2p": False,
+            "retired": False,
+            "state": "scheduled",
+        }
+        monkeypatch.setattr(collectives, "flight_records", lambda entry=entry: [entry])
+        (found,) = collectives.read_recorders({"tp": group}, collectives.NOTHING).under_way
+        assert str(found) == f"{operation} 3 (or one before it) of tp"

@@ -106,13 +106,25 @@ class recorded:
                 found.append(Message(kind, transport.group.size(), tensor.nbytes))
             posted(transport, tensors)
 
+        def noting_each(kind: str, function: Any, place: int) -> Any:
+            def call(*lists: Any) -> Any:
+                found.extend(Message(kind, lists[2].size(), each.nbytes) for each in lists[place])
+                return function(*lists)
+
+            return call
+
         posted = Transport.post
         gather, scatter = collectives.all_gather_single, collectives.reduce_scatter_single
+        gathers, scatters = collectives.all_gather_together, collectives.reduce_scatter_together
         to_all, reduce = dist.all_to_all_single, dist.all_reduce
         self.patches = [
             patch.object(collectives, "all_gather_single", noting("all-gather", gather, 1)),
             patch.object(
                 collectives, "reduce_scatter_single", noting("reduce-scatter", scatter, 1)
+            ),
+            patch.object(collectives, "all_gather_together", noting_each("all-gather", gathers, 1)),
+            patch.object(
+                collectives, "reduce_scatter_together", noting_each("reduce-scatter", scatters, 1)
             ),
             patch.object(dist, "all_to_all_single", noting("all-to-all", to_all, 1)),
             patch.object(dist, "all_reduce", noting("all-reduce", reduce, 0)),

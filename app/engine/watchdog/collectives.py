@@ -7,6 +7,7 @@ own. So call sites of collectives need no notes. Both miss the replays of a CUDA
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -85,7 +86,10 @@ def _collectives() -> Iterator[dict[str, Any]]:
 
 
 def _collective(name: str, record: dict[str, Any], at_least: bool) -> Collective:
-    operation = record["profiling_name"].partition(":")[2].removeprefix("_").removesuffix("_base")
+    # nccl:_all_gather_base, nccl:all_gather_into_tensor_coalesced
+    operation = re.sub(
+        r"^_|_base$|(_into)?_tensor_coalesced$", "", record["profiling_name"].partition(":")[2]
+    )
     return Collective(
         name,
         operation,
