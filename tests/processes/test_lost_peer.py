@@ -59,7 +59,8 @@ def test_a_rank_that_has_lost_another_ends_with_one(
 
 
 @pytest.mark.full
-def test_the_ranks_left_by_a_killed_one_say_a_line_each(tmp_path: Path):
+def test_the_ranks_left_by_a_killed_one_say_a_line_at_most(tmp_path: Path):
+    """No line if the launcher ends them before they notice."""
     corpus, said = corpus_in(tmp_path / "corpus"), tmp_path / "said"
     words = (*corpus, "parallel.dp=2", "train.steps=100000", "run_dir=run")
     launcher = ("-m", "app.cli.torchrun", "--standalone", "--nproc-per-node=2")
@@ -76,6 +77,9 @@ def test_the_ranks_left_by_a_killed_one_say_a_line_each(tmp_path: Path):
         if b"RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes():
             os.kill(int(child), signal.SIGKILL)
     assert process.wait(120) == 128 + signal.SIGKILL
-    left, ended = said.read_text().splitlines()
-    assert re.fullmatch(r"rank 0: lost its connection to another rank \(.*\); .* trace", left)
+    lines = said.read_text().splitlines()  # a slow host also tells how far preparing is
+    *left, ended = (line for line in lines if not line.startswith("preparing "))
+    assert len(left) <= 1
+    for line in left:
+        assert re.fullmatch(r"rank 0: lost its connection to another rank \(.*\); .* trace", line)
     assert re.fullmatch(r"torchrun: rank 1 \(process \d+\) was ended by SIGKILL", ended)
