@@ -328,8 +328,8 @@ class _Search:
                     if self._fits(legal):
                         best[shape] = seconds, legal
                         break
-                    if kept is self.ladder[rung] and not self._fits_at_most(laid_out, mode):
-                        break  # at any rung
+                    if kept is self.ladder[rung] and not self._may_fit(laid_out, mode):
+                        break
 
     def stages(self, run: Run, shape: Shape, size: int, rung: int) -> Iterator[Run]:
         """Yield the runs of a shape with every schedule: with equally many layers per stage, and
@@ -362,8 +362,8 @@ class _Search:
             self.fitting[usual] = fits
         return self.fitting[usual]
 
-    def _fits_at_most(self, laid_out: Run, mode: Values) -> bool:
-        """Return False if a run does not fit even where it recomputes most."""
+    def _may_fit(self, laid_out: Run, mode: Values) -> bool:
+        """Return False if a run does not fit with the most recomputation either."""
         most = self._legal(laid_out, mode | self.ladder[-1])
         return most is None or self._fits(most)
 

@@ -95,7 +95,7 @@ class Shape:
         return int((params + grads) * (dense + expert) + shard * owned) + CUDA_CONTEXT
 
     def gains(self, run: Run, size: int) -> bool:
-        """Return whether microbatches gain from so many sequences, beside half as many."""
+        """Return whether microbatches of `size` sequences are clearly faster than smaller ones."""
         tokens = size * run.train.seq_len // (self.tp * self.cp)
         if (moe := run.model.moe) is None:
             return tokens <= MOST_TOKENS
@@ -126,8 +126,8 @@ def micro_batches(run: Run, shape: Shape) -> Iterator[int]:
     """Yield the numbers of sequences in a microbatch that divide the global batch."""
     dp = run.world_size // (shape.tp * shape.cp * shape.pp)
     for size in sorted({*MICRO_BATCHES, run.train.micro_batch}):
-        known = size <= run.train.micro_batch or shape.gains(run, size)
-        if known and run.train.global_batch % (size * dp) == 0:
+        tried = size <= run.train.micro_batch or shape.gains(run, size)
+        if tried and run.train.global_batch % (size * dp) == 0:
             yield size
 
 

@@ -75,11 +75,25 @@ def test_long_runs_are_as_measured():
 
 
 def test_ratios_to_the_newest_baseline_are_as_measured():
-    ours = {f"{row['tflops_per_gpu']:.0f}" for row in recorded("microbatches")}
-    theirs = {f"{row['tflops_gpu']:.0f}" for row in recorded("peer_0192")}
-    h200 = table(BENCHMARKS, "model | GPUs")[3:8]
-    for _, _, rate, baseline, ratio in h200:
-        assert rate in ours and baseline in theirs
+    """Rows of both programs with the same model, precision and microbatches."""
+    ours: dict[tuple[str, int, bool], set[str]] = {}
+    for row in recorded("microbatches"):
+        words = dict(word.split("=", 1) for word in row["overrides"])
+        if words.get("parallel.tp") != "2":
+            model = {"llama3_8b": "dense"}.get(words.get("model", ""), words["+experiment"])
+            size = int(words.get("train.micro_batch", 2))
+            key = model, size, "precision.fp8.recipe" in words
+            ours.setdefault(key, set()).add(f"{row['tflops_per_gpu']:.0f}")
+    theirs = {
+        (args["model"], args["mbs"], "fp8" in args): f"{row['tflops_gpu']:.0f}"
+        for row in recorded("peer_0192")
+        for args in [row["args"]]
+    }
+    settings = [("dense", size, fp8) for fp8 in (False, True) for size in (1, 4)]
+    shown = table(BENCHMARKS, "model | GPUs")[3:8]
+    for setting, row in zip((*settings, ("smallmoe", 8, False)), shown, strict=True):
+        _, _, rate, baseline, ratio = row
+        assert rate in ours[setting] and baseline == theirs[setting]
         assert ratio == f"{two(int(rate) / int(baseline))} ×"
 
 
